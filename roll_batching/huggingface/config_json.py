@@ -7,20 +7,25 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.expert_fields import translate_experts, translate_sigmoid_experts
-from roll_batching.huggingface.families import (
+from roll_batching.huggingface.families import Family, load_family
+from roll_batching.huggingface.fields import (
     ALWAYS,
+    BESIDE_TEXT,
+    DELTA_NET_FIELDS,
     EXPERTS,
+    IMAGE_AXES,
     LATENT_ATTENTION,
+    LAYER_KINDS,
+    LOCAL_ROPE,
+    NEXT_TOKENS,
     OPTIONAL,
     RENAMED,
     ROPE,
     SIGMOID_EXPERTS,
     SLIDING,
     WITHOUT_EFFECT,
-    Family,
-    load_family,
 )
-from roll_batching.huggingface.rope_fields import translate_rope
+from roll_batching.huggingface.rope_fields import translate_rope, translate_two_ropes
 from roll_batching.huggingface.translation import Translation
 
 
@@ -38,23 +43,34 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     classes = config.get("architectures")
     if classes is not None and classes != [family.architecture]:
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
+    if family.text_model is not None:
+        config = _text_config(config, family, result)
+    if family.image_axes and isinstance(config.get("rope_parameters"), Mapping):
+        rope = {name: value for name, value in config["rope_parameters"].items() if name not in IMAGE_AXES}
+        config = {**config, "rope_parameters": rope}
     values = {**family.defaults, **config}
-    _translate_renamed(values, result)
-    translate_rope(
-        config, values["rope_theta"], values["partial_rotary_factor"] if family.partial_rope else 1.0, result
-    )
+    _translate_renamed(values, family, result)
+    share = values["partial_rotary_factor"] if family.partial_rope else 1.0
+    if family.local_rope:
+        translate_two_ropes(config, values, result)
+    else:
+        translate_rope(config, values["rope_theta"], share, result)
     if family.windows:
         _translate_window(values, family, result)
     if family.sigmoid_routing:
         translate_sigmoid_experts(values, result)
     elif family.mixture:
         translate_experts(values, family, result)
+    if family.delta_net:
+        _translate_delta_net(values, result)
     if family.latent_attention:
         _translate_latent_attention(values, result)
     own = {*family.numbers, *family.switches, *(("partial_rotary_factor",) if family.partial_rope else ())}
     always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in own}
     known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *own}
     known_fields |= set(SLIDING if family.windows else ())
+    known_fields |= {*DELTA_NET_FIELDS, *LAYER_KINDS, *NEXT_TOKENS} if family.delta_net else set()
+    known_fields |= set(LOCAL_ROPE if family.local_rope else ())
     known_fields |= set(LATENT_ATTENTION if family.latent_attention else ())
     known_fields |= set(SIGMOID_EXPERTS if family.sigmoid_routing else EXPERTS if family.mixture else ())
     for name, value in values.items():
@@ -78,14 +94,36 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
 
 def stored_dtype(config: Mapping[str, Any]) -> str | None:
     """Precision of the directory's tensors by its name in torch, such as "bfloat16"; None if `config.json` has none."""
-    return config.get("dtype", config.get("torch_dtype"))
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    return config.get("dtype", config.get("torch_dtype", inner.get("dtype", inner.get("torch_dtype"))))
 
 
-def _translate_renamed(values: Mapping[str, Any], result: Translation) -> None:
+def _text_config(config: Mapping[str, Any], family: Family, result: Translation) -> Mapping[str, Any]:
+    """The fields of the text model in a `config.json` that describes a vision encoder, too."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        result.problems.append(f"text_config: {text!r} must be an object, the text model of {family.model_type}")
+        return {}
+    if text.get("model_type", family.text_model) != family.text_model:
+        found = text.get("model_type")
+        result.problems.append(f"text_config.model_type: {found!r} is not supported, only {family.text_model!r}")
+    for name in sorted(set(config) - BESIDE_TEXT - WITHOUT_EFFECT):
+        known = ALWAYS.get(name, object())
+        if config[name] is not None and config[name] != known:
+            result.problems.append(f"{name}: {config[name]!r} is an unknown field of model_type {family.model_type}")
+    ties = [one["tie_word_embeddings"] for one in (text, config) if one.get("tie_word_embeddings") is not None]
+    if len(ties) == 2 and ties[0] != ties[1]:
+        result.problems.append("tie_word_embeddings contradicts text_config.tie_word_embeddings; make them equal")
+    return {**text, **({"tie_word_embeddings": ties[0]} if ties else {})}
+
+
+def _translate_renamed(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     for name, ours in RENAMED.items():
         value = values.get(name)
         if value is None:
-            if name not in OPTIONAL or name not in values:
+            by_default = name in family.defaults and family.defaults[name] is None
+            if not by_default and (name not in OPTIONAL or name not in values):
                 result.problems.append(f"{name} is missing")
             continue
         if isinstance(value, bool) and name != "tie_word_embeddings":
@@ -97,6 +135,8 @@ def _translate_renamed(values: Mapping[str, Any], result: Translation) -> None:
 def _translate_window(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
     kinds = values.get("layer_types")
+    if family.local_rope and kinds is None and isinstance(layers, int):
+        kinds = _kinds_of_pattern(values, layers, result)
     if family.needs_layer_types and kinds is None:
         result.problems.append("layer_types is missing")
     # In transformers, Qwen2 and Qwen3 slide from layer max_window_layers on; Qwen3-MoE and Mixtral in every layer.
@@ -119,10 +159,45 @@ def _translate_window(values: Mapping[str, Any], family: Family, result: Transla
         slides, pattern = True, []
     if slides and window is not None:
         longest = values.get("max_position_embeddings")
-        if not (isinstance(longest, int) and longest <= window):
+        if family.local_rope or not (isinstance(longest, int) and longest <= window):
             result.architecture["sliding_window"] = window
             if not all(pattern):
                 result.architecture["window_layers"] = pattern
+    elif family.local_rope:
+        result.architecture.pop("rotary_local_base", None)  # no layer has it
+
+
+def _kinds_of_pattern(values: Mapping[str, Any], layers: int, result: Translation) -> list[str] | None:
+    """The kinds of layers by Gemma's pattern: every so many layers, one without a window."""
+    name = "sliding_window_pattern" if "sliding_window_pattern" in values else "_sliding_window_pattern"
+    every = values.get(name, 6)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        result.problems.append(f"{name}: {every!r} is not supported, it must be a positive number of layers")
+        return None
+    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
+def _translate_delta_net(values: Mapping[str, Any], result: Translation) -> None:
+    missing = [name for name in DELTA_NET_FIELDS if values.get(name) is None]
+    result.problems += [f"{name} is missing" for name in missing]
+    if values.get("use_sliding_window"):
+        result.problems.append("use_sliding_window: true is not supported beside gated delta nets: set it to false")
+    layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
+    every = values.get("full_attention_interval", 4)
+    if kinds is None and isinstance(layers, int):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 2:
+            text = "is not supported, it must be a number of layers above 1"
+            result.problems.append(f"full_attention_interval: {every!r} {text}")
+            return
+        kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) != {"linear_attention", "full_attention"}:
+        text = f"layer_types must name linear_attention or full_attention, and both, for each of {layers} layers"
+        result.problems.append(text)
+    elif not missing:
+        result.architecture["gated_delta_net"] = {
+            "layers": [int(kind == "linear_attention") for kind in kinds],
+            **{ours: values[name] for name, ours in DELTA_NET_FIELDS.items()},
+        }
 
 
 _LATENT = {

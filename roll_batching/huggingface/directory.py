@@ -66,7 +66,9 @@ def stop_tokens(path: Path) -> tuple[int, ...]:
         file = path / name
         if not file.is_file():
             continue
-        tokens = _eos(read_json(file))
+        config = read_json(file)
+        text = config.get("text_config")  # of a model with a vision encoder
+        tokens = _eos(config) or _eos(text if isinstance(text, dict) else {})
         if tokens:
             return tokens
     return ()

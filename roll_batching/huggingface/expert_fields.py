@@ -41,6 +41,13 @@ def translate_experts(values: Mapping[str, Any], family: Family, result: Transla
             result.problems.append("mlp_only_layers and decoder_sparse_step leave no mixture-of-experts layer")
         if not all(pattern):
             moe["layer_freq"] = pattern
+    if family.shared_expert:
+        width = values.get("shared_expert_intermediate_size")
+        if width is None:
+            result.problems.append("shared_expert_intermediate_size is missing")
+        moe |= {"shared_expert_ffn_hidden_size": width, "shared_expert_gate": True}
+    elif values.get("shared_expert_intermediate_size"):
+        result.problems.append(f"shared_expert_intermediate_size has no effect with model_type {family.model_type}")
     result.architecture["moe"] = moe
 
 

@@ -3,8 +3,8 @@
 To add a family: an entry of `FAMILIES` and a tiny model in `tests/huggingface/tiny.py`. A `Family` in a module of the
 user's is named by `model_args.family`.
 
-Every field of a family's `config.json` is in one of the tables below or in `WITHOUT_EFFECT`; any other field is an
-error that names it. Sources: each family's configuration and modeling files in Hugging Face's transformers, and
+Every field of a family's `config.json` is in its entry or in one of the tables of `fields`; any other field is an error
+that names it. Sources: each family's configuration and modeling files in Hugging Face's transformers, and
 Megatron-Core's GPTModel for parameter names.
 """
 
@@ -12,179 +12,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from roll_batching.errors import ConfigError
+from roll_batching.huggingface.family import Family
 from roll_batching.huggingface.layer_rules import (
+    DELTA_NET,
     DENSE,
     EMBEDDING,
     EXPERT_BIAS,
     FINAL_NORM,
+    GATED_QKV,
+    GATED_SHARED_EXPERT,
     HEAD,
     OUTPUT_BIAS,
     OUTPUT_PROJECTION,
     QK_NORM,
     QKV,
     QKV_BIAS,
+    SANDWICH_DENSE,
     SHARED_EXPERTS,
     SINKS,
+    SPLIT_DELTA_NET,
     STACKED_MIXTURE,
     latent_attention,
     mixture,
 )
 from roll_batching.huggingface.tensors import TensorRule
 from roll_batching.registry import load_dotted
-
-RENAMED: Mapping[str, str] = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "initializer_range": "init_std",
-}
-"""Fields of every family, and their names in `model_args.architecture`."""
-OPTIONAL = ("num_key_value_heads", "head_dim")
-"""Fields of `RENAMED` that may be null: num_attention_heads and hidden_size / num_attention_heads then apply."""
-
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-SLIDING = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-EXPERTS = (
-    "num_local_experts",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "router_aux_loss_coef",
-    "output_router_logits",
-)
-SIGMOID_EXPERTS = (
-    "n_routed_experts",
-    "num_local_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "n_group",
-    "topk_group",
-    "first_k_dense_replace",
-    "mlp_layer_types",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "router_aux_loss_coef",
-    "output_router_logits",
-    "seq_aux",  # with aux_loss_alpha: the publisher's own training
-    "aux_loss_alpha",
-    "ep_size",
-)
-"""Fields of families whose router is DeepSeek-V3's."""
-LATENT_ATTENTION = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "qk_head_dim",
-    "v_head_dim",
-    "rope_interleave",
-)
-"""Fields of families with multi-latent attention."""
-
-ALWAYS: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "attention_dropout": 0.0,
-    "router_jitter_noise": 0.0,
-    "is_encoder_decoder": False,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "use_mrope": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "chunk_size_feed_forward": 0,
-    "pruned_heads": {},
-    "output_attentions": False,
-    "output_hidden_states": False,
-}
-"""Fields with the only value that is supported; any other value is an error."""
-
-TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
-WITHOUT_EFFECT = frozenset(
-    {
-        "_name_or_path",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
-        "auto_map",
-        "architectures",  # checked against Family.architecture
-        "model_type",
-        "dtype",  # precision of the files, see `stored_dtype`
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "return_dict",
-        "torchscript",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "tokenizer_class",
-        "prefix",
-        "experts_per_token",  # gpt-oss: num_experts_per_tok again
-        "initial_context_length",  # gpt-oss: of rope_scaling again
-        *TOKENS,
-    }
-)
-"""Fields that do not change what the model computes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One model family of transformers: how its `config.json` and tensors map to Megatron's GPTModel."""
-
-    model_type: str
-    architecture: str
-    """The class that `architectures` names."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of absent fields, from the family's configuration class."""
-    always: Mapping[str, Any] = field(default_factory=dict)
-    """The family's own fields with one supported value; they precede those of `ALWAYS`."""
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `model_args.architecture` that all models of the family have."""
-    numbers: Mapping[str, str] = field(default_factory=dict)
-    """The family's own fields that are numbers, and their names in `model_args.architecture`."""
-    switches: Mapping[str, str] = field(default_factory=dict)
-    """The family's own fields that are true or false, and their names in `model_args.architecture`."""
-    partial_rope: bool = False
-    """Whether the family reads `partial_rotary_factor`; others rotate whole heads."""
-    windows: bool = False
-    """Whether the family has the fields of sliding windows (`SLIDING`)."""
-    needs_layer_types: bool = False
-    """Whether `layer_types` must say which layers have a window."""
-    mixture: tuple[TensorRule, ...] = ()
-    """Rules of a mixture-of-experts layer; empty for dense families."""
-    experts_share_ffn: bool = False
-    """Whether `intermediate_size` is the width of an expert."""
-    latent_attention: bool = False
-    """Whether attention is DeepSeek's multi-latent attention, with the fields `LATENT_ATTENTION`."""
-    sigmoid_routing: bool = False
-    """Whether the router is DeepSeek-V3's, with the fields `SIGMOID_EXPERTS` instead of `EXPERTS`."""
-    normalised_experts: bool = False
-    """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
-
 
 _USUAL = {"rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.02}
 _SIGMOID = {
@@ -220,6 +75,98 @@ _DEEPSEEK_V3 = Family(
     latent_attention=True,
     sigmoid_routing=True,
 )
+
+_DELTA_NETS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN3_5_FIELDS = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+_QWEN3_5_USUAL = {**_USUAL, "head_dim": 256, "partial_rotary_factor": 0.25, **_DELTA_NETS}
+_GATED = {"zero_centered_norms": True, "attention_output_gate": True}
+
+_VISION_BEFORE = (("model.", "model.language_model."),)
+_MULTIMODAL = ("model.visual.", "mtp.")
+
+_GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+    },
+    always={
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    settings={
+        "activation": "gelu_tanh",
+        "sandwich_norms": True,
+        "scaled_embedding": True,
+        "zero_centered_norms": True,
+    },
+    numbers={"query_pre_attn_scalar": "query_pre_attn_scalar"},
+    qk_layernorm=True,
+    windows=True,
+    local_rope=True,
+)
+_QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    defaults=_QWEN3_5_USUAL,
+    always=_QWEN3_5_FIELDS,
+    settings=_GATED,
+    qk_layernorm=True,
+    partial_rope=True,
+    image_axes=True,
+    delta_net=SPLIT_DELTA_NET,
+    untrained=("mtp.",),
+)
+_QWEN3_5_MOE = dataclasses.replace(
+    _QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    defaults={
+        **_QWEN3_5_USUAL,
+        "intermediate_size": None,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    mixture=(*mixture("mlp", "gate_proj", "up_proj", "down_proj"), *GATED_SHARED_EXPERT),
+    shared_expert=True,
+    normalised_experts=True,
+)
+
+
+def _with_vision(family: Family, model_type: str, architecture: str, **changes: Any) -> Family:
+    """The family of directories whose text model is of `family`, beside a vision encoder that is not trained."""
+    return dataclasses.replace(
+        family, model_type=model_type, architecture=architecture, text_model=family.model_type, **changes
+    )
+
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -305,6 +252,46 @@ FAMILIES: Mapping[str, Family] = {
             experts_share_ffn=True,
             normalised_experts=True,
         ),
+        Family(
+            model_type="qwen3_next",
+            architecture="Qwen3NextForCausalLM",
+            defaults={
+                **_USUAL,
+                "head_dim": 256,
+                "partial_rotary_factor": 0.25,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                **_DELTA_NETS,
+            },
+            settings=_GATED,
+            qk_layernorm=True,
+            partial_rope=True,
+            mixture=(*mixture("mlp", "gate_proj", "up_proj", "down_proj"), *GATED_SHARED_EXPERT),
+            shared_expert=True,
+            delta_net=DELTA_NET,
+            untrained=("mtp.",),
+        ),
+        _GEMMA3,
+        _with_vision(
+            _GEMMA3,
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+            untrained=("vision_tower.", "multi_modal_projector."),
+        ),
+        _QWEN3_5,
+        _QWEN3_5_MOE,
+        _with_vision(
+            _QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", prefixes=_VISION_BEFORE, untrained=_MULTIMODAL
+        ),
+        _with_vision(
+            _QWEN3_5_MOE,
+            "qwen3_5_moe",
+            "Qwen3_5MoeForConditionalGeneration",
+            prefixes=_VISION_BEFORE,
+            untrained=_MULTIMODAL,
+        ),
         _DEEPSEEK_V3,
         dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
         dataclasses.replace(
@@ -317,19 +304,9 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-_DELTA_NET = (
-    "its layers are gated delta nets, which Megatron-Core 0.16 refuses for packs; 0.19 takes packs, and the family is "
-    "not built on it here"
-)
 MISSING: Mapping[str, str] = {
-    "gemma2": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
-    "gemma3_text": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
-    "glm4": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
-    "qwen3_next": _DELTA_NET,
-    "qwen3_5": _DELTA_NET,
-    "qwen3_5_text": _DELTA_NET,
-    "qwen3_5_moe": _DELTA_NET,
-    "qwen3_5_moe_text": _DELTA_NET,
+    "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",
+    "glm4": "its projections of gate and input are one tensor, which no rule here cuts",
 }
 """Reasons why a family needs more than a table."""
 
@@ -372,26 +349,39 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     output = OUTPUT_BIAS if architecture.add_bias_linear else ()
     if architecture.multi_latent_attention is not None:
         attention = latent_attention(architecture.multi_latent_attention.q_lora_rank is not None)
-    rules = [EMBEDDING]
+    if architecture.attention_output_gate:
+        attention = (*GATED_QKV, *norm)
+    rules, delta = [EMBEDDING], architecture.gated_delta_net
     for layer in range(architecture.num_layers):
-        rules += [rule.at(layer) for rule in (*attention, *OUTPUT_PROJECTION, *output)]
+        with_attention = (*attention, *OUTPUT_PROJECTION, *output)
+        is_delta = delta is not None and delta.layers[layer]
+        rules += [rule.at(layer) for rule in (family.delta_net if is_delta else with_attention)]
         if architecture.moe is None or not architecture.moe.is_mixture(layer):
-            rules += [rule.at(layer) for rule in DENSE]
+            rules += [rule.at(layer) for rule in (SANDWICH_DENSE if architecture.sandwich_norms else DENSE)]
             continue
         for rule in family.mixture:
             experts = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [0]
             rules += [rule.at(layer, expert) for expert in experts]
-    return {rule.ours: rule for rule in (*rules, FINAL_NORM, head)}
+    return {rule.ours: rule.renamed(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
 
 
 def untrained_tensors(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of the tensors `names` that belong to the layers of multi-token prediction in a `config.json`.
+    """Those of the tensors `names` that belong to no part of the model that is trained.
 
-    Publishers number them after the model's own layers. They are not trained; an export copies them.
+    These are layers of multi-token prediction, and vision encoders.
+
+    Publishers number them after the model's own layers, or name them by `Family.untrained`. An export copies them.
     """
+    if family.untrained:
+        return [name for name in names if name.startswith(family.untrained)]
     count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
     if not family.sigmoid_routing or not count:
         return []
     first = config["num_hidden_layers"]
     prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
     return [name for name in names if name.startswith(prefixes)]
+
+
+def head_name(family: Family) -> str:
+    """Name of the output layer's tensor, which files with tied embeddings may hold, too."""
+    return HEAD.renamed(family.prefixes).theirs[0][0]

@@ -14,13 +14,20 @@ FINAL_NORM = TensorRule("decoder.final_layernorm.weight", "copy", (("model.norm.
 HEAD = TensorRule("output_layer.weight", "vocabulary", (("lm_head.weight", ("vocabulary", "hidden")),))
 
 
-def _layer(ours: str, join: Join, *theirs: tuple[str, tuple[str, ...]], fused: str | None = None) -> TensorRule:
+def _layer(
+    ours: str,
+    join: Join,
+    *theirs: tuple[str, tuple[str, ...]],
+    fused: str | None = None,
+    parts: tuple[tuple[str, ...], ...] = (),
+) -> TensorRule:
     """A rule for a parameter of every layer; names are relative to the layer on both sides."""
     return TensorRule(
         f"decoder.layers.{{layer}}.{ours}",
         join,
         tuple((f"model.layers.{{layer}}.{name}", shape) for name, shape in theirs),
         None if fused is None else f"decoder.layers.{{layer}}.{fused}",
+        parts=parts,
     )
 
 
@@ -55,13 +62,7 @@ QK_NORM = (
     _layer("self_attention.q_layernorm.weight", "copy", ("self_attn.q_norm.weight", ("head",))),
     _layer("self_attention.k_layernorm.weight", "copy", ("self_attn.k_norm.weight", ("head",))),
 )
-DENSE = (
-    _layer(
-        "pre_mlp_layernorm.weight",
-        "copy",
-        ("post_attention_layernorm.weight", ("hidden",)),
-        fused="mlp.linear_fc1.layer_norm_weight",
-    ),
+_FEED_FORWARD = (
     _layer(
         "mlp.linear_fc1.weight",
         "gated",
@@ -70,6 +71,22 @@ DENSE = (
     ),
     _layer("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", ("hidden", "ffn"))),
 )
+DENSE = (
+    _layer(
+        "pre_mlp_layernorm.weight",
+        "copy",
+        ("post_attention_layernorm.weight", ("hidden",)),
+        fused="mlp.linear_fc1.layer_norm_weight",
+    ),
+    *_FEED_FORWARD,
+)
+SANDWICH_DENSE = (
+    _layer("post_attention_layernorm.weight", "copy", ("post_attention_layernorm.weight", ("hidden",))),
+    _layer("pre_mlp_layernorm.weight", "copy", ("pre_feedforward_layernorm.weight", ("hidden",))),
+    _layer("post_mlp_layernorm.weight", "copy", ("post_feedforward_layernorm.weight", ("hidden",))),
+    *_FEED_FORWARD,
+)
+"""A dense layer with norms behind its parts, too, in Gemma's names."""
 
 
 def mixture(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
@@ -157,3 +174,68 @@ STACKED_MIXTURE = (
     _layer(f"{_EXPERT}.linear_fc2.bias", "expert", ("mlp.experts.down_proj_bias", ("experts", "hidden"))),
 )
 """gpt-oss's mixture, whose experts are stacked into one tensor."""
+
+_INPUT_NORM = _layer("input_layernorm.weight", "copy", ("input_layernorm.weight", ("hidden",)))
+GATED_QKV = (
+    _INPUT_NORM,
+    _layer(
+        "self_attention.linear_qkv.weight",
+        "gated_qkv",
+        ("self_attn.q_proj.weight", ("gated_queries", "hidden")),
+        ("self_attn.k_proj.weight", ("keys", "hidden")),
+        ("self_attn.v_proj.weight", ("keys", "hidden")),
+    ),
+)
+"""Attention whose queries have gates of the output beside them."""
+_MIXED = ("delta_keys", "delta_keys", "delta_values")
+_DELTA = (
+    _INPUT_NORM,
+    _layer(
+        "self_attention.conv_weight",
+        "by_key_head",
+        ("linear_attn.conv1d.weight", ("delta_mixed", "one", "delta_kernel")),
+        parts=(_MIXED,),
+    ),
+    _layer("self_attention.A_log", "rows", ("linear_attn.A_log", ("delta_value_heads",))),
+    _layer("self_attention.dt_bias", "rows", ("linear_attn.dt_bias", ("delta_value_heads",))),
+    _layer("self_attention.out_norm_weight", "copy", ("linear_attn.norm.weight", ("delta_value_dim",))),
+    _layer("self_attention.out_proj.weight", "columns", ("linear_attn.out_proj.weight", ("hidden", "delta_values"))),
+)
+DELTA_NET = (
+    *_DELTA,
+    _layer(
+        "self_attention.in_proj.weight",
+        "by_key_head",
+        ("linear_attn.in_proj_qkvz.weight", ("delta_gated", "hidden")),
+        ("linear_attn.in_proj_ba.weight", ("delta_rates", "hidden")),
+        parts=(("delta_gated",), ("delta_rates",)),
+    ),
+)
+"""A gated delta net in Qwen3-Next's names, whose projections are grouped by key head."""
+SPLIT_DELTA_NET = (
+    *_DELTA,
+    _layer(
+        "self_attention.in_proj.weight",
+        "by_key_head",
+        ("linear_attn.in_proj_qkv.weight", ("delta_mixed", "hidden")),
+        ("linear_attn.in_proj_z.weight", ("delta_values", "hidden")),
+        ("linear_attn.in_proj_b.weight", ("delta_value_heads", "hidden")),
+        ("linear_attn.in_proj_a.weight", ("delta_value_heads", "hidden")),
+        parts=(_MIXED, ("delta_values",), ("delta_value_heads",), ("delta_value_heads",)),
+    ),
+)
+"""A gated delta net in Qwen3.5's names."""
+GATED_SHARED_EXPERT = (
+    _layer(
+        "mlp.shared_experts.linear_fc1.weight",
+        "gated",
+        ("mlp.shared_expert.gate_proj.weight", ("shared_ffn", "hidden")),
+        ("mlp.shared_expert.up_proj.weight", ("shared_ffn", "hidden")),
+    ),
+    _layer(
+        "mlp.shared_experts.linear_fc2.weight",
+        "columns",
+        ("mlp.shared_expert.down_proj.weight", ("hidden", "shared_ffn")),
+    ),
+    _layer("mlp.shared_experts.gate_weight", "copy", ("mlp.shared_expert_gate.weight", ("one", "hidden"))),
+)

@@ -62,3 +62,35 @@ def translate_rope(values: Mapping[str, Any], base: Any, share: Any, result: Tra
     if needed and not missing:
         given = {key: rope[key] for key in (*needed, *optional) if rope.get(key) is not None}
         result.architecture["rope_scaling"] = {"type": kind, **given}
+
+
+_KINDS = ("full_attention", "sliding_attention")
+"""Kinds of layers in `rope_parameters` of families whose layers with a window have RoPE of their own."""
+
+
+def translate_two_ropes(config: Mapping[str, Any], values: Mapping[str, Any], result: Translation) -> None:
+    """Translates RoPE of layers without and with a window, as transformers 4 (`rope_local_base_freq`) or 5 writes it.
+
+    `values` is `config` with the family's defaults.
+    """
+    section = config.get("rope_parameters")
+    full: dict[str, Any] = {"rope_theta": values["rope_theta"], **(config.get("rope_scaling") or {})}
+    local: dict[str, Any] = {"rope_theta": values["rope_local_base_freq"]}
+    if section is not None:
+        wrong = not isinstance(section, Mapping) or set(section) - set(_KINDS)
+        if wrong or not all(isinstance(one, Mapping | None) for one in section.values()):
+            result.problems.append(f"rope_parameters: {section!r} must be an object of {' and '.join(_KINDS)}")
+            return
+        for name, key, parts in (("rope_theta", _KINDS[0], full), ("rope_local_base_freq", _KINDS[1], local)):
+            given = section.get(key) or {}
+            older = {**({"rope_theta": config[name]} if config.get(name) is not None else {})}
+            older |= (config.get("rope_scaling") or {}) if parts is full else {}
+            if any(part in given and given[part] != value for part, value in older.items()):
+                result.problems.append(f"rope_parameters.{key} contradicts {older!r}; leave one of them out")
+            parts.update(given)
+    rest = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+    translate_rope({**rest, "rope_parameters": full}, values["rope_theta"], 1.0, result)
+    if local.pop("rope_type", "default") != "default" or set(local) != {"rope_theta"}:
+        text = f"rope_parameters.sliding_attention: {section and section.get('sliding_attention')!r} is not supported"
+        result.problems.append(f"{text}: only rope_theta of the default rope_type")
+    result.architecture["rotary_local_base"] = local["rope_theta"]

@@ -6,13 +6,18 @@ sharded over tensor-parallel ranks. `pieces` turns a rule into index ranges, for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Join = Literal["copy", "rows", "columns", "gated", "qkv", "vocabulary", "expert", "expert_gated"]
+Join = Literal[
+    "copy", "rows", "columns", "gated", "qkv", "gated_qkv", "by_key_head", "vocabulary", "expert", "expert_gated"
+]
 """copy: replicated. rows, columns: sharded along the first or second dimension. gated: two tensors, each sharded by
 rows, concatenated. qkv: three tensors, sharded by query groups; each group's queries, key and value are adjacent.
+gated_qkv: the same, with a gate behind each query head, which the parameter has behind the group's queries.
+by_key_head: parts of tensors, sharded by the key heads of gated delta nets; each head's rows of all parts are adjacent.
 vocabulary: sharded by rows, whose number is rounded up. expert: an expert's part of a tensor of all experts, matrices
 transposed, not sharded. expert_gated: the same, gate and up projection interleaved."""
 
@@ -30,6 +35,8 @@ class TensorRule:
     """Parameter name with TransformerEngine's layer spec, if different."""
     expert: int | None = None
     """The expert, for joins of a tensor of all experts."""
+    parts: tuple[tuple[str, ...], ...] = ()
+    """by_key_head: rows of the parts of each tensor, in fields of `Sizes`."""
 
     def at(self, layer: int | None = None, expert: int | None = None) -> TensorRule:
         """The rule for one layer, and one of its experts."""
@@ -39,7 +46,15 @@ class TensorRule:
             tuple((name.format(layer=layer, expert=expert), shape) for name, shape in self.theirs),
             None if self.fused is None else self.fused.format(layer=layer, expert=expert),
             expert,
+            self.parts,
         )
+
+    def renamed(self, prefixes: Iterable[tuple[str, str]]) -> TensorRule:
+        """The rule with other beginnings of the checkpoint's names: (in the rules, in the files)."""
+        theirs = self.theirs
+        for old, new in prefixes:
+            theirs = tuple((new + name[len(old) :] if name.startswith(old) else name, shape) for name, shape in theirs)
+        return dataclasses.replace(self, theirs=theirs)
 
     @property
     def is_stacked(self) -> bool:
@@ -78,13 +93,42 @@ class Sizes:
     """Width of the latent of keys and values, and of the rotated channels that all heads share."""
     keys_values: int = 0
     """Heads x channels of keys that are not rotated, and of values."""
+    gated_queries: int = 0
+    """Query heads x head dimension, with as many channels of gates."""
+    one: int = 1
+    delta_heads: int = 0
+    """Gated delta nets: key heads; then value heads, and rows of the parts of their projections."""
+    delta_value_heads: int = 0
+    delta_rates: int = 0
+    """Rates and decays of all value heads."""
+    delta_keys: int = 0
+    delta_values: int = 0
+    delta_mixed: int = 0
+    """Queries, keys and values, which are convolved."""
+    delta_gated: int = 0
+    """The same with gates."""
+    delta_value_dim: int = 0
+    delta_kernel: int = 0
 
     @classmethod
     def of(cls, architecture: Any) -> Sizes:
         """The dimensions of an `ArchitectureConfig`."""
         moe, latent = architecture.moe, architecture.multi_latent_attention
         heads = architecture.num_attention_heads
-        of_latents = {}
+        of_latents: dict[str, int] = {}
+        if (delta := architecture.gated_delta_net) is not None:
+            keys, values = delta.num_key_heads * delta.key_head_dim, delta.num_value_heads * delta.value_head_dim
+            of_latents = {
+                "delta_heads": delta.num_key_heads,
+                "delta_value_heads": delta.num_value_heads,
+                "delta_rates": 2 * delta.num_value_heads,
+                "delta_keys": keys,
+                "delta_values": values,
+                "delta_mixed": 2 * keys + values,
+                "delta_gated": 2 * keys + 2 * values,
+                "delta_value_dim": delta.value_head_dim,
+                "delta_kernel": delta.conv_kernel_dim,
+            }
         if latent is not None:
             of_latents = {
                 "q_latent": latent.q_lora_rank or 0,
@@ -105,6 +149,7 @@ class Sizes:
             expert_ffn=0 if moe is None else moe.ffn_hidden_size or architecture.ffn_width,
             expert_gated_ffn=0 if moe is None else 2 * (moe.ffn_hidden_size or architecture.ffn_width),
             heads=heads,
+            gated_queries=2 * heads * architecture.head_dim,
             shared_ffn=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
             **of_latents,
         )
@@ -167,6 +212,10 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
                 for half in range(2):
                     at = slice(half * width // 2, (half + 1) * width // 2)
                     yield Piece(first, one, slice(half, None, 2), at, of_expert=True)
+        case "gated_qkv":
+            yield from _gated_qkv_pieces(shapes, sizes, rank, ranks)
+        case "by_key_head":
+            yield from _key_head_pieces(rule, shapes, sizes, rank, ranks)
         case "qkv":
             start = 0
             for group in range(rank * sizes.groups // ranks, (rank + 1) * sizes.groups // ranks):
@@ -174,6 +223,38 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
                     share = shape[0] // sizes.groups
                     yield Piece(name, slice(group * share, (group + 1) * share), None, slice(start, start + share))
                     start += share
+
+
+def _gated_qkv_pieces(
+    shapes: list[tuple[str, tuple[int, ...]]], sizes: Sizes, rank: int, ranks: int
+) -> Iterator[Piece]:
+    """Of each group: its queries, their gates, its key and its value."""
+    (queries, _), *others = shapes
+    start, per_group = 0, sizes.heads // sizes.groups
+    for group in range(rank * sizes.groups // ranks, (rank + 1) * sizes.groups // ranks):
+        for half in range(2):
+            for head in range(group * per_group, (group + 1) * per_group):
+                first = (2 * head + half) * sizes.head
+                yield Piece(queries, slice(first, first + sizes.head), None, slice(start, start + sizes.head))
+                start += sizes.head
+        for name, _ in others:
+            rows = slice(group * sizes.head, (group + 1) * sizes.head)
+            yield Piece(name, rows, None, slice(start, start + sizes.head))
+            start += sizes.head
+
+
+def _key_head_pieces(
+    rule: TensorRule, shapes: list[tuple[str, tuple[int, ...]]], sizes: Sizes, rank: int, ranks: int
+) -> Iterator[Piece]:
+    start, heads = 0, sizes.delta_heads
+    for head in range(rank * heads // ranks, (rank + 1) * heads // ranks):
+        for (name, _), parts in zip(shapes, rule.parts, strict=True):
+            first = 0
+            for rows in sizes.shape(parts):
+                share = rows // heads
+                at = first + head * share
+                yield Piece(name, slice(at, at + share), None, slice(start, start + share))
+                start, first = start + share, first + rows
 
 
 def local_shape(rule: TensorRule, sizes: Sizes, ranks: int) -> tuple[int, ...]:

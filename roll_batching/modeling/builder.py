@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import draw_experts, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
-from roll_batching.modeling.kernels import Kernels, engine_attention
+from roll_batching.modeling.kernels import Kernels
 from roll_batching.modeling.layers import layers_of_chunk
 from roll_batching.modeling.requirements import ENGINE_LAYERS, EXPERT_BIASES, recomputed_modules, refusals_here
 from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import packed_block_spec
+from roll_batching.modeling.transformer_config import transformer_config
 from roll_batching.packing.attention_backend import installed_versions
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
 
@@ -36,124 +35,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
     """`vocab_size` rounded up to a multiple of `tp_size`."""
     return -(-vocab_size // tp_size) * tp_size
-
-
-def transformer_config(
-    architecture: ArchitectureConfig,
-    strategy: MegatronConfig,
-    layout: ParallelLayout,
-    dtype: torch.dtype,
-    *,
-    kernels: Kernels,
-    initialize: bool = True,
-) -> Any:
-    """Megatron's TransformerConfig for this architecture and layout.
-
-    Set here, because packing depends on it: unbatched p2p (batched pairs mis-match at PP=2 with VPP),
-    no deallocation of sent outputs (corrupts gradients before 0.18), no shape exchange, the all-to-all
-    MoE dispatcher (the all-gather one needs equal lengths on all ranks), no dropout.
-    """
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    on_cpu = layout.device.type == "cpu"
-    full_recompute = strategy.recompute_granularity == "full"
-    options: dict[str, Any] = {
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_width,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.kv_heads,
-        "kv_channels": architecture.head_dim,
-        "qk_layernorm": architecture.qk_layernorm,
-        "add_qkv_bias": architecture.add_qkv_bias,
-        "init_method_std": architecture.init_std,
-        "layernorm_epsilon": architecture.norm_epsilon,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu if architecture.swiglu_limit is None else quick_gelu,
-        "activation_func_clamp_value": architecture.swiglu_limit,
-        "glu_linear_offset": 0.0 if architecture.swiglu_limit is None else 1.0,
-        "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
-        "add_bias_linear": architecture.add_bias_linear,
-        "hidden_dropout": architecture.hidden_dropout,
-        "attention_dropout": 0.0,
-        "tensor_model_parallel_size": layout.tp_size,
-        "pipeline_model_parallel_size": layout.pp_size,
-        "virtual_pipeline_model_parallel_size": layout.vpp_size if layout.vpp_size > 1 else None,
-        "context_parallel_size": layout.cp_size,
-        "expert_model_parallel_size": layout.ep_size,
-        "sequence_parallel": layout.sequence_parallel,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "perform_initialization": initialize,
-        "use_cpu_initialization": on_cpu,
-        "variable_seq_lengths": layout.pp_size > 1,
-        "batch_p2p_comm": False,
-        "batch_p2p_sync": False,
-        "overlap_p2p_comm": False,
-        "deallocate_pipeline_outputs": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "transformer_impl": kernels.layers,
-        "attention_backend": engine_attention(),
-        **kernels.options,
-        "cuda_graph_scope": [],
-        "calculate_per_token_loss": strategy.calculate_per_token_loss,
-        "recompute_granularity": strategy.recompute_granularity,
-        "recompute_method": strategy.recompute_method or ("uniform" if full_recompute else None),
-        "recompute_num_layers": strategy.recompute_num_layers or (1 if full_recompute else None),
-    }
-    if strategy.has_uneven_stages:
-        options |= _uneven_stages(strategy, layout)
-    if architecture.sliding_window is not None and getattr(kernels.attention, "windows", False):
-        options["window_size"] = (architecture.sliding_window - 1, 0)  # Megatron counts the tokens to the left
-        if architecture.window_layers is not None:
-            options["window_attn_skip_freq"] = list(architecture.window_layers)
-    if strategy.recompute_modules:
-        options["recompute_modules"] = list(strategy.recompute_modules)
-    if architecture.moe is not None:
-        moe = architecture.moe
-        options |= {
-            "num_moe_experts": moe.num_experts,
-            "moe_router_topk": moe.router_topk,
-            "moe_ffn_hidden_size": moe.ffn_hidden_size or architecture.ffn_width,
-            "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
-            "moe_layer_freq": moe.layer_freq if isinstance(moe.layer_freq, int) else list(moe.layer_freq),
-            "moe_router_pre_softmax": moe.router_pre_softmax,
-            "moe_router_score_function": moe.router_score_function,
-            "moe_router_enable_expert_bias": moe.router_expert_bias,
-            "moe_router_bias_update_rate": moe.router_bias_update_rate,
-            "moe_router_num_groups": moe.router_num_groups,
-            "moe_router_group_topk": moe.router_group_topk,
-            "moe_router_topk_scaling_factor": None if moe.router_scaling_factor == 1 else moe.router_scaling_factor,
-            "moe_router_dtype": strategy.moe_router_dtype or moe.router_dtype,
-            "moe_aux_loss_coeff": moe.aux_loss_coeff,
-            "moe_z_loss_coeff": moe.z_loss_coeff or None,
-            "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
-        }
-    kind = TransformerConfig
-    if architecture.multi_latent_attention is not None:
-        from roll_batching.modeling.latent_attention import latent_options
-
-        kind, options = MLATransformerConfig, options | latent_options(architecture)
-    known = {field.name for field in dataclasses.fields(kind)}
-    # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
-    return kind(**{name: value for name, value in options.items() if name in known})
-
-
-def _uneven_stages(strategy: MegatronConfig, layout: ParallelLayout) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "num_layers_in_first_pipeline_stage": strategy.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": strategy.num_layers_in_last_pipeline_stage,
-        "account_for_embedding_in_pipeline_split": strategy.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": strategy.account_for_loss_in_pipeline_split,
-    }
-    if strategy.pipeline_model_parallel_layout is not None:
-        from roll_batching.modeling.layer_layout import RankLayerLayout  # few models have one
-
-        options["pipeline_model_parallel_layout"] = RankLayerLayout(strategy.pipeline_model_parallel_layout, layout)
-    return options
 
 
 def build_chunks(
@@ -190,6 +71,18 @@ def build_chunks(
     )
     if architecture.add_bias_linear and architecture.moe is not None and layout.tp_size > 1:
         problems.append(EXPERT_BIASES)
+    engine_layers = kernels.layers == "transformer_engine"
+    if architecture.sandwich_norms and engine_layers:
+        problems.append("sandwich norms are built around Megatron's local layers: set transformer_impl: local")
+    if architecture.gated_delta_net is not None and (engine_layers or not kernels.attention.rotates):
+        problems.append(
+            "gated delta nets are tested beside Megatron's local layers and attention that rotates only: set "
+            "transformer_impl: local, and choose an attention_backend that rotates (dense, varlen or flash_attn)"
+        )
+    delta, ranks = architecture.gated_delta_net, layout.tp_size * layout.cp_size
+    if delta is not None and delta.num_key_heads % ranks:
+        text = f"{delta.num_key_heads} key heads of gated delta nets do not divide among TP x CP = {ranks} ranks"
+        problems.append(f"{text}: lower tensor_model_parallel_size or context_parallel_size")
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
     strategy.chunk_layers(architecture.num_layers)  # raises where they do not divide
@@ -208,8 +101,9 @@ def build_chunks(
             vp_stage = chunk if layout.vpp_size > 1 else None
             held = layers_of_chunk(config, layout.pp_rank, vp_stage)
             spec = packed_block_spec(
-                config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers
-            )
+                config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers,
+                sandwich_norms=architecture.sandwich_norms,
+            )  # fmt: skip
             gpt = GPTModel(
                 config,
                 spec,
@@ -227,6 +121,10 @@ def build_chunks(
                 draw_experts(gpt)
             gpt = gpt.to(device=layout.device, dtype=dtype)
             defer_head(gpt)
+            if architecture.scaled_embedding:
+                from roll_batching.modeling.sandwich_layer import scale_embedding
+
+                scale_embedding(gpt)
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
             keep_expert_biases_in_fp32(gpt)
     return chunks

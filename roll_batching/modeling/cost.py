@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.modeling.layers import has_uneven_stages, is_mixture
+from roll_batching.modeling.layers import has_delta_nets, has_uneven_stages, is_mixture
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
 from roll_batching.planning.pack_times import Cluster, PackTimes
 
@@ -63,6 +63,10 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         cp_size=layout.cp_size,
         chunk_layers=chunk_layers,
     )
+    if has_delta_nets(config) or getattr(config, "attention_output_gate", False):
+        from roll_batching.settings.model_cost import with_delta_nets_of  # few models need it
+
+        return with_delta_nets_of(config, cost, ranks=layout.tp_size * layout.cp_size)
     if not config.multi_latent_attention:
         return cost
     # Imported here: other models do not need it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,6 +32,14 @@ class KeyValueCache:
             )
         return self._layers[layer]
 
+    def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(last inputs of the convolution, state) of a gated delta net, each [rows, ...]."""
+        return self._layers[layer]
+
+    def set_states(self, layer: int, inputs: torch.Tensor, state: torch.Tensor) -> None:
+        """Replaces what `states` gives."""
+        self._layers[layer] = inputs, state
+
     def select(self, rows: torch.Tensor) -> None:
         """Keeps (and repeats) the given rows, in order. Layer by layer, so that only one layer is in memory twice."""
         for layer, (keys, values) in self._layers.items():
@@ -48,6 +57,8 @@ class DecodeParams(PackedSeqParams):
     cache: KeyValueCache = field(default=None)  # type: ignore[assignment]
     positions: torch.Tensor = field(default=None)  # type: ignore[assignment]
     """[positions, rows] int64."""
+    lengths: torch.Tensor | None = None
+    """[rows] int64: tokens of each row, in a prefill."""
     visible: torch.Tensor | None = None
     """[rows, 1, 1, width] bool: keys that a decode step's query attends to; None in a prefill (causal)."""
-    rotary: Tables | None = None
+    rotary: dict[Any, Tables] | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from roll_batching.settings.megatron_config import SPLIT_KEYS
 
@@ -29,3 +30,16 @@ def layers_of_chunk(config: TransformerConfig, pp_rank: int, vp_stage: int | Non
 def is_mixture(layer_freq: int | Sequence[int], layer: int) -> bool:
     """Whether layer `layer` (from 0, of the whole model) is a mixture of experts under `moe_layer_freq`."""
     return layer % layer_freq == 0 if isinstance(layer_freq, int) else bool(layer_freq[layer])
+
+
+def has_delta_nets(config: Any) -> bool:
+    """Whether some layers of a model with this TransformerConfig are gated delta nets."""
+    return bool(getattr(config, "linear_attention_freq", None))
+
+
+def has_window(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether a layer (numbers start at 1) has the sliding window of the config."""
+    size = getattr(config, "window_size", None)
+    if size is None or size[0] < 0:
+        return False
+    return bool(is_layer_window_attention(size, getattr(config, "window_attn_skip_freq", None), layer_number))

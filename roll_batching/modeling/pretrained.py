@@ -18,7 +18,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import CheckpointError, LayoutError
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
-from roll_batching.huggingface.families import Family, rules_of, untrained_tensors
+from roll_batching.huggingface.families import Family, head_name, rules_of, untrained_tensors
 from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
@@ -145,12 +145,12 @@ def load_pretrained(
         stored = StoredTensors(path)
         sizes = Sizes.of(architecture)
         untrained = untrained_tensors(family, read_json(path / CONFIG), stored.shapes)
-        redundant = [HEAD.theirs[0][0]] if architecture.tie_word_embeddings else []
+        redundant = [head_name(family)] if architecture.tie_word_embeddings else []
         problems = stored.misfits(expected_tensors(rules_of(family, architecture), sizes), [*redundant, *untrained])
         if problems:
             raise CheckpointError(f"the tensors in {path} do not match its {CONFIG}: {'; '.join(problems)}")
     if untrained and dist.get_rank() == 0:
-        logger.warning("%s: %s (multi-token prediction) is not trained; an export copies it", name, ranges(untrained))
+        logger.warning("%s: %s is not trained; an export copies it", name, ranges(untrained))
     _warn_of_rounding(stored, parameters, name)
     with consensus(layout.host_group, f"loading {name}"):
         try:
@@ -189,7 +189,7 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
         for at, values in stored.read(piece.name, piece.rows, piece.columns):
             target[at].copy_(values)
         end = piece.at.stop
-        for head in redundant if piece.name == EMBEDDING.theirs[0][0] else ():
+        for head in redundant if placed.rule.ours in (EMBEDDING.ours, HEAD.ours) else ():
             if head in stored.shapes and not _equal(target, stored, head, piece.rows):
                 raise CheckpointError(
                     f"{stored.path}: {head} differs from {piece.name}, but {CONFIG} has tie_word_embeddings: true. "

@@ -47,10 +47,19 @@ class RotarySettings:
     truncate: bool = True
     rotated_factor: float = 1.0
     """Factor of rotated queries and keys."""
+    local_base: float | None = None
+    """Base of layers with a sliding window, whose frequencies are not scaled; None: as in other layers."""
 
     def __post_init__(self) -> None:
         if self.scaling not in (None, "linear", "llama3", "yarn"):
             raise LayoutError(f"RoPE scaling {self.scaling!r} is not supported: use linear, llama3, yarn or none")
+
+    @property
+    def of_windows(self) -> RotarySettings:
+        """RoPE of the layers with a sliding window."""
+        if self.local_base is None:
+            return self
+        return RotarySettings(base=self.local_base, percent=self.percent, interleaved=self.interleaved)
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
         """Inverse frequencies [rotated / 2], fp32 on the CPU; rotated = head_dim * percent."""
@@ -127,7 +136,7 @@ def _even_before_odd(x: torch.Tensor, rotated: int) -> torch.Tensor:
 class PackRotation:
     """RoPE on the queries and keys of a forward pass; a `packing.attention_backend.Rotation`.
 
-    The first layer computes the tables and stores them in the pass's params for the other layers.
+    The first layer computes the tables and stores them in the pass's params for other layers with the same RoPE.
     """
 
     def __init__(self, settings: RotarySettings, head_dim: int) -> None:
@@ -137,15 +146,16 @@ class PackRotation:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, params: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated (query, key). `params` are PackedParams or DecodeParams, with `positions` and `rotary`."""
-        if params.rotary is None:
+        known = params.rotary
+        if known is None:
+            known = params.rotary = {}
+        if self.settings not in known:
             if self._inverse_frequencies.device != query.device:
                 self._inverse_frequencies = self._inverse_frequencies.to(query.device)
             cos, sin = self.settings.tables(params.positions, self._inverse_frequencies)
-            params.rotary = (
-                cos.to(query.dtype),
-                sin.to(query.dtype),
-            )  # cast once: every layer saves them for its backward
-        tables: Tables = params.rotary
+            # Cast once: every layer saves them for its backward.
+            known[self.settings] = cos.to(query.dtype), sin.to(query.dtype)
+        tables: Tables = known[self.settings]
         if self.settings.interleaved:
             query, key = (_even_before_odd(x, tables[0].shape[-1]) for x in (query, key))
         return rotate(query, tables), rotate(key, tables)
@@ -158,6 +168,7 @@ def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
         base=architecture.rotary_base,
         percent=architecture.rotary_percent,
         interleaved=latent is not None and latent.rotary_interleaved,
+        local_base=architecture.rotary_local_base,
     )
     scaling = architecture.rope_scaling
     if scaling is None:
@@ -179,7 +190,8 @@ def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
 def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
     """GPTModel's arguments for RoPE in the model, for attention cores that do not rotate.
 
-    Raises `LayoutError` for YaRN, and for llama3 scaling with other parameters than those that Megatron hard-codes.
+    Raises `LayoutError` for YaRN, for another base of layers with windows, and for llama3 scaling with other parameters
+    than those that Megatron hard-codes.
     """
     options: dict[str, Any] = {
         "position_embedding_type": "rope",
@@ -190,6 +202,11 @@ def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
         raise LayoutError(
             "before Megatron-Core 0.20 its fused rotation of packs ignores YaRN's factor: choose an attention_backend "
             "that rotates (dense, varlen or flash_attn)"
+        )
+    if rotary.local_base is not None:
+        raise LayoutError(
+            "Megatron rotates all layers by one base, and layers with a sliding window have another one here "
+            "(rotary_local_base): choose an attention_backend that rotates (dense, varlen or flash_attn)"
         )
     if rotary.scaling == "linear":
         options["seq_len_interpolation_factor"] = rotary.factor

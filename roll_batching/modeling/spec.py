@@ -7,20 +7,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
-from roll_batching.modeling.layers import is_mixture
+from roll_batching.modeling.layers import has_window, is_mixture
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
 
@@ -31,6 +34,22 @@ class PackedRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ZeroCenteredRMSNorm(PackedRMSNorm):
+    """RMSNorm whose factor is 1 + weight, as in Gemma. Megatron has it in TransformerEngine's norms only.
+
+    Computes in fp32: 1 + weight has fewer digits than the weight.
+    """
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to zeros."""
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalised x, in its dtype."""
+        factor = 1 + self.weight.float() if self.weight.dtype.itemsize < 4 else 1 + self.weight
+        return F.rms_norm(x.to(factor.dtype), self.normalized_shape, factor, self.eps).to(x.dtype)
 
 
 class PackedLayerNorm(torch.nn.LayerNorm):
@@ -55,6 +74,13 @@ class BiasedExpertOutput(RowParallelLinear):
         return output.clone(), bias
 
 
+class GatedSelfAttention(SelfAttention):
+    """Megatron's attention with gates of its output, which Megatron compiles for every number of tokens."""
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
+
+
 def packed_layer_spec(
     config: TransformerConfig,
     rotary: RotarySettings | None = None,
@@ -62,6 +88,8 @@ def packed_layer_spec(
     experts: bool | None = None,
     attention: AttentionBackend | str = "auto",
     layers_of: Layers = "local",
+    sandwich_norms: bool = False,
+    delta_net: bool = False,
 ) -> Any:
     """The spec of a transformer layer whose core attention takes packs.
 
@@ -73,6 +101,8 @@ def packed_layer_spec(
         attention: a backend, its name or dotted path, or "auto", the default of this device.
         layers_of: "local", Megatron's own layers with torch's norms, or "transformer_engine", Megatron's spec for it:
             norms are fused into the next linear layer, experts are one grouped layer if `moe_grouped_gemm`.
+        sandwich_norms: whether attention and feed-forward layers have norms behind them, too (local layers only).
+        delta_net: whether a gated delta net takes the place of attention (local layers only).
 
     Raises:
         LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and if
@@ -95,6 +125,10 @@ def packed_layer_spec(
         layer.submodules.self_attention.submodules.core_attention = core_attention(config, rotary, attention=attention)
         return layer
     norm = norms[config.normalization]
+    if config.layernorm_zero_centered_gamma:
+        if norm is not PackedRMSNorm:
+            raise LayoutError("layernorm_zero_centered_gamma is supported for RMSNorm only: unset it")
+        norm = ZeroCenteredRMSNorm
     if config.multi_latent_attention:
         # Imported here: other models do not need it.
         from roll_batching.modeling.latent_attention import latent_layer_spec
@@ -110,10 +144,21 @@ def packed_layer_spec(
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.add_bias_linear and config.num_moe_experts is not None and experts is not False:
         layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
+    if delta_net:
+        from roll_batching.modeling.delta_net import PackedDeltaNet  # few models need it
+
+        layer.submodules.self_attention = ModuleSpec(module=PackedDeltaNet)
+        return layer
+    if config.attention_output_gate:
+        layer.submodules.self_attention.module = GatedSelfAttention
     submodules = layer.submodules.self_attention.submodules
     submodules.core_attention = core_attention(config, rotary, attention=attention)
     if config.qk_layernorm:
         submodules.q_layernorm = submodules.k_layernorm = norm
+    if sandwich_norms:
+        from roll_batching.modeling.sandwich_layer import SandwichLayer  # few models need it
+
+        layer.module, layer.params = SandwichLayer, {"norm": norm}
     return layer
 
 
@@ -137,8 +182,12 @@ def core_attention(
             f"the attention backend {backend.name} does not rotate: leave rotary out, and build the GPTModel with "
             "position_embedding_type='rope'"
         )
-    rotation = None if rotary is None else PackRotation(rotary, config.kv_channels)
-    return functools.partial(_build_core, backend, rotation)
+    if rotary is None:
+        return functools.partial(_build_core, backend, None, None)
+    rotation = local = PackRotation(rotary, config.kv_channels)
+    if rotary.local_base is not None:
+        local = PackRotation(rotary.of_windows, config.kv_channels)
+    return functools.partial(_build_core, backend, rotation, local)
 
 
 def _with_window(backend: AttentionBackend, config: TransformerConfig) -> AttentionBackend:
@@ -149,8 +198,13 @@ def _with_window(backend: AttentionBackend, config: TransformerConfig) -> Attent
     return backend.for_window(window[0] + 1)  # Megatron counts the tokens to the left
 
 
-def _build_core(backend: AttentionBackend, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+def _build_core(
+    backend: AttentionBackend, rotation: Rotation | None, local: Rotation | None, **arguments: Any
+) -> torch.nn.Module:
+    """A layer's core attention; `local` is the rotation of layers with a sliding window."""
     config, number = arguments["config"], arguments["layer_number"]
+    if has_window(config, number):
+        rotation = local
     if config.no_rope_freq and config.no_rope_freq[number - 1]:  # layer numbers start at 1
         rotation = None
     core: Any = backend.build_core(rotation, **arguments)
@@ -178,6 +232,7 @@ def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | 
             attends.core_attention = _build_core(
                 _with_window(backend, attends.config),
                 None,
+                None,
                 config=attends.config,
                 layer_number=attends.layer_number,
                 attn_mask_type=attends.attn_mask_type,
@@ -197,19 +252,25 @@ def packed_block_spec(
     first: int = 0,
     attention: AttentionBackend | str = "auto",
     layers_of: Layers = "local",
+    sandwich_norms: bool = False,
 ) -> Any:
     """The spec of a pipeline chunk of `layers` layers; `first` is the index of its first layer in the whole model.
 
     With experts, `moe_layer_freq` selects the mixture layers of the whole model: every n-th from index 0 on, or those
-    with a 1 in the list.
+    with a 1 in the list. A list `linear_attention_freq` selects those with gated delta nets.
     """
-    kinds = [
-        packed_layer_spec(config, rotary, experts=mixture, attention=attention, layers_of=layers_of)
-        for mixture in (False, True)
-    ]
-    specs = [kinds[is_mixture(config.moe_layer_freq, index)] for index in range(first, first + layers)]
+    held = range(first, first + layers)
+    delta_nets = getattr(config, "linear_attention_freq", None) or [0] * (first + layers)
+    kinds = {
+        kind: packed_layer_spec(
+            config, rotary, experts=kind[0], attention=attention, layers_of=layers_of, sandwich_norms=sandwich_norms,
+            delta_net=kind[1],
+        )
+        for kind in {(is_mixture(config.moe_layer_freq, index), bool(delta_nets[index])) for index in held}
+    }  # fmt: skip
+    specs = [kinds[is_mixture(config.moe_layer_freq, index), bool(delta_nets[index])] for index in held]
     if layers_of == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=specs[0].submodules.input_layernorm)

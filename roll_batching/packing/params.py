@@ -37,8 +37,11 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     cp_rank: int = 0
     """Context-parallel rank whose tokens these are. The group is `cp_group` where the pack has its own context-parallel
     size, else that of the layout."""
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    """cos and sin of the local tokens, set by the first layer of a forward pass."""
+    rotary: dict[Any, tuple[torch.Tensor, torch.Tensor]] | None = None
+    """cos and sin of the local tokens by settings of RoPE, added by the first layer of a forward pass with them."""
+
+    chunks: Any = None
+    """Chunks of the pack's sequences (`modeling.delta_rule.Chunks`), set by the first gated delta net."""
 
     def set_context_group(self, group: Any) -> None:
         """Set the ranks that share the pack, where it has its own context-parallel size; None: this rank alone."""
@@ -50,7 +53,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
 
     def release(self) -> None:
         """Free tensors that layers have set; they are computed again when needed."""
-        self.rotary = None
+        self.rotary = self.chunks = None
 
 
 def packed_params(

@@ -347,7 +347,7 @@ def depths_of(
     are_equal = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
     if architecture.moe is not None and architecture.moe.layer_freq != 1:
         are_equal = False
-    if architecture.window_layers is not None:
+    if architecture.window_layers is not None or architecture.gated_delta_net is not None:
         are_equal = False
     if are_equal and len(set(chunk_layers)) == 1 and chunk_layers[0] > WHOLE:
         return FEW, MORE

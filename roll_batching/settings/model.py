@@ -71,6 +71,25 @@ class LatentAttentionConfig(Settings):
     rotary_interleaved: bool = setting(True, help="Whether channels 2i and 2i + 1 turn together.")
 
 
+class DeltaNetConfig(Settings):
+    """Gated delta nets (arXiv 2412.06464) in place of attention in some layers, as in Qwen3-Next."""
+
+    layers: tuple[Literal[0, 1], ...] = setting(help="1 for each layer with a delta net, 0 for those with attention.")
+    num_key_heads: int = setting(help="Heads of queries and keys.", gt=0, le=_MOST_PARTS)
+    num_value_heads: int = setting(help="Heads of values, a multiple of num_key_heads.", gt=0, le=_MOST_PARTS)
+    key_head_dim: int = setting(help="Channels of a head's queries and keys.", gt=0, le=_MOST_PARTS)
+    value_head_dim: int = setting(help="Channels of a head's values.", gt=0, le=_MOST_PARTS)
+    conv_kernel_dim: int = setting(4, help="Tokens that the convolution before spans.", ge=2, le=_MOST_PARTS)
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> DeltaNetConfig:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(f"num_value_heads must be a multiple of num_key_heads={self.num_key_heads}")
+        if all(self.layers) or not any(self.layers):
+            raise ValueError("layers must name layers with a delta net and layers with attention")
+        return self
+
+
 class MoEConfig(Settings):
     """Mixture-of-experts layers. Absent: every layer is dense."""
 
@@ -82,6 +101,7 @@ class MoEConfig(Settings):
     shared_expert_ffn_hidden_size: int | None = setting(
         None, help="Width of the shared expert; default: none.", gt=0, le=_WIDEST
     )
+    shared_expert_gate: bool = setting(False, help="Whether a gate weighs the shared expert, as in Qwen3-Next.")
     aux_loss_coeff: float = setting(0.0, help="Weight of the load-balancing loss.", ge=0)
     z_loss_coeff: float = setting(0.0, help="Weight of the router's z-loss.", ge=0)
     layer_freq: Annotated[int, Field(ge=1)] | tuple[Literal[0, 1], ...] = setting(
@@ -122,6 +142,8 @@ class MoEConfig(Settings):
             raise ValueError("router_expert_bias needs router_score_function: sigmoid")
         if self.router_bias_update_rate and not self.router_expert_bias:
             raise ValueError("router_bias_update_rate has no effect without router_expert_bias: leave it out")
+        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
+            raise ValueError("shared_expert_gate needs shared_expert_ffn_hidden_size")
         groups, chosen = self.router_num_groups, self.router_group_topk
         if (groups is None) != (chosen is None):
             raise ValueError("router_num_groups and router_group_topk belong together: set both, or none")
@@ -164,7 +186,17 @@ class ArchitectureConfig(Settings):
     rotary_base: float = setting(10000.0, help="Base of the rotary frequencies.", gt=0)
     rotary_percent: float = setting(1.0, help="Share of each head's channels that is rotated.", gt=0, le=1)
     rope_scaling: RopeScaling | None = setting(None, help="Scaling of the rotary frequencies; default: none.")
+    rotary_local_base: float | None = setting(
+        None, help="Base of layers with the sliding window, without rope_scaling; default: that of all layers.", gt=0
+    )
     norm_epsilon: float = setting(1e-6, help="Epsilon of RMSNorm.", gt=0)
+    zero_centered_norms: bool = setting(False, help="Whether a norm's factor is 1 + its weight, as in Gemma.")
+    sandwich_norms: bool = setting(
+        False, help="Norms behind attention and feed-forward layers, too, before they are added, as in Gemma."
+    )
+    scaled_embedding: bool = setting(
+        False, help="Whether the embeddings of tokens are multiplied by the square root of hidden_size, as in Gemma."
+    )
     tie_word_embeddings: bool = setting(False, help="Whether the output head shares the embedding's weight.")
     qk_layernorm: bool = setting(False, help="Normalise queries and keys per head, as Qwen3 does.")
     add_qkv_bias: bool = setting(False, help="Bias on the query, key and value projections, as Qwen2 has.")
@@ -175,8 +207,18 @@ class ArchitectureConfig(Settings):
     swiglu_limit: float | None = setting(
         None, help="gpt-oss's gate: both halves clamped here, sigmoid of 1.702 x, and 1 added. Default: SwiGLU.", gt=0
     )
+    activation: Literal["silu", "gelu_tanh"] = setting(
+        "silu", help="Activation of the gate of feed-forward layers. gelu_tanh: GELU by tanh, as in Gemma."
+    )
+    query_pre_attn_scalar: float | None = setting(
+        None, help="Scores are products divided by the square root of this; default: a head's channels.", gt=0
+    )
     attention_sinks: bool = setting(
         False, help="A learnt logit per head that takes its share of every softmax, as gpt-oss has."
+    )
+    attention_output_gate: bool = setting(False, help="Whether a gate per channel weighs attention, as in Qwen3-Next.")
+    gated_delta_net: DeltaNetConfig | None = setting(
+        None, help="Layers with a gated delta net in place of attention; default: none."
     )
     init_std: float = setting(0.02, help="Standard deviation of the random initial weights.", gt=0)
     sliding_window: int | None = setting(
@@ -201,6 +243,13 @@ class ArchitectureConfig(Settings):
                 raise ValueError("window_layers has no effect without sliding_window: leave it out")
             if len(self.window_layers) != self.num_layers:
                 raise ValueError(f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers")
+        if self.rotary_local_base is not None and self.sliding_window is None:
+            raise ValueError("rotary_local_base has no effect without sliding_window: leave it out")
+        delta = self.gated_delta_net
+        if delta is not None and len(delta.layers) != self.num_layers:
+            raise ValueError(f"gated_delta_net.layers has {len(delta.layers)} entries for {self.num_layers} layers")
+        if self.activation != "silu" and self.swiglu_limit is not None:
+            raise ValueError("activation has no effect with swiglu_limit: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -212,7 +261,10 @@ class ArchitectureConfig(Settings):
             raise ValueError("kv_channels has no effect with multi_latent_attention: leave it out")
         if self.kv_heads != self.num_attention_heads:
             raise ValueError("num_query_groups has no effect with multi_latent_attention: leave it out")
-        for name in ("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks"):
+        for name in (
+            "qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks", "query_pre_attn_scalar",
+            "rotary_local_base", "zero_centered_norms", "sandwich_norms", "attention_output_gate", "gated_delta_net",
+        ):  # fmt: skip
             if getattr(self, name):
                 raise ValueError(f"{name} has no effect with multi_latent_attention: leave it out")
         if self.rotary_percent != 1:

@@ -29,6 +29,18 @@ def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1, cp_size: i
         tp_size=tp_size,
         cp_size=cp_size,
     )
+    if model.attention_output_gate or model.gated_delta_net is not None:
+        return with_delta_nets(
+            cost,
+            model.gated_delta_net,
+            delta_layers=0 if model.gated_delta_net is None else sum(model.gated_delta_net.layers),
+            output_gate=model.attention_output_gate,
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            queries=model.num_attention_heads * model.head_dim,
+            keys=model.kv_heads * model.head_dim,
+            ranks=tp_size * cp_size,
+        )
     if model.multi_latent_attention is None:
         return cost
     return with_latent_attention(
@@ -58,6 +70,70 @@ def with_latent_attention(
     quadratic = 3 * num_layers * heads * (keys + latent.v_head_dim) // ranks
     fixed = linear * (cost.fixed // max(cost.linear, 1))
     return dataclasses.replace(cost, linear=linear, quadratic=quadratic, fixed=fixed)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetSizes:
+    """Sizes of gated delta nets, by the names of `DeltaNetConfig`."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> DeltaNetSizes:
+        """Those of Megatron's TransformerConfig."""
+        return cls(**{field.name: getattr(config, f"linear_{field.name}") for field in dataclasses.fields(cls)})
+
+
+def with_delta_nets(
+    cost: FlopsCost,
+    delta: Any,
+    *,
+    delta_layers: int,
+    output_gate: bool,
+    num_layers: int,
+    hidden_size: int,
+    queries: int,
+    keys: int,
+    ranks: int,
+) -> FlopsCost:
+    """The cost with gated delta nets in place of attention in `delta_layers` layers, and gates of the others' output.
+
+    `delta` is a `DeltaNetConfig` or its `DeltaNetSizes`; `queries` and `keys` are heads x channels of attention, whose
+    projections and pairs of tokens the cost has for every layer. A delta net multiplies the state of each value head
+    three times per token: to read what the key finds there, to change it, and to read the output.
+    """
+    gates = hidden_size * queries if output_gate else 0
+    more = (num_layers - delta_layers) * gates
+    if delta is not None:
+        values = delta.num_value_heads * delta.value_head_dim
+        key_dim, both = delta.key_head_dim, 2 * delta.num_key_heads * delta.key_head_dim + values
+        projections = hidden_size * (both + 2 * values + 2 * delta.num_value_heads)
+        of_layer = projections + both * delta.conv_kernel_dim + 3 * values * key_dim
+        more += delta_layers * (of_layer - 2 * hidden_size * (queries + keys))
+    linear = cost.linear + 6 * more // ranks
+    quadratic = cost.quadratic * (num_layers - delta_layers) // num_layers
+    fixed = linear * (cost.fixed // max(cost.linear, 1))
+    return dataclasses.replace(cost, linear=linear, quadratic=quadratic, fixed=fixed)
+
+
+def with_delta_nets_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:
+    """`with_delta_nets` for Megatron's TransformerConfig."""
+    layers = config.linear_attention_freq
+    return with_delta_nets(
+        cost,
+        DeltaNetSizes.of(config) if layers else None,
+        delta_layers=sum(layers or ()),
+        output_gate=config.attention_output_gate,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        queries=config.num_attention_heads * config.kv_channels,
+        keys=config.num_query_groups * config.kv_channels,
+        ranks=ranks,
+    )
 
 
 def architecture_pack_times(

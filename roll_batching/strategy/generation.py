@@ -227,13 +227,14 @@ class CachedDecoder:
         count, width = padded.shape
         device = padded.device
         positions = torch.arange(width, device=device)[:, None].expand(width, count)
-        params = DecodeParams(qkv_format="sbhd", cache=self._cache, positions=positions)
+        lengths = self._lengths[torch.tensor(firsts, device=device)]
+        params = DecodeParams(qkv_format="sbhd", cache=self._cache, positions=positions, lengths=lengths)
         output = self._chunk(padded, positions.t(), None, packed_seq_params=params)
         # With output_size the device need not be read for the length of the result.
         repeats = torch.tensor(sizes, device=device)
         prompt_of = torch.arange(count, device=device).repeat_interleave(repeats, output_size=len(self._rows))
         self._cache.select(prompt_of)
-        last = torch.arange(count, device=device) * width + self._lengths[torch.tensor(firsts, device=device)] - 1
+        last = torch.arange(count, device=device) * width + lengths - 1
         return _gather_vocabulary(logits_at(output, last, self._gpt), self._gpt)[prompt_of]
 
     def select(self, rows: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import tell
+from roll_batching.modeling.layers import has_delta_nets
 from roll_batching.planning.role_planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
 from roll_batching.strategy.model_state import ModelState
@@ -31,6 +32,8 @@ def sharing_obstacle(state: ModelState) -> str | None:
         )
     if gpt.config.hidden_dropout:
         return "samples with a common prefix would share its dropout too: set hidden_dropout to 0"
+    if has_delta_nets(gpt.config):
+        return "states of the model's gated delta nets start anew in every segment: set share_prefixes to auto or false"
     return None
 
 

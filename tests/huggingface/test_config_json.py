@@ -13,12 +13,13 @@ import torch
 
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.families import FAMILIES, rules_of
+from roll_batching.huggingface.fields import DELTA_NET_FIELDS
 from roll_batching.huggingface.stored import ranges
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, local_shape, pieces
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.settings import ArchitectureConfig
 from tests.huggingface import tiny
-from tests.huggingface.published import PUBLISHED
+from tests.huggingface.published import PUBLISHED, WITH_VISION
 
 pytestmark = pytest.mark.models
 
@@ -31,6 +32,21 @@ EXPECTED = {
     "Mixtral-8x7B-v0.1": {"ffn_width": 14336, "rotary_base": 1e6},
     "GLM-4.5-Air": {"add_qkv_bias": True, "qk_layernorm": False, "rotary_percent": 0.5, "head_dim": 128},
     "DeepSeek-V3": {"head_dim": 192, "value_dim": 128, "kv_heads": 128},
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "attention_output_gate": True,
+        "zero_centered_norms": True,
+        "rotary_percent": 0.25,
+        "head_dim": 256,
+        "qk_layernorm": True,
+    },
+    "gemma-3-1b-it": {
+        "rotary_base": 1e6,
+        "rotary_local_base": 1e4,
+        "sliding_window": 512,
+        "window_layers": ((1,) * 5 + (0,)) * 4 + (1, 1),
+        "activation": "gelu_tanh",
+        "tie_word_embeddings": True,
+    },
     "gpt-oss-20b": {"attention_sinks": True, "sliding_window": 128, "window_layers": (1, 0) * 12, "swiglu_limit": 7.0},
     "Moonlight-16B-A3B": {"head_dim": 192, "rope_scaling": None, "norm_epsilon": 1e-5},
 }
@@ -44,6 +60,8 @@ PARAMETERS = {
     "GLM-4.5-Air": None,
     "DeepSeek-V3": None,
     "Moonlight-16B-A3B": None,
+    "Qwen3-Next-80B-A3B-Instruct": None,
+    "gemma-3-1b-it": 999_885_952,
     "gpt-oss-20b": None,
 }
 """As their publishers count them; None: as transformers counts parameters and expert biases."""
@@ -114,6 +132,11 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
         "attention_bias",
         "partial_rotary_factor",
         "rope_interleave",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "sliding_window_pattern",
+        "full_attention_interval",
+        *DELTA_NET_FIELDS,
     )
     for field in (*told_by_the_class, "head_dim", "decoder_sparse_step", "mlp_only_layers"):
         if name == "Moonlight-16B-A3B" and field in ("n_group", "topk_group"):
@@ -130,8 +153,7 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
     ("changes", "words"),
     [
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported: the families are llama"),
-        ({"model_type": "gemma3_text"}, "have no norms after attention"),
-        ({"model_type": "qwen3_next"}, "which Megatron-Core 0.16 refuses for packs"),
+        ({"model_type": "gemma2"}, "it caps the scores of attention and the logits by tanh"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"attention_bias": True}, "attention_bias: True"),
@@ -202,6 +224,33 @@ def test_refused_of_experts(changes, words):
         ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha: 1.5 is not supported, only 1.702"),
         ("gpt-oss-20b", {"swiglu_limit": "7"}, "swiglu_limit: '7' is not supported, it must be a number"),
         ("gpt-oss-20b", {"attention_bias": False}, "attention_bias: False is not supported, only True"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"linear_key_head_dim": None}, "linear_key_head_dim is missing"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"full_attention_interval": 1}, "full_attention_interval: 1 is not supported"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"layer_types": ["full_attention"] * 48}, "and both, for each of 48 layers"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"layer_types": "linear_attention"}, "and both, for each of 48 layers"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"use_sliding_window": True}, "use_sliding_window: true is not supported"),
+        (
+            "Qwen3-Next-80B-A3B-Instruct",
+            {"shared_expert_intermediate_size": None},
+            "shared_expert_intermediate_size is missing",
+        ),
+        ("Qwen3-30B-A3B", {"shared_expert_intermediate_size": 64}, "has no effect with model_type qwen3_moe"),
+        ("gemma-3-1b-it", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
+        ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True is not supported"),
+        ("gemma-3-1b-it", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh'"),
+        ("gemma-3-1b-it", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar: None is not supported"),
+        ("gemma-3-1b-it", {"sliding_window_pattern": 0}, "sliding_window_pattern: 0 is not supported"),
+        ("gemma-3-1b-it", {"rope_parameters": {"rope_type": "default"}}, "must be an object of full_attention and"),
+        (
+            "gemma-3-1b-it",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "rope_parameters.full_attention contradicts {'rope_theta': 1000000}",
+        ),
+        (
+            "gemma-3-1b-it",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "only rope_theta of the default rope_type",
+        ),
         ("GLM-4.5-Air", {"use_qk_norm": "no"}, "use_qk_norm: 'no' is not supported, it must be true or false"),
         ("GLM-4.5-Air", {"n_shared_experts": 0}, "n_shared_experts: 0 is not supported"),
         ("GLM-4.5-Air", {"q_lora_rank": 8}, "q_lora_rank: 8 is an unknown field of model_type glm4_moe"),
@@ -226,6 +275,58 @@ def test_the_factors_of_yarn():
     assert architecture_of(PUBLISHED["Qwen2.5-7B"] | without_factor).rope_scaling.factor == 4.0
 
 
+@pytest.mark.parametrize("name", WITH_VISION)
+def test_text_models_beside_a_vision_encoder(name, report):
+    """All tensors of the text model, by transformers, under the names of the whole directory."""
+    from transformers import AutoConfig
+
+    config = WITH_VISION[name]
+    architecture, family = architecture_of(config), FAMILIES[config["model_type"]]
+    tensors = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
+    count = sum(math.prod(shape) for shape in tensors.values())
+    text = AutoConfig.for_model(**config["text_config"]).to_dict()
+    assert count == counted_by_transformers(text)
+    assert not any(name.startswith(("model.layers", "model.embed")) for name in tensors)
+    assert architecture == architecture_of(config | {"text_config": {**text, "architectures": None}})
+    report(f"{name}: {len(tensors):,} tensors, {count:,} parameters of the text model")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text_config": None}, "text_config: None must be an object"),
+        ({"text_config": {"model_type": "llama"}}, "text_config.model_type: 'llama' is not supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings contradicts text_config.tie_word_embeddings"),
+        ({"audio_config": {}}, "audio_config: {} is an unknown field of model_type qwen3_5"),
+        ({"text_config": {"attn_output_gate": False}}, "attn_output_gate: False is not supported, only True"),
+        ({"text_config": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype: 'bfloat16' is not supported"),
+        ({"architectures": ["Qwen3_5ForTokenClassification"]}, "only Qwen3_5ForConditionalGeneration is trained"),
+    ],
+)
+def test_refused_beside_a_vision_encoder(changes, words):
+    config = WITH_VISION["Qwen3.5-27B"]
+    text = changes.get("text_config", {})
+    inner = None if text is None else {**config["text_config"], "tie_word_embeddings": False, **text}
+    assert words in "; ".join(translate({**config, **changes, "text_config": inner}).problems)
+
+
+def test_two_ropes():
+    """Of Gemma: scaled in layers without a window, and of a base of its own in the others."""
+    gemma = PUBLISHED["gemma-3-1b-it"]
+    scaled = architecture_of(gemma | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (scaled.rope_scaling.type, scaled.rope_scaling.factor, scaled.rotary_local_base) == ("linear", 8.0, 1e4)
+    without = {key: value for key, value in gemma.items() if not key.startswith("rope_")}
+    newer = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_theta": 5e3}}
+    found = architecture_of(without | {"rope_parameters": newer})
+    assert (found.rotary_base, found.rope_scaling.factor, found.rotary_local_base) == (1e6, 8.0, 5e3)
+    assert architecture_of(without).rotary_local_base == 1e4
+    full = architecture_of(gemma | {"layer_types": ["full_attention"] * 26})
+    assert full.rotary_local_base is None and full.sliding_window is None
+    short = architecture_of(gemma | {"max_position_embeddings": 512})  # windows change nothing, but RoPE does
+    assert short.sliding_window == 512 and short.rotary_local_base == 1e4
+
+
 def test_layers_of_experts():
     config = PUBLISHED["Qwen3-30B-A3B"] | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert architecture_of(config).moe.layer_freq == (0, 1, 0, 0, 0, 1)
@@ -245,7 +346,10 @@ def test_windows():
     assert "layer_types must name" in "".join(translate(qwen | {"layer_types": ["linear_attention"] * 28}).problems)
 
 
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3"])
+SHARDED = ["Llama-3.2-1B", "Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3", "Qwen3-Next-80B-A3B-Instruct"]
+
+
+@pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_cover_every_tensor_once(name, ranks):
     """The vocabulary of Llama 3.2 plus 3 divides among no ranks."""
@@ -253,6 +357,8 @@ def test_shards_cover_every_tensor_once(name, ranks):
     fewer = {"num_experts": 2} if "num_experts" in config else {}
     if "n_routed_experts" in config:
         fewer = {"n_routed_experts": 16, "first_k_dense_replace": 0}
+    if "full_attention_interval" in config:
+        fewer |= {"num_hidden_layers": 2, "full_attention_interval": 2, "num_key_value_heads": 4}
     architecture = architecture_of(config | fewer)
     sizes = Sizes.of(architecture)
     for rule in rules_of(FAMILIES[config["model_type"]], architecture).values():
@@ -263,7 +369,7 @@ def test_shards_cover_every_tensor_once(name, ranks):
                 assert piece.at.start == end
                 end = piece.at.stop
                 shape = dict((n, sizes.shape(s)) for n, s in rule.theirs)[piece.name]
-                width = 1 if len(shape) == 1 else shape[1]
+                width = math.prod(shape[1:])
                 columns = piece.columns or slice(0, width)
                 covered[piece.name] = covered.get(piece.name, 0) + (end - piece.at.start) * (
                     columns.stop - columns.start

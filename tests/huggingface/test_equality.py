@@ -96,10 +96,34 @@ def test_windows(models: Any, report: Callable[[str], None]) -> None:
     _check(models, [("qwen2_window", layout, TRAINED) for layout in (Layout(cp=2), Layout(pp=2))], report)
 
 
+def test_two_ropes_and_norms_behind_layers(models: Any, report: Callable[[str], None]) -> None:
+    """With and without sequence parallelism: the weights of norms are on all ranks."""
+    _check(models, [("gemma3", layout, TRAINED) for layout in (*LAYOUTS, Layout(tp=2))], report)
+
+
 def test_experts(models: Any, report: Callable[[str], None]) -> None:
-    names = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+    names = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
     cases = [(name, layout, TRAINED) for name in names for layout in EXPERT_LAYOUTS]
     _check(models, [*cases, ("gpt_oss", EXPERT_LAYOUTS[0], TRAINED), ("gpt_oss", Layout(cp=2), TRAINED)], report)
+
+
+def test_gated_delta_nets(models: Any, report: Callable[[str], None]) -> None:
+    """Their heads are divided over context-parallel ranks, too."""
+    _check(models, [("qwen3_next", layout, TRAINED) for layout in (Layout(cp=2), Layout(pp=2))], report)
+    _check(models, [("qwen3_next", Layout(tp=2, sp=True, cp=2, moe=True), TRAINED)], report)
+
+
+def test_text_models_beside_vision_encoders(models: Any, report: Callable[[str], None]) -> None:
+    cases = [("qwen3_5_vision", Layout(tp=2)), ("gemma3_vision", Layout(pp=2))]
+    _check(models, [(name, layout, TRAINED) for name, layout in cases], report)
+    _check(models, [("qwen3_5_moe_vision", layout, TRAINED) for layout in EXPERT_LAYOUTS], report)
+
+
+@pytest.mark.bad_input
+def test_heads_of_gated_delta_nets_must_divide(models: Any) -> None:
+    case = ("qwen3_next", Layout(cp=8), {})
+    with pytest.raises(AssertionError, match="4 key heads of gated delta nets do not divide among TP x CP = 8 ranks"):
+        _check(models, [case], print)
 
 
 @pytest.mark.slow
@@ -122,7 +146,7 @@ def test_biases_of_experts_are_refused_under_tensor_parallelism(models: Any) -> 
 FLASH = "tests.support.own_attention:FlashOnTheCpu"
 
 
-@pytest.mark.parametrize("name", ["qwen2_window", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2_window", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=2)], ids=str)
 def test_kernels_of_variable_length_get_windows_and_head_dimensions(
     name: str, layout: Layout, models: Any, report: Callable[[str], None]
@@ -137,7 +161,7 @@ def test_kernels_of_variable_length_get_windows_and_head_dimensions(
         assert gap < LIMIT
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next"])
 def test_padded_is_packed(name: str, models: Any, report: Callable[[str], None]) -> None:
     folder, _ = models(name)
     rows = {}

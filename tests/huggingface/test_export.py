@@ -49,11 +49,13 @@ def check_equal(written, read):
     ("names", "layouts"),
     [
         (["qwen3", "qwen2"], LAYOUTS),
-        (["qwen3_moe", "glm4_moe", "deepseek_v3"], EXPERT_LAYOUTS),
+        (["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"], EXPERT_LAYOUTS),
         (["qwen3", "qwen2"], UNEVEN),
         (["gpt_oss"], [Layout(pp=2, dp=2, ep=2, moe=True)]),
+        (["gemma3", "gemma3_vision", "qwen3_5_vision"], [Layout(tp=2, pp=2)]),
+        (["qwen3_5_moe_vision"], EXPERT_LAYOUTS),
     ],
-    ids=["dense", "experts", "uneven stages", "stacked experts"],
+    ids=["dense", "experts", "uneven stages", "stacked experts", "vision encoders", "vision encoders and experts"],
 )
 def test_what_was_read_is_written_to_the_bit(tmp_path, names, layouts, report):
     for name in names:
@@ -117,18 +119,22 @@ def test_what_an_uneven_pipeline_trained_is_written_to_the_bit(tmp_path, report)
     assert gap < 1e-5 and moved > 1e-2
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_a_checkpoint_has_expert_biases_and_attention_sinks(name, tmp_path, report):
-    """Saved with expert parallelism, loaded into pipeline stages over the untrained model."""
+    """Saved with expert parallelism, loaded into pipeline stages over the untrained model.
+
+    Gated delta nets are divided over tensor-parallel ranks, of which the other layout has none.
+    """
     tiny.write_model(tmp_path / "model", name)
     tiny.write_tokenizer(tmp_path / "model")
-    for place, layout in (("one", Layout(dp=2, ep=2, moe=True)), ("other", Layout(pp=2))):
+    first_layout = Layout(tp=2, sp=True, moe=True) if name == "qwen3_next" else Layout(dp=2, ep=2, moe=True)
+    for place, layout in (("one", first_layout), ("other", Layout(pp=2))):
         payload = (str(tmp_path / "model"), layout, str(tmp_path / "saved"), str(tmp_path / place), place == "other")
         run_ranks(2, "tests.huggingface.ranks:checkpointed", payload)
     saved, loaded, first = (tensors(tmp_path / place)[0] for place in ("one", "other", "model"))
     assert saved.keys() == loaded.keys() and all(torch.equal(saved[key], loaded[key]) for key in saved)
     changed = sum(not torch.equal(saved[key], first[key]) for key in saved)
-    report(f"{name}: {len(saved)} tensors, {changed} of them trained, equal from dp2 ep2 to pp2")
+    report(f"{name}: {len(saved)} tensors, {changed} of them trained, equal from {first_layout} to pp2")
     assert changed > len(saved) / 2
 
 

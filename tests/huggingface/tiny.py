@@ -57,6 +57,36 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+_DELTA_NETS = {
+    "rms_norm_eps": 1e-3,  # products of queries and keys near zero are normalised, with their rounding
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": (
         "Llama",
@@ -105,11 +135,73 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**_LATENT, **_SIGMOID, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "pad_token_id": None,  # torch would give the embedding of this token no gradient
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **_DELTA_NETS,
+            **_SHARED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "qwen3_5": ("Qwen3_5Text", _DELTA_NETS),
+    "qwen3_5_vision": ("Qwen3_5", {"text_config": _DELTA_NETS, "vision_config": _VISION}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", {**_DELTA_NETS, **_SHARED}),
+    "qwen3_5_moe_vision": ("Qwen3_5Moe", {"text_config": {**_DELTA_NETS, **_SHARED}, "vision_config": _VISION}),
+    "gemma3_vision": (
+        "Gemma3",
+        {
+            "text_config": {"head_dim": 16, "sliding_window": 9, "pad_token_id": None},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "image_size": 8,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+            },
+        },
+    ),
     "qwen2_yarn": ("Qwen2", {"rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False}}),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
-DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn", "mistral_window", "qwen2_window")
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small", "gpt_oss")
+DENSE = (
+    "llama2",
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_yarn",
+    "mistral_window",
+    "qwen2_window",
+    "gemma3",
+    "qwen3_5",
+)
+EXPERTS = (
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v3_small",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe",
+)
+ZERO_CENTRED = ("Gemma3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+"""Models whose norms multiply by 1 + weight."""
 UNSHARDED = ("gpt_oss",)
 """Models that are refused under tensor parallelism."""
 
@@ -122,12 +214,19 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, mod
     import transformers
 
     prefix, beside = model or MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **beside}, eos_token_id=5, bos_token_id=1)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
+    fields, kind = {**_SHAPE, **beside, "eos_token_id": 5, "bos_token_id": 1}, "CausalLM"
+    if "text_config" in beside:  # beside a vision encoder
+        text = {**_SHAPE, **beside["text_config"], "eos_token_id": 5, "bos_token_id": 1}
+        fields, kind = {**beside, "text_config": text}, "ConditionalGeneration"
+    config = getattr(transformers, f"{prefix}Config")(**fields)
+    prefix = prefix.removesuffix("Text")
+    model = getattr(transformers, f"{prefix}For{kind}")(config).to(dtype)
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator) * 0.15 + (1.0 if "norm" in key else 0.0)
+            is_centred = prefix in ZERO_CENTRED and "linear_attn" not in key
+            start = 1.0 if "norm" in key and not is_centred else 0.0
+            values = torch.randn(parameter.shape, generator=generator) * 0.15 + start
             parameter.copy_(values)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):  # of the size of differences between scores

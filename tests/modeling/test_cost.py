@@ -13,7 +13,7 @@ from roll_batching.planning import FlopsCost, PlanConstraints, SharedPrefixes, p
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings.megatron_config import ClusterConfig
 from roll_batching.settings.model import ArchitectureConfig
-from roll_batching.settings.model_cost import architecture_pack_times
+from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
 from tests.support.ranks import run_ranks
 
 
@@ -103,3 +103,29 @@ def test_the_cost_of_multi_latent_attention_counts_its_projections_and_its_two_h
     parameters = 61 * projections + 3 * 3 * 7168 * 18432 + experts_of_a_token + 7168 * 129280
     assert cost.linear == 6 * parameters and round(parameters / 1e9, 1) == 36.6
     assert cost.quadratic == 6 * 61 * 128 * (192 + 128) // 2
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_cost_of_gated_delta_nets_counts_their_projections_and_states(gate: bool) -> None:
+    """Two of three layers; their tokens have no pairs."""
+    delta = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6, "conv_kernel_dim": 4}
+    shape = {"vocab_size": 100, "hidden_size": 32, "num_layers": 3, "num_attention_heads": 4, "num_query_groups": 2}
+    settings = ArchitectureConfig.model_validate(
+        {
+            **shape,
+            "ffn_hidden_size": 48,
+            "attention_output_gate": gate,
+            "gated_delta_net": {"layers": [1, 0, 1], **delta},
+        }
+    )
+    config = SimpleNamespace(
+        **{**shape, "ffn_hidden_size": 48, "kv_channels": 8, "gated_linear_unit": True, "num_moe_experts": None},
+        moe_layer_freq=1, multi_latent_attention=False, attention_output_gate=gate, linear_attention_freq=[1, 0, 1],
+        **{f"linear_{name}": size for name, size in delta.items()},
+    )  # fmt: skip
+    cost = model_cost(config, 100, SimpleNamespace(tp_size=1, cp_size=1, pp_size=1))
+    attention = 32 * (2 * 32 + 2 * 16) + gate * 32 * 32
+    net = 32 * (2 * 16 + 2 * 24 + 2 * 4) + (2 * 16 + 24) * 4 + 3 * 4 * 8 * 6 + 24 * 32
+    assert cost.linear == 6 * (attention + 2 * net + 3 * 3 * 32 * 48 + 32 * 100)
+    assert cost.quadratic == 6 * 2 * 32 // 2
+    assert architecture_cost(settings) == cost

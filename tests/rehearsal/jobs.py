@@ -70,6 +70,42 @@ SINKS = {
 }
 """gpt-oss's attention and experts."""
 
+SANDWICH = {
+    "qk_layernorm": True,
+    "zero_centered_norms": True,
+    "sandwich_norms": True,
+    "scaled_embedding": True,
+    "activation": "gelu_tanh",
+    "query_pre_attn_scalar": 48.0,
+    "sliding_window": 64,
+    "window_layers": [1, 0, 1, 1],
+    "rotary_local_base": 500.0,
+    "tie_word_embeddings": True,
+}
+"""Gemma 3's layers."""
+
+DELTA_NETS = {
+    "qk_layernorm": True,
+    "zero_centered_norms": True,
+    "attention_output_gate": True,
+    "rotary_percent": 0.25,
+    "gated_delta_net": {
+        "layers": [1, 1, 0, 1],
+        "num_key_heads": 2,
+        "num_value_heads": 4,
+        "key_head_dim": 32,
+        "value_head_dim": 24,
+    },
+    "moe": {
+        "num_experts": 8,
+        "router_topk": 2,
+        "ffn_hidden_size": 96,
+        "shared_expert_ffn_hidden_size": 64,
+        "shared_expert_gate": True,
+    },
+}
+"""Qwen3-Next's layers."""
+
 
 def job_of(
     *,

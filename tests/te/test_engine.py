@@ -193,8 +193,8 @@ def what_a_gpu_would_get(_: None) -> dict[str, Any]:
     from transformer_engine.pytorch import DotProductAttention
 
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
-    from roll_batching.modeling.builder import transformer_config
     from roll_batching.modeling.kernels import choose_kernels
+    from roll_batching.modeling.transformer_config import transformer_config
     from roll_batching.planning import ParallelDims
     from roll_batching.settings import ArchitectureConfig, MegatronConfig
     from tests.support.models import ARCHITECTURE

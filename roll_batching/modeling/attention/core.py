@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.decode import DecodeParams
+from roll_batching.modeling.layers import has_window
 from roll_batching.packing.attention_backend import Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 from roll_batching.packing.params import PackedParams
@@ -234,12 +235,9 @@ def _first_of(length: int, like: torch.Tensor) -> torch.Tensor:
 
 def _window_of(config: TransformerConfig, layer_number: int) -> int | None:
     """The sliding window of a layer (numbers start at 1), its own token included."""
-    size = getattr(config, "window_size", None)
-    if size is None or size[0] < 0:
+    if not has_window(config, layer_number):
         return None
-    if not is_layer_window_attention(size, getattr(config, "window_attn_skip_freq", None), layer_number):
-        return None
-    return int(size[0]) + 1  # Megatron counts the tokens to the left
+    return int(config.window_size[0]) + 1  # Megatron counts the tokens to the left
 
 
 def _recomputed_before_backward(config: TransformerConfig) -> bool:

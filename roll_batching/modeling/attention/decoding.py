@@ -25,6 +25,7 @@ def dense_decoding(gpt: Any, rotary: RotarySettings) -> Iterator[None]:
             layer_number=attention.layer_number,
             pg_collection=attention.pg_collection,
             rotation=rotation,
+            softmax_scale=gpt.config.softmax_scale,
         )
     gpt.position_embedding_type = "none"  # read at each forward
     try:

@@ -32,7 +32,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, ""),
     "placeholder": ({"pretrain": "/path/to/model"}, "placeholder"),
     "unknown": ({"pretrain": "Qwen/Qwen9-1B"}, "unknown here: config.json of Qwen/Qwen9-1B"),
-    "family": ({"pretrain": "Qwen/Qwen3.5-27B"}, "model_type 'qwen3_5' is not supported"),
+    "family": ({"pretrain": "google/gemma-4-31B-it"}, "model_type 'gemma4' is not supported"),
     "stages": ({"pipeline_model_parallel_size": 3}, "do not divide into PP x VPP"),
     "reward": ({"reward_function": None}, "reward_function: is missing"),
     "arguments": ({"reward_function": "code_tests", "reward_args": {}}, "reward_args.run"),

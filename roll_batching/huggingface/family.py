@@ -1,0 +1,60 @@
+"""A family of models: how its `config.json` and its tensors map to Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll_batching.huggingface.tensors import TensorRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family of transformers: how its `config.json` and tensors map to Megatron's GPTModel."""
+
+    model_type: str
+    architecture: str
+    """The class that `architectures` names."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of absent fields, from the family's configuration class."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """The family's own fields with one supported value; they precede those of `ALWAYS`."""
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `model_args.architecture` that all models of the family have."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """The family's own fields that are numbers, and their names in `model_args.architecture`."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """The family's own fields that are true or false, and their names in `model_args.architecture`."""
+    partial_rope: bool = False
+    """Whether the family reads `partial_rotary_factor`; others rotate whole heads."""
+    windows: bool = False
+    """Whether the family has the fields of sliding windows (`SLIDING`)."""
+    local_rope: bool = False
+    """Whether layers with a window have RoPE of their own, with the fields `LOCAL_ROPE`."""
+    needs_layer_types: bool = False
+    """Whether `layer_types` must say which layers have a window."""
+    mixture: tuple[TensorRule, ...] = ()
+    """Rules of a mixture-of-experts layer; empty for dense families."""
+    experts_share_ffn: bool = False
+    """Whether `intermediate_size` is the width of an expert."""
+    latent_attention: bool = False
+    """Whether attention is DeepSeek's multi-latent attention, with the fields `LATENT_ATTENTION`."""
+    sigmoid_routing: bool = False
+    """Whether the router is DeepSeek-V3's, with the fields `SIGMOID_EXPERTS` instead of `EXPERTS`."""
+    shared_expert: bool = False
+    """Whether mixture layers have a shared expert with a gate, `shared_expert_intermediate_size` wide."""
+    delta_net: tuple[TensorRule, ...] = ()
+    """Rules of a layer with a gated delta net; empty for families without the fields `DELTA_NET_FIELDS`."""
+    untrained: tuple[str, ...] = ()
+    """Beginnings of names of tensors that are not trained, such as layers of multi-token prediction."""
+    image_axes: bool = False
+    """Whether RoPE may have the fields `IMAGE_AXES`."""
+    text_model: str | None = None
+    """`model_type` of the text model in `text_config`, beside a vision encoder; None: `config.json` is the model's."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Beginnings of tensors' names in the rules, and in the family's files."""
+    normalised_experts: bool = False
+    """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
