@@ -141,8 +141,9 @@ def load_pretrained(
 ) -> None:
     """Loads the parameters of `chunks` from the model directory `name`; each rank reads its shards only. Collective.
 
-    `own_family` is `ModelArgs.family`. A `value_head` keeps its values: the directory's output layer is not read. Raises RankError, the same on all ranks, for files that cannot be read, and,
-    before any parameter changes, for tensors that are missing, of another shape or unknown.
+    `own_family` is `ModelArgs.family`. A `value_head` keeps its values: the directory's output layer is not read.
+    Raises RankError, the same on all ranks, for files that cannot be read, and, before any parameter changes, for
+    tensors that are missing, of another shape or unknown.
     """
     with consensus(layout.host_group, f"loading {name}"):
         path = directory_of(name)
