@@ -170,7 +170,7 @@ def rehearse_job(
     """
     if uses_critic(config):
         text = (
-            "a rehearsal does not support a critic for now: set adv_estimator: reinforce to rehearse the policy alone"
+            "is not rehearsed for now: set adv_estimator: reinforce, which rehearses the policy alone"
         )
         raise config.error(Problem(("critic",), text))
     for name, role in config.roles.items():
