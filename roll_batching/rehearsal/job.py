@@ -169,9 +169,7 @@ def rehearse_job(
         RehearsalError: a rank failed.
     """
     if uses_critic(config):
-        text = (
-            "is not rehearsed for now: set adv_estimator: reinforce, which rehearses the policy alone"
-        )
+        text = "is not rehearsed for now: set adv_estimator: reinforce, which rehearses the policy alone"
         raise config.error(Problem(("critic",), text))
     for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"

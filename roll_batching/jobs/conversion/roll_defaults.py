@@ -75,6 +75,8 @@ def _defaults_of(data: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
             found |= {f"validation.generating_args.{key}": value for key, value in _SAMPLED.items()}
     if data.get("adv_estimator", found.get("adv_estimator")) == GAE and isinstance(data.get("critic"), dict):
         found |= {f"critic.{key}": value for key, value in _TRAINED.items()}
+        if isinstance(data.get("reward_pretrain"), str):
+            found["critic.model_args.model_name_or_path"] = data["reward_pretrain"]
     dtype = section_at(data, trained, "model_args").get("dtype", _TRAINED["model_args.dtype"])
     for role in _ROLES:
         section = section_at(data, role)
