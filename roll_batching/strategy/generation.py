@@ -53,8 +53,6 @@ def check_generation(
 
     Call it inside a consensus: `facts` receives what all ranks must agree on.
     """
-    if state.value_head:
-        raise LayoutError("generate samples tokens, and this model has a value head: sample from the policy")
     if state.settings.rows_form:
         raise LayoutError(
             "generate needs a model that takes packs, and this one was passed to from_parts with rows_form=True: build "

@@ -324,6 +324,7 @@ class MegatronInferStrategy(ModelIOMixin):
         from roll_batching.strategy.generation import check_generation, generate
 
         with self._consensus("generate") as facts:
+            self._head().require(("log_probs",), "generate")
             check_generation(facts, prompts, settings, self.state, draws)
         self.gather_parameters()  # here, as a rank without prompts may run no forward pass that would
         with self._evaluating():
