@@ -106,7 +106,6 @@ def test_a_critic_learns_from_its_first_step_and_the_policy_after_the_warm_up(tm
     report(f"critic: squared error {[round(row['critic_error'], 3) for row in rows]}")
 
 
-@pytest.mark.slow
 def test_resumed_to_the_bit_on_two_ranks(tmp_path) -> None:
     """A critic with its optimizer sharded, warm-up, and the KL divergence in the reward; resumed in its warm-up."""
     write_data(tmp_path)
