@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from roll_batching.losses.preference import DPOLoss, IPOLoss
     from roll_batching.losses.supervised import SFTLoss
     from roll_batching.losses.unpaired import KTOLoss, mismatched, reference_point
+    from roll_batching.losses.value import ValueLoss
 
 _OBJECTIVES = {
     "aggregation": ("constant_mean", "sequence_mean", "sequence_sum", "token_mean"),
@@ -35,6 +36,7 @@ _OBJECTIVES = {
     "preference": ("DPOLoss", "IPOLoss"),
     "supervised": ("SFTLoss",),
     "unpaired": ("KTOLoss", "mismatched", "reference_point"),
+    "value": ("ValueLoss",),
 }
 """Names by their module."""
 
@@ -68,6 +70,7 @@ __all__ = [
     "Sum",
     "TOPRLoss",
     "TokenView",
+    "ValueLoss",
     "constant_mean",
     "k1",
     "k2",

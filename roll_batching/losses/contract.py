@@ -1,7 +1,7 @@
 """The contract of a loss: an object that declares its inputs and returns a normalised scalar per micro-batch.
 
     class MyLoss:
-        needs = {"log_probs"}               # or {"log_probs", "entropy"}, or {"logits"}
+        needs = {"log_probs"}     # or {"log_probs", "entropy"}, {"logits"}, or {"values"} of a critic
         masks = ("response_mask",)
         def token_loss(self, tokens: TokenView) -> LossOutput: ...
 
@@ -36,7 +36,9 @@ import torch
 from roll_batching.errors import LossError
 from roll_batching.samples import SampleBatch
 
-NEEDS = frozenset({"log_probs", "entropy", "logits"})
+VALUES = "values"
+"""What a model with a value head computes, and no other model."""
+NEEDS = frozenset({"log_probs", "entropy", "logits", VALUES})
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def loss_spec(loss: Any) -> LossSpec:
     needs = getattr(loss, "needs", frozenset({"log_probs"}))
     if not _holds_names(needs) or not needs or not set(needs) <= NEEDS:
         raise LossError(f"{name}.needs is {needs!r}: give a non-empty subset of {sorted(NEEDS)}")
+    if VALUES in needs and (len(needs) > 1 or methods[0] == "sequence_loss"):
+        raise LossError(f"{name}.needs is {sorted(needs)}: a critic has values alone; give {{'values'}} and token_loss")
     masks = getattr(loss, "masks", ("response_mask",))
     sums = getattr(loss, "sums", ())
     for attribute, value in (("masks", masks), ("sums", sums)):

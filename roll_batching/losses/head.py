@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LossError
+from roll_batching.losses.contract import VALUES
 from roll_batching.losses.vocab_parallel import token_log_probs
 from roll_batching.modeling.head import gpt_of, head_input, head_weight, is_deferred
 from roll_batching.packing.batch import PackedBatch
@@ -47,6 +49,42 @@ class HeadContext:
     temperature: float = 1.0
     temperature_field: str | None = None
     """A sample field that divides each sample's logits in `log_probs`, beside `temperature`."""
+    value_head: bool = False
+    """Whether the output is a critic's values [1, tokens / cp, 1], the only thing to be had then."""
+
+    def require(self, needs: Collection[str], whose: str) -> None:
+        """Raises `LossError` where the model does not compute `needs`; `whose` starts the message."""
+        if self.value_head and set(needs) != {VALUES}:
+            raise LossError(f"{whose} needs {sorted(needs)}, and this model has a value head: it computes values alone")
+        if not self.value_head and VALUES in needs:
+            raise LossError(f"{whose} needs values, and this model has no value head: set model_args.value_head")
+
+    def results(self, output: torch.Tensor, pack: PackedBatch, chunk: Any, names: Sequence[str]) -> torch.Tensor:
+        """[tokens, names] of the names that `require` allows, in pack order; 0 in a filler."""
+        idle = not pack.samples
+        if self.value_head:
+            return self.values(output, pack, idle=idle)[:, None]
+        log_probs, entropy = self.log_probs(output, pack, chunk, entropy="entropy" in names, idle=idle)
+        values = {"log_probs": log_probs, "entropy": entropy}
+        return torch.stack([x for name in names if (x := values[name]) is not None], -1)
+
+    def idle_output(self, output: torch.Tensor, pack: PackedBatch, chunk: Any) -> torch.Tensor:
+        """A sum of zeros that depends on all weights, for a filler."""
+        if self.value_head:
+            return self.values(output, pack, idle=True).sum()
+        return self.log_probs(output, pack, chunk, entropy=False, idle=True)[0].sum()
+
+    def values(self, output: torch.Tensor, pack: PackedBatch, *, idle: bool = False) -> torch.Tensor:
+        """Values [tokens] in pack order, gathered once over context parallelism; 0 where no mask counts.
+
+        The value at a position is that of the text up to it, before the token that its log-prob belongs to.
+        """
+        local = output.reshape(-1)
+        rows = pack.head_tokens[:0] if idle else pack.head_tokens
+        counted = torch.zeros_like(local).index_copy(0, rows, local[rows])
+        if idle:
+            return local.new_zeros(len(pack.segment_ids)) + counted.sum()
+        return only_counted(self.gather(counted, pack), pack)
 
     def log_probs(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any, *, entropy: bool, idle: bool = False

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from roll_batching.errors import LossError, is_collective_timeout
-from roll_batching.losses.contract import LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
+from roll_batching.losses.contract import VALUES, LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
 from roll_batching.losses.metric_kinds import metric_tensors
@@ -81,9 +81,9 @@ class MicroBatchRecord:
         self.is_counted = is_counted
         """Whether loss and metrics enter the step's; not on ranks that computed the same as the first of the pack."""
         self._bad = None if per_sample is None else ~torch.isfinite(per_sample.detach())
-        """[samples] bool: samples whose loss, or gradient with respect to log-probs, is not finite."""
+        """[samples] bool: samples whose loss, or gradient with respect to log-probs or values, is not finite."""
 
-    def watch(self, log_probs: torch.Tensor | None, pack: PackedBatch) -> None:
+    def watch(self, outputs: torch.Tensor | None, pack: PackedBatch) -> None:
         """Records, in backward, the samples with a non-finite gradient at a counted position."""
 
         def record_nonfinite(gradient: torch.Tensor) -> None:
@@ -91,8 +91,8 @@ class MicroBatchRecord:
             count = torch.zeros(len(pack.layout.unshared.segments), dtype=torch.int32, device=bad.device)
             self._bad = count.index_add_(0, pack.segment_ids, bad.int())[: pack.samples] > 0
 
-        if log_probs is not None and log_probs.requires_grad:
-            log_probs.register_hook(record_nonfinite)
+        if outputs is not None and outputs.requires_grad:
+            outputs.register_hook(record_nonfinite)
 
     def nonfinite_samples(self) -> list[int]:
         """Ids of the samples with a non-finite loss or gradient of log-probs; all ids of the pack if none is known."""
@@ -123,8 +123,7 @@ class LossRunner:
 
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
             if not pack.samples:  # a filler: no user code, but the head takes part in its collectives and gradients
-                zeros, _ = self._head.log_probs(output, pack, chunk, entropy=False, idle=True)
-                return self._scaling.outputs(zeros.sum(), None, tokens)
+                return self._scaling.outputs(self._head.idle_output(output, pack, chunk), None, tokens)
             call = self._by_sequence if self._spec.by_sequence else self._by_token
             loss, record = call(output, pack, chunk)
             return self._scaling.outputs(loss, record, tokens)
@@ -174,27 +173,30 @@ class LossRunner:
     def _by_token(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
-        needs, log_probs, entropy, logits = self._spec.needs, None, None, None
+        needs, log_probs, entropy, logits, values = self._spec.needs, None, None, None, None
         if needs & {"log_probs", "entropy"}:
             log_probs, entropy = self._head.log_probs(output, pack, chunk, entropy="entropy" in needs)
         if "logits" in needs:
             logits = self._head.gather(self._head.logits(output, chunk), pack)
+        if VALUES in needs:
+            values = self._head.values(output, pack)
         view = TokenView(
             pack,
             self._counts,
             log_probs=log_probs if "log_probs" in needs else None,
             entropy=entropy,
             logits=logits,
+            values=values,
         )
 
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:
             result = self._loss.token_loss(view)
             loss = self._checked(result, output)
             record = MicroBatchRecord(loss, dict(result.metrics), pack.ids, is_counted=self._counts_pack(pack))
-            record.watch(log_probs, pack)
+            record.watch(log_probs if values is None else values, pack)
             return loss, record
 
-        return self._guarded(call, pack, (log_probs, entropy, logits))
+        return self._guarded(call, pack, (log_probs, entropy, logits, values))
 
     def _by_sequence(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
@@ -227,7 +229,7 @@ class LossRunner:
         if self._train and not (loss.requires_grad and _reaches(loss, output)):
             raise LossError(
                 f"{name} returned a loss without a gradient to the model: compute it from the view's log_probs, "
-                "entropy or logits, and do not detach them"
+                "entropy, logits or values, and do not detach them"
             )
         for key, metric in result.metrics.items():
             if not isinstance(metric, (Sum, Mean, Max, Min)):

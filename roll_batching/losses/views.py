@@ -84,9 +84,10 @@ class TokenView(View):
         log_probs: torch.Tensor | None = None,
         entropy: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
     ) -> None:
         super().__init__(pack, counts)
-        self._log_probs, self._entropy, self._logits = log_probs, entropy, logits
+        self._log_probs, self._entropy, self._logits, self._values = log_probs, entropy, logits, values
         self.segment_ids = pack.segment_ids
         """[tokens] int64: index of each position's sample; `samples` and above are filler."""
         self.samples = pack.samples
@@ -109,6 +110,11 @@ class TokenView(View):
         As a `sequence_loss`, with this rank's positions only, such a loss takes cp times less memory.
         """
         return self._needed("logits", self._logits)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[tokens] fp32 value that a critic gives the text up to each position; 0 where no mask counts."""
+        return self._needed("values", self._values)
 
     @property
     def input_ids(self) -> torch.Tensor:

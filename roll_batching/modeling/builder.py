@@ -47,8 +47,9 @@ def build_chunks(
     seed: int,
     initialize: bool = True,
     groups: Any = None,
+    value_head: bool = False,
 ) -> list[Any]:
-    """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred head, without DDP.
+    """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred or a value head, without DDP.
 
     Weights are random; without `initialize` they are uninitialised memory, for callers that load them. `groups` is the
     ProcessGroupCollection of a second layout; None stands for Megatron's parallel state. Raises `LayoutError` if the
@@ -113,14 +114,19 @@ def build_chunks(
                 pre_process=chunk == 0 and layout.pp_rank == 0,
                 post_process=chunk == layout.vpp_size - 1 and layout.is_last_stage,
                 parallel_output=True,
-                share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+                share_embeddings_and_output_weights=architecture.tie_word_embeddings and not value_head,
                 vp_stage=vp_stage,
                 pg_collection=all_groups,
             )
             if config.use_cpu_initialization and initialize:
                 draw_experts(gpt)
+            if value_head:
+                from roll_batching.modeling.value_head import set_value_head  # only critics have one
+
+                set_value_head(gpt)
             gpt = gpt.to(device=layout.device, dtype=dtype)
-            defer_head(gpt)
+            if not value_head:
+                defer_head(gpt)
             if architecture.scaled_embedding:
                 from roll_batching.modeling.sandwich_layer import scale_embedding
 

@@ -28,6 +28,8 @@ from roll_batching.settings import ArchitectureConfig
 
 logger = logging.getLogger(__name__)
 
+VALUE_HEAD = "output_layer.weight"
+"""Name of a value head's weight."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MANTISSA_BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
 """By safetensors' names of dtypes."""
@@ -58,10 +60,11 @@ class PlacedParameter:
 
 
 def placed_parameters(
-    chunks: Sequence[Any], family: Family, architecture: ArchitectureConfig
+    chunks: Sequence[Any], family: Family, architecture: ArchitectureConfig, *, value_head: bool = False
 ) -> Iterator[PlacedParameter]:
     """All parameters of this rank's chunks with their rules, for Megatron's local and TransformerEngine's layer spec.
 
+    Without that of a `value_head`, which families do not have.
     Raises `LayoutError` naming all parameters without a rule or with another shape.
     """
     rules = rules_of(family, architecture)
@@ -72,6 +75,8 @@ def placed_parameters(
         groups = gpt.pg_collection
         for local, parameter in (*gpt.named_parameters(), *expert_biases(gpt)):
             name, is_expert = _global_name(gpt, local), ".experts." in local
+            if value_head and name == VALUE_HEAD:
+                continue
             if name not in by_name:
                 unknown.append(name)
                 continue
@@ -132,16 +137,18 @@ def load_pretrained(
     name: str,
     layout: ParallelLayout,
     own_family: str | None = None,
+    value_head: bool = False,
 ) -> None:
     """Loads the parameters of `chunks` from the model directory `name`; each rank reads its shards only. Collective.
 
-    `own_family` is `ModelArgs.family`. Raises RankError, the same on all ranks, for files that cannot be read, and,
-    before any parameter changes, for tensors that are missing, of another shape or unknown.
+    `own_family` is `ModelArgs.family`. A `value_head` keeps its values: the directory's output layer is not read.
+    Raises RankError, the same on all ranks, for files that cannot be read, and, before any parameter changes, for
+    tensors that are missing, of another shape or unknown.
     """
     with consensus(layout.host_group, f"loading {name}"):
         path = directory_of(name)
         family = family_of(path, own_family)
-        parameters = list(placed_parameters(chunks, family, architecture))
+        parameters = list(placed_parameters(chunks, family, architecture, value_head=value_head))
         stored = StoredTensors(path)
         sizes = Sizes.of(architecture)
         untrained = untrained_tensors(family, read_json(path / CONFIG), stored.shapes)
@@ -155,7 +162,7 @@ def load_pretrained(
     with consensus(layout.host_group, f"loading {name}"):
         try:
             for placed in parameters:
-                _load(placed, stored, sizes, redundant)
+                _load(placed, stored, sizes, [] if value_head else redundant)
         finally:
             stored.close()
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.planning import ParallelDims, PlanConstraints
@@ -167,6 +168,9 @@ def rehearse_job(
         ConfigError: the model's shape is unknown, the layout does not divide it, or the data have no lengths yet.
         RehearsalError: a rank failed.
     """
+    if uses_critic(config):
+        text = "is not rehearsed for now: set adv_estimator: reinforce, which rehearses the policy alone"
+        raise config.error(Problem(("critic",), text))
     for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
         if name == "actor_infer" and not has_local_rollouts(config):

@@ -20,6 +20,7 @@ PASSES_OF_ROLES: dict[str, tuple[Pass, ...]] = {
     "actor_train": ("train", "infer"),
     "actor_infer": (),
     "reference": ("infer",),
+    "critic": ("train", "infer"),
 }
 """The planned passes of each role; rollouts are decoded, without a plan."""
 

@@ -314,6 +314,11 @@ class ModelArgs(Settings):
         help="The model's shape, for weights that start at random; beside model_name_or_path what is given must agree. "
         "Roles without one take actor_train's.",
     )
+    value_head: bool = setting(
+        False,
+        help="One output per token, its value, in place of the vocabulary: the model of a critic. The role `critic` "
+        "has it, and no other role.",
+    )
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = setting(
         "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
     )

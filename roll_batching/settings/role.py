@@ -12,7 +12,8 @@ from roll_batching.settings.megatron_config import StrategyArgs
 from roll_batching.settings.model import ModelArgs
 from roll_batching.settings.training import TrainingArgs
 
-TRAINED = Roles(names=("actor_train",), otherwise="this role is not trained")
+TRAINED = Roles(names=("actor_train", "critic"), otherwise="this role is not trained")
+POLICY = Roles(names=("actor_train",), otherwise="the policy in training alone reads it")
 MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
 
 
@@ -25,7 +26,7 @@ class RoleSettings(RoleBatching):
 
     logprob_plan: LogprobPlan = setting(
         "train",
-        roles=TRAINED,
+        roles=POLICY,
         help="Old log-probs: on training's plans, so that the first ratio is exactly 1 (train); with the caps for "
         "passes without gradient (own, the default where a key for them differs from training's); those that the "
         "rollouts were drawn with (rollout, the default under async_generation_ratio without "

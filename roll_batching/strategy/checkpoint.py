@@ -200,7 +200,9 @@ def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: d
 
 def _architecture(model: ModelState) -> dict[str, Any] | None:
     """The architecture settings that must match on loading; None for a model that the caller built."""
-    return None if model.architecture is None else _without_changeable(model.architecture.model_dump(mode="json"))
+    if model.architecture is None:
+        return None
+    return {**_without_changeable(model.architecture.model_dump(mode="json")), "value_head": model.value_head}
 
 
 def _without_changeable(settings: dict[str, Any]) -> dict[str, Any]:
@@ -234,6 +236,7 @@ def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -
     saved, own = record["architecture"], _architecture(model)
     if saved is None or own is None:
         return
+    saved = {"value_head": False, **saved}  # versions before 0.2 had none
     differing = [
         f"{key} is {saved[key]} there and {own[key]} here" for key in own if key in saved and saved[key] != own[key]
     ]

@@ -15,7 +15,8 @@ def pack_times_of(state: ModelState) -> PackTimes | None:
     if state.settings.max_cp_size == 1:
         return None
     gpt = gpt_of(state.chunks[0])
-    return model_pack_times(gpt.config, state.vocab_size or gpt.vocab_size, state.layout, state.settings.cluster)
+    outputs = 1 if state.value_head else state.vocab_size or gpt.vocab_size
+    return model_pack_times(gpt.config, outputs, state.layout, state.settings.cluster)
 
 
 def require_context_sizes(state: ModelState) -> None:

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
 from roll_batching.errors import LayoutError, LossError
-from roll_batching.losses.contract import LossSpec, loss_spec
+from roll_batching.losses.contract import VALUES, LossSpec, loss_spec
 from roll_batching.losses.head import HeadContext, check_temperature
 from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.kernels import choose_kernels, tell
-from roll_batching.packing.batch import PackedBatch, unpack_results
+from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
-from roll_batching.samples import FieldSpec, LengthTable, SampleBatch
+from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.settings import BatchingConfig, RoleSettings
 from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
 from roll_batching.strategy.model_io import ModelIOMixin
@@ -29,9 +29,9 @@ from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.nan_checks import require_finite_outputs
 from roll_batching.strategy.prefix_sharing import gather_table, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
-from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
+from roll_batching.strategy.schedule import Packs, run_schedule
 from roll_batching.strategy.step_inputs import count_local, pack_inputs
-from roll_batching.strategy.step_result import join_results
+from roll_batching.strategy.step_result import join_results, share_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -174,18 +174,27 @@ class MegatronInferStrategy(ModelIOMixin):
         dtype = resolve_dtype(config.model_args.dtype, device)
         pretrained = config.model_args.model_name_or_path
         draw = weights and pretrained is None
+        value_head = config.model_args.value_head
         chunks = build_chunks(
-            architecture, megatron, layout, dtype, kernels=kernels, seed=self.seed, initialize=draw, groups=groups
+            architecture,
+            megatron,
+            layout,
+            dtype,
+            kernels=kernels,
+            seed=self.seed,
+            initialize=draw,
+            groups=groups,
+            value_head=value_head,
         )
         if weights and pretrained is not None:
             from roll_batching.modeling.pretrained import load_pretrained
 
-            load_pretrained(chunks, architecture, pretrained, layout, config.model_args.family)
+            load_pretrained(chunks, architecture, pretrained, layout, config.model_args.family, value_head)
         built = ModelState(
             layout=layout,
             chunks=chunks,
             dtype=dtype,
-            cost=model_cost(chunks[0].config, architecture.vocab_size, layout),
+            cost=model_cost(chunks[0].config, 1 if value_head else architecture.vocab_size, layout),
             batching=batching,
             settings=StepSettings.of(config, layout.dp_size),
             attention=kernels.attention,
@@ -193,6 +202,7 @@ class MegatronInferStrategy(ModelIOMixin):
             pg_collection=groups,
             architecture=architecture,
             own_family=config.model_args.family,
+            value_head=value_head,
         )
         self.state = self._prepare(built, config)
 
@@ -259,7 +269,7 @@ class MegatronInferStrategy(ModelIOMixin):
         Args:
             local: this rank's samples, as `distribute` returns them.
             plan: a plan over all ranks' samples.
-            needs: any of "log_probs" and "entropy".
+            needs: any of "log_probs" and "entropy"; with a value head, "values".
             masks: names of fields; tokens that none of them counts read 0. None: all tokens that predict.
 
         Returns:
@@ -269,35 +279,23 @@ class MegatronInferStrategy(ModelIOMixin):
             RankError: on all ranks, before the model runs for wrong input of any, or for outputs that are not finite.
         """
         with self._consensus("forward") as facts:
-            names = [name for name in ("log_probs", "entropy") if name in needs]
+            names = [name for name in ("log_probs", "entropy", VALUES) if name in needs]
             if not names or len(names) != len(set(needs)):
-                raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both")
+                raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both; a critic: values")
+            self._head().require(names, "forward")
             facts.equal("needs and masks", (names, masks))
             packs = self._pack(facts, local, plan, masks)
         head = self._head()
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
             def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-                idle = not pack.samples
-                log_probs, entropy = head.log_probs(output, pack, chunk, entropy="entropy" in names, idle=idle)
-                values = {"log_probs": log_probs, "entropy": entropy}
-                return torch.stack([x for name in names if (x := values[name]) is not None], -1)
+                return head.results(output, pack, chunk, names)
 
             return collect
 
         with torch.no_grad(), self._evaluating():
             results = self._run(plan, packs, bind, forward_only=True, collect=True)
-        layout = self.layout
-        outputs = torch.zeros(local.num_tokens, len(names), dtype=self.state.result_dtype, device=layout.device)
-        if layout.is_last_stage and len(local):
-            outputs = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank).to(outputs.dtype)
-        # Only the last stage has outputs; all ranks of the replica return them.
-        if layout.pp_size > 1:
-            last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
-            dist.broadcast(outputs, last, group=layout.pp_group)
-        fields = {name: outputs[:, i].contiguous().cpu() for i, name in enumerate(names)}
-        schema = dict.fromkeys(names, FieldSpec("next_token"))
-        return self._require_finite(SampleBatch(local.ids, local.lengths, fields, schema))
+        return self._require_finite(share_outputs(self.state, local, plan, packs, results, names))
 
     def compute_log_probs(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None) -> SampleBatch:
         """Log-probs of all tokens given the tokens before them; see `forward`."""
@@ -326,6 +324,7 @@ class MegatronInferStrategy(ModelIOMixin):
         from roll_batching.strategy.generation import check_generation, generate
 
         with self._consensus("generate") as facts:
+            self._head().require(("log_probs",), "generate")
             check_generation(facts, prompts, settings, self.state, draws)
         self.gather_parameters()  # here, as a rank without prompts may run no forward pass that would
         with self._evaluating():
@@ -353,6 +352,7 @@ class MegatronInferStrategy(ModelIOMixin):
             vocab_size=self.state.vocab_size,
             temperature=self.temperature,
             temperature_field=self.temperature_field,
+            value_head=self.state.value_head,
         )
 
     @contextlib.contextmanager
@@ -376,6 +376,7 @@ class MegatronInferStrategy(ModelIOMixin):
     def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
         """`_pack` for a loss, with the loss's own checks of the samples in each micro-batch."""
         facts.equal("the loss", spec.description)
+        self._head().require(spec.needs, spec.name)
         packs = self._pack(facts, local, plan, spec.masks)
         if spec.check is not None and (local.origin is None or self.layout.is_last_stage):
             micro_batches = [mb for mb in plan.micro_batches[self.layout.dp_rank] if not mb.is_filler]

@@ -101,6 +101,8 @@ class ModelIOMixin(OffloadMixin):
     def _source_directory(self, what: str) -> str:
         with self._consensus(what):
             source = self._require_config().model_args.model_name_or_path
+            if self.state.value_head:
+                raise CheckpointError("a model with a value head cannot be written as a model directory: use save")
             if source is None:
                 raise CheckpointError(
                     "this model started from model_args.architecture: only one that came from a model directory "

@@ -103,6 +103,8 @@ class ModelState:
     """The settings that the model was built from; None for a model that the caller built."""
     own_family: str | None = None
     """`ModelArgs.family`, for models of a family that is not among the supported ones."""
+    value_head: bool = False
+    """Whether the model is a critic, with one output per token in place of the vocabulary."""
     training: TrainingState | None = None
     """None in a strategy that only infers."""
 

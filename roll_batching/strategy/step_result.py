@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LossError
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts, to_host
 from roll_batching.losses.runner import LossRunner, MicroBatchRecord
+from roll_batching.packing.batch import unpack_results
+from roll_batching.planning import Plan
+from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.strategy.clock import Phase
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.nan_checks import describe_weights
+from roll_batching.strategy.schedule import Packs, layouts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,3 +163,21 @@ def _rank_result(
         problems=() if problem is None else (problem,),
         infinite=bool(bad),
     )
+
+
+def share_outputs(
+    state: ModelState, local: SampleBatch, plan: Plan, packs: Packs, results: Sequence[torch.Tensor], names: list[str]
+) -> SampleBatch:
+    """The outputs `names` of a forward pass, [tokens, names] per pack, as fields of `local` on the host. Collective.
+
+    Only the last stage has them; all ranks of the replica return them.
+    """
+    layout = state.layout
+    outputs = torch.zeros(local.num_tokens, len(names), dtype=state.result_dtype, device=layout.device)
+    if layout.is_last_stage and len(local):
+        outputs = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank).to(outputs.dtype)
+    if layout.pp_size > 1:
+        last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
+        dist.broadcast(outputs, last, group=layout.pp_group)
+    fields = {name: outputs[:, i].contiguous().cpu() for i, name in enumerate(names)}
+    return SampleBatch(local.ids, local.lengths, fields, dict.fromkeys(names, FieldSpec("next_token")))

@@ -86,7 +86,7 @@ def run(
         counted = torch.stack(list(pack.masks.values())).any(0)
         source = torch.from_numpy(pack.layout.source(data.offsets[data.rows_of(pack.ids)].numpy()))
         both = torch.where(counted[:, None], leaf[source], 0.0)
-        output = loss.token_loss(TokenView(pack, counts, log_probs=both[:, 0], entropy=both[:, 1]))
+        output = loss.token_loss(TokenView(pack, counts, log_probs=both[:, 0], entropy=both[:, 1], values=both[:, 0]))
         total = total + output.loss
         metrics.append(output.metrics)
     (gradient,) = torch.autograd.grad(total, leaf)

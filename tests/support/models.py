@@ -143,7 +143,7 @@ def fill(chunks: list[Any], vocab_size: int, tp_rank: int = 0, tp_size: int = 1)
             name = global_name(gpt, local)
             dim, blocks = _partition(name, parameter)
             shape = [n * tp_size if i == dim else n for i, n in enumerate(parameter.shape)]
-            padded = shape[0] - vocab_size if _is_vocabulary(name) else 0
+            padded = shape[0] - vocab_size if _is_vocabulary(name) and shape[0] > 1 else 0  # 1: a value head
             shape[0] -= padded
             g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             full = torch.randn(shape, generator=g) * 0.15 + (1.0 if "norm" in name else 0.0)

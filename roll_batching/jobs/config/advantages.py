@@ -25,6 +25,9 @@ class AdvantageEstimator(Entry):
 _CLIPS = {"reward_clip": "reward_clip", "advantage_clip": "advantage_clip"}
 _LIMITS = {**_CLIPS, "whiten_advantages": "whiten"}
 
+GAE = "gae"
+"""Name of the estimator that needs a critic."""
+
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
     "advantage estimator",
     AdvantageEstimator(
@@ -97,12 +100,16 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         keys=_LIMITS,
         greedy=True,
     ),
+    AdvantageEstimator(
+        name=GAE,
+        target="roll_batching.jobs.objectives.advantages:reinforce",
+        summary="rewards as norm_* says, minus the values of a critic (generalised advantage estimation, PPO)",
+        keys={"norm_mean_type": "mean", "norm_std_type": "std", **_LIMITS},
+    ),
 )
 ADVANTAGE_KEYS = tuple(dict.fromkeys(key for entry in ADVANTAGE_ESTIMATORS for key in entry.keys))
 """Keys that registered estimators read. A user's estimator reads none of them."""
 REFUSED_ESTIMATORS: Mapping[str, str] = {
-    "gae": "it needs a critic, a model with a value head, which is not supported; choose reinforce_plus_plus, grpo or "
-    "rloo, whose baselines are other responses",
     "gigpo": "it compares steps of agents, which are not supported; choose grpo or step_reinforce",
     "agentic_reinforce": "it discounts over turns of agents, which are not supported; choose reinforce",
     "optimal_token_baseline": "it needs the norms of each token's logits; choose opo, whose baseline weighs by length",

@@ -109,7 +109,6 @@ def _refused(name: str, why: str = "", *allowed: Any, instead: str = "") -> Fore
     return ForeignKey(name, Verdict.REFUSED, why, instead, allowed)
 
 
-CRITIC = "critics and value heads are not supported; adv_estimator: grpo needs none"
 DISTILLATION = "distillation is not supported"
 VLM = "vision-language models are not supported"
 _LORA = "LoRA is not supported: all parameters are trained"
@@ -129,20 +128,17 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("rpc_timeout", "collectives have a timeout instead", "backend_timeout"),
         _no_effect("val_batch_size", instead="eval_samples"),
         _no_effect("hydra", "Hydra is not used"),
-        _no_effect("reward_pretrain", "rewards are Python functions", "reward_function"),
+        _no_effect("reward_pretrain", "rewards are Python functions; a critic starts from critic.model_args"),
         _no_effect("global_template", _CHAT_TEMPLATE),
         _no_effect("offload_nccl", _NCCL),
         _no_effect("rollout_dump_dir", "rollouts.jsonl lies in the run's folder", "rollout_samples"),
         _no_effect("is_num_return_sequences_expand", "the responses to a prompt are sampled in one request"),
         _no_effect("enable_reference", "the reference is built when use_kl_loss is true"),
         _no_effect("enable_old_logprobs_recompute", instead="actor_train.logprob_plan"),
-        _no_effect("value_clip", "there is no critic"),
         _refused("whiten_rewards", "use norm_mean_type and norm_std_type", False),
         _refused("error_max_len_clip", "it is not supported", False),
         _refused("difficulty_loss_weight", "it is not supported", False),
         _refused("length_loss_weight", "it is not supported", False),
-        _refused("critic", CRITIC),
-        _refused("critic_warmup", CRITIC, 0),
         _refused("teacher", DISTILLATION),
         _refused("student_train", DISTILLATION),
         _refused("student_infer", DISTILLATION),

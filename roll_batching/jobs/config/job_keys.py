@@ -22,7 +22,7 @@ from roll_batching.settings.training import TrainingArgs
 
 TRACKERS = ("wandb", "swanlab")
 """Trackers that can receive the metrics."""
-ROLES = ("actor_train", "actor_infer", "reference")
+ROLES = ("actor_train", "actor_infer", "reference", "critic")
 Task = Literal["grpo", "sft", "dpo"]
 """Kinds of jobs."""
 _LONGEST_NAME = 255
@@ -219,6 +219,11 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys):
     validation: ValidationConfig = setting(default_factory=ValidationConfig, help="The evaluation of held-out prompts.")
     reference: WorkerConfig | None = setting(
         None, help="The frozen initial policy, for use_kl_loss and for your own losses. Default: none."
+    )
+    critic: WorkerConfig | None = setting(
+        None,
+        help="The critic of adv_estimator: gae, a model with one value per token (docs/ppo.md). It has its own model, "
+        "optimizer and batching; it shares the devices and the parallel sizes of actor_train. Default: none.",
     )
 
     @field_validator("exp_name")

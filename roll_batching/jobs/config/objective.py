@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
+from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, GAE
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.settings.fields import RegisteredName, Settings, setting
 
@@ -54,6 +54,19 @@ class ObjectiveKeys(Settings):
         gt=0,
         le=1,
     )
+    lambd: float = setting(
+        0.95,
+        help="gae: weight of the values further on, the lambda of generalised advantage estimation. 1: rewards alone, "
+        "minus the critic's value. 0: the next value alone.",
+        ge=0,
+        le=1,
+    )
+    value_clip: float | None = setting(
+        None,
+        help="gae: values are clipped to this distance from the old ones in the critic's loss. Default: no clip.",
+        gt=0,
+    )
+    critic_warmup: int = setting(0, help="gae: RL steps at the beginning in which only the critic is trained.", ge=0)
     add_token_level_kl: bool = setting(
         False,
         help="Subtract the KL divergence from the reference from each token's reward, which counts for that token and "
@@ -140,7 +153,7 @@ class ObjectiveKeys(Settings):
     @property
     def advantages_of_tokens(self) -> bool:
         """Whether advantages differ between the tokens of a response."""
-        return self.add_token_level_kl or self.gamma != 1
+        return self.add_token_level_kl or self.gamma != 1 or self.adv_estimator == GAE
 
     @property
     def kl_coef(self) -> float:

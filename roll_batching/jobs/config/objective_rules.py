@@ -7,6 +7,7 @@ from typing import Any
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_KEYS
 from roll_batching.jobs.config.arguments import Arguments
+from roll_batching.jobs.config.critic_rules import critic_notices
 from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.losses import LOSSES, Loss
@@ -25,12 +26,13 @@ KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
 """By field of a registered loss, the keys of the job that set it."""
 LOSS_KEYS = tuple(dict.fromkeys(key for keys in KEYS_OF_FIELDS.values() for key in keys))
 _RATIO = {"token": "token", "seq": "sequence", "seq-token": "sequence_token"}
-_AGGREGATION = {
+AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant_mean",
 }
+"""By `loss_agg_mode`, the name of `losses.aggregation`; "constant_mean" goes with `loss_agg_length`."""
 
 
 def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
         "kl_coef": job.kl_coef,
         "kl_bound": job.kl_loss_bound,
         "entropy_coef": job.entropy_loss_coef,
-        "aggregation": _AGGREGATION[job.loss_agg_mode],
+        "aggregation": AGGREGATIONS[job.loss_agg_mode],
     }
     return {name: values[name] for name in loss.keys} | own
 
@@ -154,6 +156,7 @@ def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
     if job.reference is not None and unread_reference is not None:
         yield Notice(("reference",), f"is not built: {unread_reference}", kind=NoticeKind.NOT_BUILT)
     if supervised(job):
+        yield from critic_notices(job, given)
         return
     for key in ("kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"):
         if key in given and not job.add_token_level_kl:
@@ -162,6 +165,7 @@ def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
         yield no_effect(("kl_horizon",), "without target_kl the weight is fixed")
     if loss is not None and "advantages" not in loss.reads:
         yield Notice(("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing")
+    yield from critic_notices(job, given)
     yield from _unread_norms(job, given)
     estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     for key in ADVANTAGE_KEYS:

@@ -41,6 +41,8 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     reference = WorkerConfig() if job.reference is None and job.task == "dpo" else job.reference
     if reference is not None:
         fields["reference"] = _inherit(_derive_batching(reference, sequence_length, reference.infer_batch_size), train)
+    if job.critic is not None:
+        fields["critic"] = _critic(job, train, sequence_length)
     if job.stream is not None and job.stream.max_num_steps is not None:
         fields["max_steps"] = job.stream.max_num_steps
     if job.task != "grpo" and "loss_function" not in job.model_fields_set:
@@ -48,6 +50,18 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     if train.model_args.model_name_or_path is not None:
         fields["tokenizer"] = _default_tokenizer(job.tokenizer, train.model_args.model_name_or_path)
     return fields
+
+
+def _critic(job: JobKeys, train: WorkerConfig, sequence_length: int | None) -> WorkerConfig:
+    """The critic: its own batching and optimizer, actor_train's model and layout where it gives none, a value head."""
+    assert job.critic is not None
+    rows = job.critic.training_args.per_device_train_batch_size
+    critic = _inherit(_derive_batching(job.critic, sequence_length, rows), train)
+    if job.max_grad_norm is not None and "max_grad_norm" not in critic.training_args.model_fields_set:
+        critic = _update(critic, "training_args", max_grad_norm=job.max_grad_norm)
+    if "value_head" in critic.model_args.model_fields_set:  # false is reported by critic_rules
+        return critic
+    return _update(critic, "model_args", value_head=True)
 
 
 def _validation(job: JobKeys, infer: WorkerConfig) -> ValidationConfig:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.jobs.config.async_rules import async_problems
+from roll_batching.jobs.config.critic_rules import critic_problems, uses_critic
 from roll_batching.jobs.config.device_rules import device_problems
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, uses_engine
@@ -28,6 +29,7 @@ from roll_batching.jobs.config.withheld import withheld_problems
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 from roll_batching.secret_names import is_secret
+from roll_batching.settings.batching import PASSES_OF_ROLES
 from roll_batching.settings.fields import Pass
 from roll_batching.settings.megatron_config import MEGATRON_STRATEGIES
 
@@ -42,6 +44,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         if role.strategy_args.runs_on_megatron or name != "actor_infer":
             problems += _batching(name, role)
     problems += layout_problems("actor_train", job.actor_train)
+    problems += critic_problems(job)
     problems += model_problems(job)
     problems += _roles(job)
     problems += device_problems(job)
@@ -70,6 +73,8 @@ def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:
     given = role.strategy_args.strategy_name
     if name == "actor_train" and given != "megatron_train":
         yield Problem(path, f"{given} cannot train; use megatron_train")
+    if name == "critic" and given != "megatron_train":
+        yield Problem(path, f"{given} cannot train the critic; use megatron_train")
     if name == "reference" and not role.strategy_args.runs_on_megatron:
         yield Problem(path, f"{given} cannot serve the reference; use megatron_infer")
     if role.use_sequence_packing and not role.strategy_args.runs_on_megatron:
@@ -102,7 +107,7 @@ def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield from _packing_caps(name, role)
     passes: tuple[tuple[Pass, bool], ...] = (("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer))
     for kind, on in passes:
-        if on and (kind == "infer" or name == "actor_train"):
+        if on and (kind == "infer" or kind in PASSES_OF_ROLES[name]):
             yield from _dynamic(name, role, kind)
     if role.dynamic_in_train or role.dynamic_in_infer:
         yield from _shared_shapes(name, role)
@@ -110,7 +115,7 @@ def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
 
 def _packing_caps(name: str, role: WorkerConfig) -> Iterator[Problem]:
     packing = role.sequence_packing_args
-    forward_only = name != "actor_train"
+    forward_only = "train" not in PASSES_OF_ROLES[name]
     cap = packing.max_packed_sequence_length_train
     if cap is None and not (forward_only and packing.max_packed_sequence_length_forward):
         key = f"max_packed_sequence_length_{'forward' if forward_only else 'train'}"
@@ -225,8 +230,9 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
         term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
         text = f"such groups still learn from {term}; set {term} to 0 or this to false"
         yield Problem(("drop_zero_advantage_groups",), text)
-    if job.drop_zero_advantage_groups and job.advantages_of_tokens and (job.add_token_level_kl or whitens(job)):
-        cause = "add_token_level_kl" if job.add_token_level_kl else "whitening"
+    learns = job.add_token_level_kl or whitens(job) or uses_critic(job)
+    if job.drop_zero_advantage_groups and job.advantages_of_tokens and learns:
+        cause = "add_token_level_kl" if job.add_token_level_kl else "the critic" if uses_critic(job) else "whitening"
         yield Problem(("drop_zero_advantage_groups",), f"such groups still learn from {cause}; set this to false")
     if job.add_token_level_kl and job.reference is None:
         yield Problem(

@@ -1,4 +1,4 @@
-"""Settings of one role (`actor_train`, `actor_infer`, `reference`), in ROLL's names."""
+"""Settings of one role (`actor_train`, `actor_infer`, `reference`, `critic`), in ROLL's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, field_validator
 from roll_batching.jobs.config.devices import parse_devices
 from roll_batching.jobs.config.engines import EngineArgs
 from roll_batching.settings.fields import MOST_TOKENS, Roles, Settings, setting
-from roll_batching.settings.role import TRAINED, RoleSettings
+from roll_batching.settings.role import POLICY, RoleSettings
 
 
 def _to_strings(value: Any) -> Any:
@@ -124,7 +124,7 @@ class WorkerConfig(RoleSettings):
 
     logprob_temperature: float | None = setting(
         None,
-        roles=TRAINED,
+        roles=POLICY,
         help="RL: temperature of the log-probs in the loss: the policy's, old ones and the reference's. Default: the "
         "sampling temperature, so that they are those of the sampled distribution; ROLL: 1.",
         gt=0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from roll_batching.jobs.config.advantages import GAE
 from roll_batching.jobs.config.diagnostics import dotted
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults, section_at
@@ -25,7 +26,7 @@ _TRAINED: Mapping[str, Any] = {
 _SAMPLED: Mapping[str, Any] = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}
 _LOGPROB_TEMPERATURE = 1.0
 """ROLL's log-probs do not divide the logits by the sampling temperature."""
-_ROLES = ("actor_train", "actor_infer", "reference", "sft_train")
+_ROLES = ("actor_train", "actor_infer", "reference", "sft_train", "critic")
 _UNNAMED_STRATEGY = "fsdp2_train"
 _CODE = "ROLL's code sets it"
 
@@ -47,7 +48,7 @@ def apply_defaults(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> No
         draft.defaults |= fill_defaults(data, _JOB)
         return
     _override_models(draft, data, pipeline)
-    for role in ("actor_train", "sft_train"):
+    for role in ("actor_train", "sft_train", "critic"):
         arguments = section_at(data, role, "training_args")
         if arguments.pop("max_steps", None) is not None:
             why = "the schedule spans all optimizer steps, as in ROLL, whose code computes it"
@@ -72,6 +73,10 @@ def _defaults_of(data: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
             found["actor_train.logprob_temperature"] = _LOGPROB_TEMPERATURE
         if isinstance(section_at(data, "validation").get("generating_args"), dict):
             found |= {f"validation.generating_args.{key}": value for key, value in _SAMPLED.items()}
+    if data.get("adv_estimator", found.get("adv_estimator")) == GAE and isinstance(data.get("critic"), dict):
+        found |= {f"critic.{key}": value for key, value in _TRAINED.items()}
+        if isinstance(data.get("reward_pretrain"), str):
+            found["critic.model_args.model_name_or_path"] = data["reward_pretrain"]
     dtype = section_at(data, trained, "model_args").get("dtype", _TRAINED["model_args.dtype"])
     for role in _ROLES:
         section = section_at(data, role)

@@ -143,7 +143,7 @@ _IDLE: Mapping[str, str] = {
     "training runs on Megatron-Core": "train-backend",
     "engine_args.retries and sampler_restarts handle failures": "rollout-health-check- use-fault-tolerance",
     "the first step is evaluated, too": "skip-eval-before-train",
-    "there is no critic": "value-clip lambd num-critic-only-steps",
+    "there is no critic in the converted job": "value-clip lambd num-critic-only-steps",
     "belongs to slime's own tests": "ci-",
     "system_envs sets variables of the job": "train-env-vars",
 }

@@ -91,7 +91,7 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     file.expect_off("distillation.enabled", why="distillation is not supported for now")
     if file.peek("critic.enable"):
         file.take("critic")
-        file.draft.leave_out("critic.enable", "refused", "critics and value heads are not supported for now")
+        file.draft.leave_out("critic.enable", "refused", "critics are not converted for now (docs/ppo.md has the keys)")
     _switched_off(file, model)
     file.leave_out_rest()
     return file.draft

@@ -159,7 +159,7 @@ _IDLE: Mapping[str, str] = {
         for section in (f"{ACTOR}.optim", "optim")
         for name in "muon_ lr_wsd_ use_layer_wise_ use_checkpoint_ num_cycles zero_indexed_step optimizer_impl".split()
     ),
-    "there is no critic": "critic trainer.critic_warmup algorithm.lam",
+    "there is no critic in the converted job": "critic trainer.critic_warmup algorithm.lam",
     "one process per device of device_mapping; Ray or torchrun starts them on several machines": (
         "ray_kwargs transfer_queue trainer.use_v1 trainer.v1 actor_rollout_ref.hybrid_engine ray_init"
     ),

@@ -11,17 +11,19 @@ import numpy as np
 
 from roll_batching.errors import ConfigError, LossError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
+from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, GAE
 from roll_batching.jobs.config.arguments import Arguments
+from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.losses import LOSSES
-from roll_batching.jobs.config.objective_rules import advantage_arguments, loss_arguments, whitens
+from roll_batching.jobs.config.objective_rules import AGGREGATIONS, advantage_arguments, loss_arguments, whitens
 from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.objectives.advantages import AdvantageFunction, check_advantages
 from roll_batching.jobs.objectives.stateful import DomainMoments, KlCoefficient, Stateful
 from roll_batching.jobs.objectives.token_rewards import TokenRewards
 from roll_batching.jobs.texts.tokenizers import Tokenizer
-from roll_batching.losses import constant_mean, loss_spec
+from roll_batching.losses import ValueLoss, constant_mean, loss_spec
 from roll_batching.registry import describe_error
 from roll_batching.settings import TrainingArgs
 from roll_batching.strategy import GenerationSettings
@@ -142,6 +144,7 @@ def _token_rewards(config: JobConfig) -> TokenRewards:
         kl = KlCoefficient(config.init_kl_coef, target=config.target_kl, horizon=config.kl_horizon)
     return TokenRewards(
         gamma=config.gamma,
+        lambd=config.lambd if config.adv_estimator == GAE else None,
         kl=kl,
         estimator=_ESTIMATORS.get(config.kl_penalty, config.kl_penalty),  # type: ignore[arg-type]
         whiten=whitens(config),
@@ -155,7 +158,30 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
     if args.max_steps > 0 or not config.max_steps:
         return args
     per_step = -(-config.samples_per_rollout // config.mini_batch_size(dp_size)) * config.ppo_epochs
-    return config.actor_train.with_training(max_steps=config.max_steps * per_step).training_args
+    steps = config.max_steps - (config.critic_warmup if uses_critic(config) else 0)
+    return config.actor_train.with_training(max_steps=steps * per_step).training_args
+
+
+def critic_role(config: JobConfig, dp_size: int) -> WorkerConfig:
+    """The role of the critic, with a schedule over its optimizer steps: one pass over the samples of each RL step."""
+    assert config.critic is not None
+    per_step = -(-config.samples_per_rollout // critic_mini_batch_size(config, dp_size))
+    return config.critic.with_training(max_steps=config.max_steps * per_step)
+
+
+def critic_mini_batch_size(config: JobConfig, dp_size: int) -> int:
+    """Sequences of one optimizer step of the critic, over all data-parallel ranks."""
+    assert config.critic is not None
+    args = config.critic.training_args
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
+
+
+def value_loss_of(config: JobConfig) -> ValueLoss:
+    """The loss of the critic: tokens are averaged as `loss_agg_mode` says, for the policy's loss and for this one."""
+    how: Any = AGGREGATIONS[config.loss_agg_mode]
+    if how == "constant_mean":
+        how = constant_mean(config.loss_agg_length or config.response_length or 1)
+    return ValueLoss(clip=config.value_clip, aggregation=how)
 
 
 def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -> TrainingArgs:

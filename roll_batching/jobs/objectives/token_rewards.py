@@ -1,14 +1,16 @@
-"""Advantages of tokens: discounted returns, with the KL divergence from the reference in the reward.
+"""Advantages of tokens: discounted returns or GAE, with the KL divergence from the reference in the reward.
 
 The reward of a response, as the estimator made it, is that of its last token; each token costs the coefficient times an
 estimate of its divergence. The advantage of a token is the discounted sum of the rewards after it (ROLL's reinforce,
-slime's and verl's REINFORCE++), whitened and clipped where the job says so.
+slime's and verl's REINFORCE++), or generalised advantage estimation with a critic's values; whitened and clipped where
+the job says so.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.advantages import VARIANCE_EPSILON
+from roll_batching.jobs.objectives.gae import explained_variance, generalised_advantages
 from roll_batching.jobs.objectives.stateful import KlCoefficient
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.losses.estimators import ESTIMATORS, k3
@@ -31,6 +34,8 @@ class TokenRewards:
 
     gamma: float = 1.0
     """Discount per token of the sequence."""
+    lambd: float | None = None
+    """Lambda of generalised advantage estimation, which reads `old_values`. None: discounted returns."""
     kl: KlCoefficient | None = None
     """Coefficient of the KL term in the reward, which reads `old_log_probs` and `ref_log_probs`. None: no KL term."""
     estimator: KlEstimator = "k1"
@@ -44,6 +49,7 @@ class TokenRewards:
     ) -> tuple[SampleBatch, Metrics]:
         """This rank's samples of a step with `advantages` of tokens (next_token), and metrics. Collective.
 
+        With a critic's values also `returns` (next_token), which its loss reads: neither whitened nor clipped.
         `domains`, text [n], are the reward domains of all samples of the step, by id.
         """
         counted = counted_positions(local_batch)
@@ -52,13 +58,22 @@ class TokenRewards:
             divergence = torch.where(counted, self._divergence(local_batch), 0.0)
             kl_cost = self.kl.value * divergence
             metrics = self._update_coefficient(local_batch, divergence, counted, layout)
-        advantages = returns(local_batch, counted, self.gamma, kl_cost)
+        rewards = token_rewards(local_batch, counted, kl_cost)
+        fields = {}
+        if self.lambd is None:
+            advantages = discounted(local_batch, rewards, self.gamma)
+        else:
+            values = local_batch["old_values"].double().cpu()
+            advantages = generalised_advantages(local_batch, counted, rewards, values, self.gamma, self.lambd)
+            target = torch.where(counted, advantages + values, 0.0)
+            fields["returns"] = target.float()
+            metrics |= explained_variance(target[counted], values[counted], partial(_sum_over_ranks, layout, "values"))
         if self.whiten:
             advantages = _whiten(local_batch, advantages, counted, layout, domains)
         if self.clip is not None:
             advantages = advantages.clamp(-self.clip, self.clip)
-        advantages = torch.where(counted, advantages, 0.0).float()
-        return local_batch.with_fields({"advantages": advantages}, {"advantages": FieldSpec("next_token")}), metrics
+        fields["advantages"] = torch.where(counted, advantages, 0.0).float()
+        return local_batch.with_fields(fields, dict.fromkeys(fields, FieldSpec("next_token"))), metrics
 
     def _divergence(self, batch: SampleBatch) -> torch.Tensor:
         reference, old = batch["ref_log_probs"].cpu().double(), batch["old_log_probs"].cpu().double()
@@ -85,19 +100,23 @@ class TokenRewards:
         return {"reward_kl": mean, "reward_kl_coef": coefficient}
 
 
-def returns(
-    batch: SampleBatch, counted: torch.Tensor, gamma: float, kl_cost: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Discounted returns of tokens: [tokens] float64, next_token.
+def token_rewards(batch: SampleBatch, counted: torch.Tensor, kl_cost: torch.Tensor | None = None) -> torch.Tensor:
+    """Rewards of tokens: [tokens] float64, next_token.
 
     `advantages` (sample field) is the reward of the last counted token; `kl_cost`, [tokens], is subtracted from each.
     """
-    count, ends = len(batch), batch.offsets[1:]
+    count = len(batch)
     result = torch.zeros(batch.num_tokens, dtype=torch.float64) if kl_cost is None else -kl_cost.double()
     place = torch.where(counted, torch.arange(batch.num_tokens), -1)
     last = torch.full((count,), -1).scatter_reduce_(0, sample_of(batch), place, "amax")
     has_response = last >= 0
     result[last[has_response]] += batch["advantages"].double().cpu()[has_response]
+    return result
+
+
+def discounted(batch: SampleBatch, rewards: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Discounted sums of each token's own and later `rewards`: [tokens] float64, next_token."""
+    count, ends, result = len(batch), batch.offsets[1:], rewards.clone()
     following = torch.zeros(count, dtype=torch.float64)
     longest = int(batch.lengths.max()) if count else 0
     for back in range(longest):  # from the samples' ends, one token of every sample at a time

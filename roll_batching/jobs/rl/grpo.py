@@ -14,6 +14,7 @@ import torch
 
 from roll_batching.distributed import consensus, digest
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.objectives.advantages import outside_difficulty, shuffled, zero_groups
 from roll_batching.jobs.objectives.from_config import Advantages, sampling_of
@@ -21,6 +22,7 @@ from roll_batching.jobs.objectives.stateful import CompositeState
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rl.async_rollouts import AsyncRollouts
 from roll_batching.jobs.rl.comparison import ModeComparison
+from roll_batching.jobs.rl.critic import Critic
 from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.rollouts.evaluation import Evaluator
 from roll_batching.jobs.rollouts.prompts import prompt_stream
@@ -91,6 +93,7 @@ class Grpo:
         is_remote = wants_reference(config) and config.own_devices("reference") is not None
         self.remote_reference = RemoteReference(config, self.strategy, context.start_workers) if is_remote else None
         self.reference = None if is_remote else self._make_reference()
+        self.critic = Critic(config, self.strategy) if uses_critic(config) else None
         self._metrics: Metrics = {}
         """Of the step in progress."""
         self._sample_log: list[dict[str, Any]] = []
@@ -104,7 +107,8 @@ class Grpo:
                     exit_stack.callback(remote.close)
             self.strategy.start_phase(self.context.schedule)
             reference = self.reference or self.remote_reference
-            completed_steps = checkpoints.restore(PHASE, config.max_steps, self.state, reference)
+            critic = None if self.critic is None else self.critic.strategy
+            completed_steps = checkpoints.restore(PHASE, config.max_steps, self.state, reference, critic)
             if self.reference is not None and config.is_offload_states:
                 self.reference.offload_states("parameters")
             self.context.start_phase(PHASE, config.max_steps, completed_steps)
@@ -115,7 +119,7 @@ class Grpo:
                 self.async_rollouts.start_after(completed_steps)
             for step in range(completed_steps + 1, config.max_steps + 1):
                 self._step(step)
-                checkpoints.save_if_due(PHASE, step, config.max_steps, self.state, reference)
+                checkpoints.save_if_due(PHASE, step, config.max_steps, self.state, reference, critic)
 
     def _notify_remainder(self) -> None:
         """Notice of a last mini-batch that is smaller than the others: its step has the same learning rate."""
@@ -153,7 +157,13 @@ class Grpo:
         }
         offloads = offload_metrics(moved, self._offload_stats) if config.is_offload_states else {}
         metrics = merge_metrics(
-            update_metrics(updates), score_metrics(scores), self._metrics, compared, evaluated, times, offloads
+            update_metrics(updates) if updates else {},
+            score_metrics(scores),
+            self._metrics,
+            compared,
+            evaluated,
+            times,
+            offloads,
         )
         metrics |= time_share_metrics(metrics, asynchronous=self.async_rollouts is not None)
         shown = {
@@ -161,7 +171,9 @@ class Grpo:
             "length": metrics["response_length_mean"],
             "held-out": metrics.get("eval_reward"),
         }
-        self.context.record(step, metrics, shown=shown, plan=updates[-1][0], sample_log=self._sample_log)
+        plan = updates[-1][0] if updates or self.critic is None else self.critic.plan
+        assert plan is not None  # in a warm-up step of the critic, that of its last optimizer step
+        self.context.record(step, metrics, shown=shown, plan=plan, sample_log=self._sample_log)
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -169,7 +181,9 @@ class Grpo:
         if not self.config.is_offload_states:
             yield
             return
-        with self.strategy.offloaded("gradients", "optimizer"):
+        with contextlib.ExitStack() as exit_stack:
+            for model in (self.strategy, *(() if self.critic is None else (self.critic.strategy,))):
+                exit_stack.enter_context(model.offloaded("gradients", "optimizer"))
             yield
             if self.sampler is not None:
                 self.sampler.release_memory()
@@ -177,7 +191,7 @@ class Grpo:
     @property
     def _offload_stats(self) -> OffloadStats:
         """Bytes and seconds of moving states between devices and host so far."""
-        models = (self.strategy, self.reference, self.sampler)
+        models = (self.strategy, self.reference, self.sampler, None if self.critic is None else self.critic.strategy)
         return sum((model.offload_stats for model in models if model is not None), OffloadStats())
 
     def _make_evaluator(self) -> Evaluator | None:
@@ -304,6 +318,7 @@ class Grpo:
     ) -> Iterator[tuple[Plan, StepResult]]:
         config = self.config
         needs_log_probs = self.advantages.of_tokens is not None or self.sampler is not None
+        seed = step_seed(config.seed, step)
         return train_on_rollouts(
             self.strategy,
             batch,
@@ -311,20 +326,25 @@ class Grpo:
             mini_batch_size=self.mini_batch_size,
             epochs=config.ppo_epochs,
             batch_balance=config.batch_balance,
-            seed=step_seed(config.seed, step),
+            seed=seed,
             idle_ids=idle_ids,
             reference=self.reference,
             remote_reference=self.remote_reference,
-            add_fields=partial(self._add_fields, domains=scores.domains) if needs_log_probs else None,
+            add_fields=partial(self._add_fields, domains=scores.domains, seed=seed) if needs_log_probs else None,
+            update=self.critic is None or step > config.critic_warmup,
         )
 
-    def _add_fields(self, batch: SampleBatch, domains: np.ndarray) -> SampleBatch:
-        """`batch`, with log-probs, plus advantages of tokens; records the sampler's metrics. Collective."""
+    def _add_fields(self, batch: SampleBatch, domains: np.ndarray, seed: int) -> SampleBatch:
+        """`batch`, with log-probs, plus advantages of tokens; trains the critic; records metrics. Collective."""
         if self.sampler is not None:
             self._metrics |= self.sampler.metrics(batch)
+        if self.critic is not None:
+            batch = self.critic.add_values(batch)
         if self.advantages.of_tokens is not None:
             batch, metrics = self.advantages.of_tokens(batch, self.strategy.layout, domains)
             self._metrics |= metrics
+        if self.critic is not None:
+            self._metrics |= self.critic.train(batch, seed)
         return batch
 
 

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 PHASES = ("warmup", "sft", "dpo", "rl")
 """Phases of all jobs, in order."""
 FOLDER = "checkpoints"
+CRITIC = "critic"
+"""Folder of the critic's state in a checkpoint."""
 _RECORD = "job.json"
 _NAME = re.compile(rf"({'|'.join(PHASES)})-(\d{{6,}})")
 
@@ -135,8 +137,15 @@ class JobCheckpoints:
         """Whether the resumed checkpoint is of a later phase, so that `phase` is skipped."""
         return self.resumed is not None and PHASES.index(self.resumed.phase) > PHASES.index(phase)
 
-    def restore(self, phase: str, last: int, stream: Stateful, reference: Reference | None = None) -> int:
-        """Restore model, optimizer, data position and random numbers; returns the completed steps of `phase`.
+    def restore(
+        self,
+        phase: str,
+        last: int,
+        stream: Stateful,
+        reference: Reference | None = None,
+        critic: MegatronTrainStrategy | None = None,
+    ) -> int:
+        """Restore models, optimizers, data position and random numbers; returns the completed steps of `phase`.
 
         Does nothing and returns 0 when the run does not resume inside this phase. Called when everything that draws
         random numbers is built and the phase's optimizer is new. Collective. Raises CheckpointError when the checkpoint
@@ -156,6 +165,8 @@ class JobCheckpoints:
                 reference.load(point.path / "reference")
             elif reference is not None:
                 reference.load(point.path / "reference", verify=self.verify)
+            if critic is not None:
+                critic.load(point.path / CRITIC, verify=self.verify)
             with consensus(self._group, "the job's checkpoints"):
                 stream.load_state_dict(point.position)
                 if point.layout == self.strategy.layout.dims:
@@ -182,6 +193,7 @@ class JobCheckpoints:
         last: int,
         stream: Stateful,
         reference: Reference | None = None,
+        critic: MegatronTrainStrategy | None = None,
     ) -> None:
         """Write a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective.
 
@@ -198,19 +210,26 @@ class JobCheckpoints:
             draft = AtomicFolder(self.folder / f"{phase}-{step:06d}", self._group)
             with draft.writing() as folder:
                 writings = [write_state(self.strategy.state, folder, background=async_save)]
+                if critic is not None:
+                    writings.append(write_state(critic.state, self._subfolder(folder, CRITIC), background=async_save))
                 if isinstance(reference, RemoteReference):
                     reference.write(folder / "reference")
                 elif reference is not None:
-                    with consensus(self._group, "the job's checkpoints"):
-                        if dist.get_rank() == 0:
-                            (folder / "reference").mkdir()
+                    below = self._subfolder(folder, "reference")
                     with reference.loaded("parameters"):
-                        writings.append(write_state(reference.state, folder / "reference", background=async_save))
+                        writings.append(write_state(reference.state, below, background=async_save))
                 with consensus(self._group, "the job's checkpoints"):
                     self._write_job_files(folder, phase, step, stream)
                     writings[0].add_to_manifest(_random_file())
             self._pending = draft, writings
             self._finish_pending(wait=not async_save)
+
+    def _subfolder(self, folder: Path, name: str) -> Path:
+        """Make the folder of another model's state in that of a checkpoint. Collective."""
+        with consensus(self._group, "the job's checkpoints"):
+            if dist.get_rank() == 0:
+                (folder / name).mkdir()
+        return folder / name
 
     def _finish_pending(self, *, wait: bool) -> None:
         """Complete the pending checkpoint once all ranks have written; with `wait`, wait for them."""
@@ -224,7 +243,7 @@ class JobCheckpoints:
                 return
         self._pending = None
         with draft.writing():
-            for writing in reversed(writings):  # the job's manifest lists that of its reference
+            for writing in reversed(writings):  # the job's manifest lists those of its reference and critic
                 writing.finish()
         draft.commit()
         self.latest = draft.path

@@ -18,6 +18,7 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan
 from roll_batching.losses import loss_spec
+from roll_batching.losses.contract import VALUES
 from roll_batching.packing.prefetch import prefetch_items
 from roll_batching.planning import Plan
 from roll_batching.planning import batch_balance as place_on_ranks
@@ -66,6 +67,7 @@ def train_on_rollouts(
     reference: MegatronInferStrategy | None = None,
     remote_reference: RemoteLogProbs | None = None,
     add_fields: Callable[[SampleBatch], SampleBatch] | None = None,
+    update: bool = True,
 ) -> Iterator[tuple[Plan, StepResult]]:
     """Train on the samples of all ranks; yields plan and result of each optimizer step. Collective.
 
@@ -84,6 +86,7 @@ def train_on_rollouts(
         reference: adds `ref_log_probs`.
         remote_reference: the same in other processes, which compute while old log-probs are computed here.
         add_fields: adds fields that need the log-probs, such as advantages of tokens; may be collective.
+        update: False: only fields are added, and there is no optimizer step.
     """
     spec = loss_spec(loss)
     masks = spec.masks
@@ -130,6 +133,9 @@ def train_on_rollouts(
         local_batch = local_batch.with_fields({REFERENCE: log_probs}, {REFERENCE: FieldSpec("next_token")})
     if add_fields is not None:
         local_batch = add_fields(local_batch)
+    if not update:
+        planned.close()
+        return
     if spec.prepare is not None:
         local_batch = spec.prepare(local_batch, strategy.layout, seed)
     for batch in batches:
@@ -140,6 +146,23 @@ def train_on_rollouts(
             counts = strategy.count(local_batch.select_ids(batch.members.ids[is_local]), loss)
         placed = distribute(local_batch, batch.plan)
         yield batch.plan, strategy.train_step(placed, batch.plan, loss, counts=counts)
+
+
+def train_on_values(
+    critic: MegatronTrainStrategy, local_batch: SampleBatch, loss: Any, *, mini_batch_size: int, seed: int
+) -> Iterator[tuple[Plan, StepResult]]:
+    """Train a critic on the samples of all ranks, once; yields plan and result of each optimizer step. Collective.
+
+    Arguments are those of `train_on_rollouts`; the samples have the fields that `loss` reads.
+    """
+    table = critic.gather_table(local_batch)
+    table = table.select(np.argsort(table.ids))
+    has_gradient = np.ones(len(table), dtype=bool)
+    planned = prefetch_items(
+        _plan_mini_batches(critic, table, has_gradient, None, mini_batch_size, epochs=1, seed=seed)
+    )
+    for batch in agree_on_each(critic, planned):
+        yield batch.plan, critic.train_step(distribute(local_batch, batch.plan), batch.plan, loss)
 
 
 def _plan_mini_batches(
@@ -209,6 +232,18 @@ def with_log_probs_over(
         strategy.compute_log_probs(placed, plan, masks=masks), plan, table, like=local_batch
     )
     return local_batch.with_fields({name: results["log_probs"]}, {name: FieldSpec("next_token")})
+
+
+def with_values(
+    critic: MegatronInferStrategy, local_batch: SampleBatch, name: str, masks: Sequence[str]
+) -> SampleBatch:
+    """`local_batch` with the critic's values under `name`, on a plan for passes without gradient. Collective."""
+    table = critic.gather_table(local_batch)
+    plan = agree_on_plan(critic, lambda: critic.plan(table.select(np.argsort(table.ids)), forward=True))
+    placed = distribute(local_batch, plan)
+    results = collect(critic.forward(placed, plan, needs=(VALUES,), masks=masks), plan, like=local_batch)
+    values = results.select_ids(local_batch.ids)[VALUES]
+    return local_batch.with_fields({name: values}, {name: FieldSpec("next_token")})
 
 
 def with_log_probs(

@@ -77,7 +77,7 @@ STREAM = (
         (STREAM, "prompt=x", "prompt", "unknown key"),
         (STREAM, "rollout_batch_size=4", "rollout_batch_size", "task is sft, which makes no rollouts"),
         ("seed: 1\n", "difficulty_low_threshold=0.2", "difficulty_low_threshold", "difficulty_mask is false"),
-        ("seed: 1\n", "value_clip=0.5", "value_clip", "there is no critic"),
+        ("seed: 1\n", "value_clip=0.5", "value_clip", "adv_estimator is grpo, not gae"),
         (
             "seed: 1\n",
             "reference.training_args.learning_rate=1e-4",

@@ -87,7 +87,9 @@ def test_what_an_estimator_fixes_may_be_said_and_not_changed() -> None:
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(("name", "words"), [("gae", "needs a critic"), ("gigpo", "choose grpo or step_reinforce")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("gae", "needs the role `critic`"), ("gigpo", "choose grpo or step_reinforce")]
+)
 def test_estimators_that_do_not_exist_here_are_refused_by_name(name: str, words: str) -> None:
     with pytest.raises(ConfigFileError, match=words):
         config_from_dict({"adv_estimator": name})

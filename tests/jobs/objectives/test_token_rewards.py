@@ -21,7 +21,7 @@ from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.config.loader import config_from_dict
 from roll_batching.jobs.objectives.from_config import advantages_of
 from roll_batching.jobs.objectives.stateful import CompositeState, KlCoefficient, RunningMoments
-from roll_batching.jobs.objectives.token_rewards import TokenRewards, returns
+from roll_batching.jobs.objectives.token_rewards import TokenRewards, discounted, token_rewards
 from roll_batching.jobs.observe.metrics_file import read_metrics
 from roll_batching.samples.token_masks import counted_positions
 from tests.jobs.rl.jobs import settings, write_data
@@ -81,7 +81,8 @@ def test_verls_reinforce_plus_plus_with_a_discount() -> None:
 def test_returns_are_the_sums_of_what_follows() -> None:
     data, spent = batch(), wave(0.5).abs()
     counted = counted_positions(data)
-    found, advantages = returns(data, counted, 0.8, torch.where(counted, spent, 0.0)), data["advantages"]
+    rewards = token_rewards(data, counted, torch.where(counted, spent, 0.0))
+    found, advantages = discounted(data, rewards, 0.8), data["advantages"]
     for i, (start, length) in enumerate(zip(data.offsets.tolist(), data.lengths.tolist(), strict=False)):
         places = [p for p in range(start, start + length) if counted[p]]
         for here in places:

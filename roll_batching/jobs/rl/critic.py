@@ -1,0 +1,59 @@
+"""The critic of an RL job: its model beside the policy's on the same ranks, its values, and its training steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.objectives.from_config import critic_mini_batch_size, critic_role, value_loss_of
+from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.rollouts.step_metrics import update_metrics
+from roll_batching.jobs.steps.update import train_on_values, with_values
+from roll_batching.planning import Plan
+from roll_batching.samples import SampleBatch
+from roll_batching.strategy import MegatronTrainStrategy
+from roll_batching.strategy.trunk import copy_trunk
+
+OLD_VALUES = "old_values"
+"""The field of the values before the step's first update."""
+_READ = ("input_ids", "response_mask", "returns", OLD_VALUES)
+
+_RECORDED = ("loss", "grad_norm", "lr", "tokens", "padding_share", "imbalance", "micro_batches", "train_seconds")
+"""Metrics of its optimizer steps that a row has, beside those of its loss."""
+
+
+class Critic:
+    """The critic in training.
+
+    Its weights are those of the model directory that its role names; or, where it names none but the policy's and has
+    the policy's shape, those of the policy at the start of RL; else random ones. Its head starts at 0. Building it is
+    collective.
+    """
+
+    def __init__(self, config: JobConfig, policy: MegatronTrainStrategy) -> None:
+        dp_size = policy.layout.dp_size
+        role, trained = critic_role(config, dp_size), config.actor_train
+        self.strategy = MegatronTrainStrategy(role, seed=config.seed)
+        copies = role.model_args.model_copy(update={"value_head": False}) == trained.model_args
+        self.strategy.initialize(weights=not copies)
+        if copies:
+            copy_trunk(policy, self.strategy)
+        self._loss = value_loss_of(config)
+        self._mini_batch_size = critic_mini_batch_size(config, dp_size)
+        self.plan: Plan | None = None
+        """The plan of its last optimizer step."""
+
+    def add_values(self, batch: SampleBatch) -> SampleBatch:
+        """`batch`, this rank's samples, with `old_values`. Collective."""
+        return with_values(self.strategy, batch, OLD_VALUES, self._loss.masks)
+
+    def train(self, batch: SampleBatch, seed: int) -> Metrics:
+        """Train on this rank's samples, which have `returns` and `old_values`; returns metrics. Collective."""
+        local_batch = batch.only(_READ)
+        steps: list[Any] = list(
+            train_on_values(self.strategy, local_batch, self._loss, mini_batch_size=self._mini_batch_size, seed=seed)
+        )
+        self.plan = steps[-1][0]
+        own = {name for _, result in steps for name in result.joined_metrics}
+        metrics = update_metrics(steps)
+        return {f"critic_{name}": value for name, value in metrics.items() if name in {*own, *_RECORDED}}
