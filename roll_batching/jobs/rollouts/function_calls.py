@@ -84,7 +84,7 @@ class FunctionCalls:
         self._loop = asyncio.new_event_loop()
         self._tasks: list[asyncio.Task[None]] = []
         self._since = self._beat = time.monotonic()
-        self._is_reported = False
+        self._is_reported = self._is_complete = False
         self._thread = threading.Thread(target=self._run, name="rollout function", daemon=True)
 
     def __enter__(self) -> FunctionCalls:
@@ -103,7 +103,7 @@ class FunctionCalls:
         Raises DataError, with function, sample and cure, when a call fails, takes too long, or returns an invalid
         sample.
         """
-        while True:
+        while not self._is_complete:
             try:
                 message = self._messages.get(timeout=_POLL_SECONDS)
             except queue.Empty:
@@ -111,7 +111,9 @@ class FunctionCalls:
                 continue
             if isinstance(message, DataError):
                 raise message
+            self._is_complete = not message
             return message
+        return []  # other replicas may go on
 
     def answer(self, requests: Sequence[TokenRequest], results: Sequence[tuple[list[int], list[float]]]) -> None:
         """Passes on the tokens and log-probs of `requests`, and starts the next round."""
@@ -164,9 +166,7 @@ class FunctionCalls:
         except BaseException as error:  # also SystemExit, which would end the event loop
             if self._closing:
                 raise
-            self._fail(
-                number, f"{describe_error(error)}. An error that is no fault of the job belongs into the function"
-            )
+            self._fail(number, f"{describe_error(error)}. Handle errors of tools inside the function")
             return
         self._returned[id(result)] = result
         self.samples[number] = sample

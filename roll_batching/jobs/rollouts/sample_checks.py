@@ -96,9 +96,7 @@ def _tokens(values: Any, vocab_size: int) -> np.ndarray:
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
             raise SampleFault(f"tokens[{place}] is {_excerpt(token)}: give token ids, such as tokenizer.encode(text)")
         if not 0 <= token < vocab_size:
-            raise SampleFault(
-                f"tokens[{place}] is {token}, and the model's vocabulary has the ids 0 to {vocab_size - 1}"
-            )
+            raise SampleFault(f"tokens[{place}] is {token}, and the vocabulary has the ids 0 to {vocab_size - 1}")
     return np.array(tokens, dtype=np.int64)
 
 
