@@ -256,7 +256,7 @@ def _parts(
             tokenizer=tokenizer,
             max_length=config.prompt_length,
             setting="prompt_length",
-            keys=(data.messages or data.prompt, data.response),
+            keys=(data.messages or data.prompt, data.response)[: 2 if config.has_reward else 1],
             leaves_out=data.long_prompts == "drop",
             reward_fault=_missing_reward(config),
         )
@@ -313,12 +313,11 @@ def read_prompts(
     files = paths or data.eval_file_name or data.file_name
     if files is None:
         raise ConfigError("the run's configuration names no file of prompts: name one")
-    keys = (data.messages or data.prompt, data.response)[: 2 if answers else 1]
     fit = Fit(
         tokenizer=tokenizer,
         max_length=config.prompt_length,
         setting="prompt_length",
-        keys=keys,
+        keys=(data.messages or data.prompt, data.response)[: 2 if answers and config.has_reward else 1],
         leaves_out=data.long_prompts == "drop",
     )
     faults = Faults()

@@ -18,6 +18,7 @@ from roll_batching.jobs.observe.trackers import tracker_of
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.jobs.rl.grpo import Grpo
 from roll_batching.jobs.roles.layout_sampler import layout_sampler
+from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts, function_rollouts_of
 from roll_batching.jobs.rollouts.prompts import prompts_by_domain
 from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.run.saved_model import export_final_model
@@ -41,9 +42,10 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
     start_processes(config.actor_train.backend_timeout)
     loss = _loss(config) if config.max_steps else None
     advantages = _advantages(config) if config.max_steps and not supervised(config) else None
+    function = _rollout_function(config)
     with contextlib.ExitStack() as exit_stack:
         sampler_config = config if advantages is None else exit_stack.enter_context(engine_servers(config))
-        context = JobContext(config, inputs, exit_stack, start_workers)
+        context = JobContext(config, inputs, exit_stack, start_workers, function)
         try:
             if config.warmup is not None:
                 warm_up(context)
@@ -67,6 +69,12 @@ def _loss(config: JobConfig) -> Any:
         names = (config.loss_function, config.loss_args)
         facts.equal("the loss and its settings", names, "Start all ranks with the same settings")
         return loss_of(config)
+
+
+def _rollout_function(config: JobConfig) -> FunctionRollouts | None:
+    """The rollout function, likewise."""
+    with consensus(host_group(), "the job's rollout function"):
+        return function_rollouts_of(config)
 
 
 def _advantages(config: JobConfig) -> Advantages:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_EVALUATION, _ANSWERS, _REWARD = range(1, 4)
+_EVALUATION, _ANSWERS, _REWARD, _ROUND, _FUNCTION = range(1, 6)
 """Spawn keys."""
 
 
@@ -26,6 +26,16 @@ def response_seed(step_seed: int, response: int) -> int:
 def reward_seed(step_seed: int, response: int) -> int:
     """Seed of the reward of one response of a step."""
     return _seed_from(step_seed, response, purpose=_REWARD)
+
+
+def round_seed(step_seed: int, number: int) -> int:
+    """Seed of round `number` of a rollout function's samples."""
+    return _seed_from(step_seed, number, purpose=_ROUND)
+
+
+def rollout_function_seed(step_seed: int, sample: int) -> int:
+    """Seed that a rollout function gets for its own random numbers in one sample of a step."""
+    return _seed_from(step_seed, sample, purpose=_FUNCTION)
 
 
 def evaluation_seed(seed: int, number: int) -> int:

@@ -14,6 +14,7 @@ from roll_batching.jobs.config.async_keys import AsyncKeys
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
+from roll_batching.jobs.config.rollout_keys import RolloutKeys
 from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import Environment, ValidationConfig, WorkerConfig
 from roll_batching.settings.batching import refuse_without_old_log_probs
@@ -93,7 +94,7 @@ class WarmupConfig(Settings):
         return self.training_args.model_copy(update={"max_steps": steps})
 
 
-class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys):
+class JobKeys(ObjectiveKeys, RewardKeys, RolloutKeys, AsyncKeys):
     """The keys of a job."""
 
     task: Task = setting(

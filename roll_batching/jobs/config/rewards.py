@@ -62,7 +62,7 @@ class RewardKeys(Settings):
     reward_function: Annotated[str | None, RegisteredName(REWARDS)] = setting(
         None,
         help="The function that scores responses; your own takes a roll_batching.jobs.rewards.Completion. It, or "
-        "`rewards`, is needed when max_steps > 0.",
+        "`rewards`, is needed when max_steps > 0, unless a rollout_function returns rewards.",
     )
     reward_args: dict[str, Any] = setting(default_factory=dict, help="Keyword arguments for the reward function.")
     rewards: dict[str, RewardConfig] = setting(
@@ -89,6 +89,11 @@ class RewardKeys(Settings):
         "mean reward of the others replaces its own in its group's advantages (drop). `reward_failures` counts them; a "
         "step without any reward is an error.",
     )
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether a reward function scores responses; else a rollout function returns their rewards."""
+        return bool(self.rewards) or self.reward_function is not None
 
 
 def prompts_of_domains(shares: Mapping[str, float], prompts: int) -> dict[str, int]:

@@ -23,6 +23,7 @@ from roll_batching.jobs.config.layout_rules import (
 from roll_batching.jobs.config.objective_rules import objective_problems, reward_norm_of, whitens
 from roll_batching.jobs.config.pretrained import missing_model, model_problems
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
+from roll_batching.jobs.config.rollout_keys import rollout_problems
 from roll_batching.jobs.config.stream_rules import stream_problems
 from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.jobs.config.withheld import withheld_problems
@@ -56,6 +57,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += stream_problems(job)
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
+    problems += rollout_problems(job)
     if not supervised(job):
         shares = job.actor_train.data_args.domain_interleave_probs
         problems += share_problems(shares, job.rewards, job.rollout_batch_size)
@@ -342,9 +344,10 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     data = job.actor_train.data_args
     need(data.file_name, ("actor_train", "data_args", "file_name"), "is missing: the JSONL file of prompts")
     need(
-        job.reward_function or job.rewards,
+        job.has_reward or job.rollout_function,
         ("reward_function",),
-        "is missing: the name or the dotted path of the function that scores responses; or a section `rewards`",
+        "is missing: the name or the dotted path of the function that scores responses; or a section `rewards`; or a "
+        "rollout_function that returns rewards",
     )
     need(job.response_length, ("response_length",), "is missing: the longest response in tokens")
     if job.eval_samples:

@@ -10,6 +10,7 @@ from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.losses import ROLLOUT_FIELDS
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
+from roll_batching.jobs.config.rollout_keys import RolloutKeys
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "grpo": tuple(ROLLOUT_FIELDS),
@@ -29,6 +30,7 @@ _ROLLOUT_KEYS = (
     "actor_infer",
     "validation",
     *RewardKeys.model_fields,
+    *RolloutKeys.model_fields,
     *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
 )
 _PROMPT_KEYS = ("tag", "domain_interleave_probs", "long_prompts")

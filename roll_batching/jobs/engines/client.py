@@ -38,7 +38,7 @@ class EngineClient:
         self._in_process = role.strategy_args.strategy_name == "hf_infer"
         make = ENGINES.load(role.strategy_args.strategy_name)
         self.engine: Engine = make(role.engine_args, layout.device)
-        self._replica = _replica_group(layout)
+        self._replica = replica_group(layout)
         self._asleep = asleep
 
     def load(self, path: Path, version: int) -> None:
@@ -95,7 +95,8 @@ class EngineClient:
         """
         tokens = [row for row in prompts.to_lists("input_ids") for _ in range(settings.num_return_sequences)]
         results: list[GenerationResult] = []
-        most_requests = (len(prompts) + 1) * settings.num_return_sequences  # replicas differ by at most one prompt
+        counts = exchange(self.layout.host_group, "the number of prompts", lambda: len(prompts))
+        most_requests = max(counts) * settings.num_return_sequences
         patience = self.engine.generation_timeout(most_requests) + _MARGIN
         with consensus(self.layout.host_group, "rollouts", patience=patience):
             if self.layout.is_replica_leader and tokens:
@@ -141,7 +142,7 @@ def _requests(prompts: SampleBatch, settings: GenerationSettings) -> list[Genera
     ]
 
 
-def _replica_group(layout: ParallelLayout) -> tuple[Any, int] | None:
+def replica_group(layout: ParallelLayout) -> tuple[Any, int] | None:
     """A gloo group of this replica's ranks, and its leader's rank; None when every rank is a replica."""
     places = exchange(layout.host_group, "the replicas", lambda: (layout.dp_rank, layout.is_replica_leader))
     if len(places) == layout.dp_size:

@@ -106,8 +106,8 @@ class RewardPool:
         return default
 
     def unjudged(self, record: Mapping[str, Any]) -> str:
-        """The error for a data file's line without a domain; empty for others."""
-        if self.domain_of(record) is not None:
+        """The error for a data file's line without a domain; empty for others, and where a rollout function scores."""
+        if not self.domains or self.domain_of(record) is not None:
             return ""
         by_domain = "" if record.get(DOMAIN) is None else f", nor for its domain ({DOMAIN!r}: {record[DOMAIN]!r})"
         return f"no reward is for its tag ({self.tag!r}: {record.get(self.tag)!r}){by_domain}"
@@ -193,8 +193,11 @@ class RewardPool:
 
 
 def reward_of(config: JobConfig) -> RewardPool | None:
-    """The rewards of `config`, not yet started; None without an RL phase."""
-    if config.task != "grpo" or not config.max_steps or not (config.rewards or config.reward_function):
+    """The rewards of `config`, not yet started; None without an RL phase.
+
+    Without domains where a rollout function returns the rewards.
+    """
+    if config.task != "grpo" or not config.max_steps or not (config.has_reward or config.rollout_function):
         return None
     domains = [
         RewardDomain(

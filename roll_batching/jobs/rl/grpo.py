@@ -28,11 +28,11 @@ from roll_batching.jobs.rollouts.evaluation import Evaluator
 from roll_batching.jobs.rollouts.prompts import prompt_stream
 from roll_batching.jobs.rollouts.rollout import (
     Rollouts,
-    SeparateSampler,
     StepScores,
     generate_rollouts,
     score_rollouts,
 )
+from roll_batching.jobs.rollouts.sampler import SeparateSampler
 from roll_batching.jobs.rollouts.step_metrics import (
     comparison_metrics,
     merge_metrics,
@@ -207,6 +207,7 @@ class Grpo:
             prompt_length=config.prompt_length,
             seed=config.seed,
             shown=config.rollout_samples,
+            function=self.context.rollout_function,
         )
 
     def _make_reference(self) -> MegatronInferStrategy | None:
@@ -240,6 +241,8 @@ class Grpo:
         """
         batch, scores, baselines = self._sample(step)
         self._log_samples("train", step - 1, scores.sample_log)
+        if self.config.rollout_function is not None:
+            self._metrics["turns_mean"] = float(scores.turns.mean())
         masked = self._masked_samples(scores)
         advantages = self._compute_advantages(scores, masked, step, baselines)
         batch = _with_scores(batch, scores, advantages)
@@ -291,6 +294,7 @@ class Grpo:
             self.context.inputs.tokenizer,
             sampling,
             prompt_length=self.config.prompt_length,
+            function=self.context.rollout_function,
         )
         return rollouts, score_rollouts(self.strategy, rollouts, self.reward, shown=self.config.rollout_samples)
 

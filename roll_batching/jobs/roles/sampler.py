@@ -80,6 +80,7 @@ class _Sampler:
         from roll_batching.jobs.inputs import load_tokenizer
         from roll_batching.jobs.objectives.from_config import sampling_of
         from roll_batching.jobs.rewards.pool import reward_of
+        from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
         from roll_batching.jobs.rollouts.rollout import start_reward
 
         self.config = config
@@ -87,7 +88,7 @@ class _Sampler:
         self.sampling = sampling_of(config, self.tokenizer)
         reward = reward_of(config)
         assert reward is not None, "an RL job has a reward"
-        self.reward = reward
+        self.reward, self.function = reward, function_rollouts_of(config)
         self.source: EngineClient | MegatronInferStrategy = (
             _engine(config) if uses_engine(config) else _model(config, self.sampling.temperature)
         )
@@ -116,6 +117,7 @@ class _Sampler:
             self.tokenizer,
             replace(self.sampling, seed=request.seed),
             prompt_length=self.config.prompt_length,
+            function=self.function,
         )
         scores = score_rollouts(self.source, rollouts, self.reward, shown=request.shown)
         batch = _gather(self.source.layout, rollouts.batch)

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from roll_batching.jobs.rewards.pool import RewardPool
-from roll_batching.jobs.rollouts.rollout import Sampler, generate_rollouts, score_rollouts
+from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
+from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts
+from roll_batching.jobs.rollouts.sampler import Sampler
 from roll_batching.jobs.rollouts.step_metrics import mean_reward_by_domain
 from roll_batching.jobs.seeds import evaluation_seed
 from roll_batching.jobs.texts.texts import PromptDataset
@@ -32,6 +34,8 @@ class Evaluator:
     seed: int
     shown: int = 0
     """Responses in the sample log; -1: all."""
+    function: FunctionRollouts | None = None
+    """The user's rollout function, which makes the responses. None: the model answers each prompt once."""
 
     def __call__(self, sampler: Sampler, *, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics of one evaluation, and its sample log; `number` selects the seed. Collective, the same on all ranks.
@@ -42,7 +46,9 @@ class Evaluator:
         """
         prompts = [self.prompts[i % len(self.prompts)] for i in range(self.samples)]
         settings = replace(self.settings, seed=evaluation_seed(self.seed, number))
-        rollouts = generate_rollouts(sampler, prompts, self.tokenizer, settings, prompt_length=self.prompt_length)
+        rollouts = generate_rollouts(
+            sampler, prompts, self.tokenizer, settings, prompt_length=self.prompt_length, function=self.function
+        )
         scores = score_rollouts(sampler, rollouts, self.reward, shown=self.shown)
         metrics = {
             "eval_reward": float(scores.rewards.mean()),

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,16 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
-from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rewards import Completion, Scored
 from roll_batching.jobs.rewards.pool import RewardPool
+from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
+from roll_batching.jobs.rollouts.sampler import Sampler
 from roll_batching.jobs.texts.encode import encode_prompts
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning import batch_balance
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import GenerationSettings
-from roll_batching.strategy.offload import OffloadStats
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,12 @@ class Rollouts:
     """`input_ids` and `response_mask` (token), `log_probs` of the sampled tokens (next_token)."""
     completions: list[Completion]
     """The responses as text, in the order of the batch."""
+    scored: Scored | None = None
+    """Rewards that a rollout function returned; None where the reward function scores."""
+    turns: np.ndarray
+    """int64 `[n]`: generations of the model in each response."""
+    prompt_tokens: np.ndarray
+    """int64 `[n]`."""
     seed: int
     """Seed of the step."""
     group_size: int
@@ -56,34 +62,6 @@ class Rollouts:
     """Seconds of sampling on this rank."""
 
 
-class Sampler(Protocol):
-    """Samples responses to prompts: the model in training, a copy of it, or an engine."""
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Parallel layout of the ranks that call `generate`."""
-
-    def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
-        """Responses to this data-parallel rank's prompts, as of `MegatronInferStrategy.generate`. Collective."""
-
-
-class SeparateSampler(Sampler, Protocol):
-    """A sampler with a copy of the weights in training. Every method is collective."""
-
-    @property
-    def offload_stats(self) -> OffloadStats:
-        """Bytes and seconds of moving its weights between devices and host so far."""
-
-    def update(self, version: int) -> None:
-        """Copy the weights in training, which are those after `version` RL steps."""
-
-    def release_memory(self) -> None:
-        """Free the memory of devices that the sampler shares with training, until the next `update`."""
-
-    def metrics(self, local_batch: SampleBatch) -> Metrics:
-        """Metrics of the rollouts `local_batch`, and of weight updates since the last call."""
-
-
 def generate_rollouts(
     sampler: Sampler,
     prompts: Sequence[Prompt],
@@ -91,11 +69,13 @@ def generate_rollouts(
     settings: GenerationSettings,
     *,
     prompt_length: int,
+    function: FunctionRollouts | None = None,
 ) -> Rollouts:
     """Sample `settings.num_return_sequences` responses to each prompt. Collective.
 
     `prompts` are all prompts of the step, the same on every rank; Karmarkar-Karp gives each data-parallel rank
-    the same number of them, of about the same cost. `settings.seed` is the seed of the step.
+    the same number of them, of about the same cost. `settings.seed` is the seed of the step. With a `function`, the
+    user's rollout function makes the responses.
     """
     layout = sampler.layout
     encoded = encode_prompts(prompts, tokenizer, max_length=prompt_length)
@@ -103,13 +83,25 @@ def generate_rollouts(
     local_prompts = np.flatnonzero(home_rank == layout.dp_rank)
     group_size = settings.num_return_sequences
     ids = (torch.from_numpy(local_prompts)[:, None] * group_size + torch.arange(group_size)).flatten()
+    prompt_tokens = encoded.lengths.numpy()[local_prompts].repeat(group_size)
     started = time.perf_counter()
-    batch = sampler.generate(encoded.select(local_prompts), settings).with_ids(ids)
+    if function is None:
+        batch = sampler.generate(encoded.select(local_prompts), settings).with_ids(ids)
+        prompt_of_response = [prompts[i] for i in np.repeat(local_prompts, group_size).tolist()]
+        completions = completions_of(batch, prompt_of_response, tokenizer)
+        scored, turns = None, np.ones(len(batch), dtype=np.int64)
+    else:
+        local = [prompts[i] for i in local_prompts.tolist()]
+        samples = function(sampler, encoded.select(local_prompts), local, tokenizer, settings)
+        batch, completions = samples.batch.with_ids(ids), samples.completions
+        scored, turns = samples.scored, samples.turns
     seconds = time.perf_counter() - started
-    prompt_of_response = [prompts[i] for i in np.repeat(local_prompts, group_size).tolist()]
     return Rollouts(
         batch=batch,
-        completions=completions_of(batch, prompt_of_response, tokenizer),
+        completions=completions,
+        scored=scored,
+        turns=turns,
+        prompt_tokens=prompt_tokens,
         seed=settings.seed,
         group_size=group_size,
         max_responses=group_size * int(np.bincount(home_rank).max()),
@@ -154,7 +146,9 @@ class StepScores:
     finished: np.ndarray
     """bool `[n]`: the model ended the response itself."""
     response_tokens: np.ndarray
-    """int64 `[n]`."""
+    """int64 `[n]`: tokens that the model sampled."""
+    turns: np.ndarray
+    """int64 `[n]`: generations of the model in the response."""
     lengths: np.ndarray
     """int64 `[n]`: tokens of prompt and response."""
     generate_seconds: np.ndarray
@@ -252,7 +246,9 @@ def _impute_failed(scores: StepScores, group_size: int) -> np.ndarray:
 def _score_local(rollouts: Rollouts, reward: RewardPool, shown: int) -> tuple[StepScores, list[str]]:
     """Scores of this replica's responses, and the first failure, if any."""
     started = time.perf_counter()
-    scored: Scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
+    scored = rollouts.scored
+    if scored is None:
+        scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
     scores = StepScores(
         ids=rollouts.batch.ids.numpy(),
         rewards=scored.rewards,
@@ -261,6 +257,7 @@ def _score_local(rollouts: Rollouts, reward: RewardPool, shown: int) -> tuple[St
         domains=np.array(scored.domains, dtype=str),
         finished=np.array([c.finished for c in rollouts.completions], dtype=bool),
         response_tokens=np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
+        turns=rollouts.turns,
         lengths=rollouts.batch.lengths.numpy(),
         generate_seconds=np.full(len(rollouts.completions), rollouts.seconds),
         reward_seconds=np.full(len(rollouts.completions), time.perf_counter() - started),
@@ -273,7 +270,7 @@ def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str
     """Lines of rollouts.jsonl for this replica's responses among `shown` of the step's."""
     total = rollouts.total_responses
     selected = np.arange(total) if shown < 0 else np.arange(min(shown, total)) * total // max(1, min(shown, total))
-    ids, lengths = rollouts.batch.ids.tolist(), rollouts.batch.lengths.tolist()
+    ids = rollouts.batch.ids.tolist()
     lines = []
     for i in np.flatnonzero(np.isin(ids, selected)).tolist():
         completion = rollouts.completions[i]
@@ -288,8 +285,9 @@ def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str
                 "failed": bool(scored.failed[i]),
                 "marks": {name: bool(mark[i]) for name, mark in scored.marks.items()},
                 "finished": completion.finished,
-                "prompt_tokens": lengths[i] - completion.tokens,
+                "prompt_tokens": int(rollouts.prompt_tokens[i]),
                 "response_tokens": completion.tokens,
+                "turns": int(rollouts.turns[i]),
             }
         )
     return lines

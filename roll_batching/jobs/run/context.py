@@ -17,6 +17,7 @@ from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import sampling_of, schedule_of, steps_key, supervised_schedule_of
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
+from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
 from roll_batching.jobs.rollouts.rollout import start_reward
 from roll_batching.jobs.run.checkpoint import JobCheckpoints
 from roll_batching.jobs.run.folder import PreviousRun, lock_folder
@@ -37,8 +38,10 @@ class JobContext:
         inputs: JobInputs,
         exit_stack: contextlib.ExitStack,
         start_workers: StartRoleWorkers = start_local_workers,
+        rollout_function: FunctionRollouts | None = None,
     ) -> None:
         self.config, self.inputs, self.start_workers = config, inputs, start_workers
+        self.rollout_function = rollout_function
         self.sampling = sampling_of(config, inputs.tokenizer)
         dp_size = config.dp_size(int(os.environ.get("WORLD_SIZE", "1")))
         self.texts_per_step = config.mini_batch_size(dp_size) // (2 if config.task == "dpo" else 1)

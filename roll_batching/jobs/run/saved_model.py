@@ -15,6 +15,7 @@ from roll_batching.jobs.inputs import load_tokenizer
 from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.rollouts.evaluation import Evaluator
+from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
 from roll_batching.jobs.rollouts.rollout import Rollouts, generate_rollouts
 from roll_batching.jobs.run.checkpoint import SavedPoint, saved_point
 from roll_batching.jobs.run.folder import CONFIG, MODEL
@@ -54,11 +55,17 @@ class SavedModel:
         self, prompts: Sequence[Prompt], tokenizer: Tokenizer, settings: GenerationSettings
     ) -> Iterator[Rollouts]:
         """Responses to `prompts`, in their order, one batch of prompts after the other."""
+        function = function_rollouts_of(self.config)
         for start in range(0, len(prompts), _BATCH_SIZE):
             seed = answers_seed(settings.seed, start)
             batch = prompts[start : start + _BATCH_SIZE]
             yield generate_rollouts(
-                self.strategy, batch, tokenizer, replace(settings, seed=seed), prompt_length=self.config.prompt_length
+                self.strategy,
+                batch,
+                tokenizer,
+                replace(settings, seed=seed),
+                prompt_length=self.config.prompt_length,
+                function=function,
             )
 
     def evaluate(
@@ -84,6 +91,7 @@ class SavedModel:
             prompt_length=self.config.prompt_length,
             seed=settings.seed,
             shown=shown,
+            function=function_rollouts_of(self.config),
         )
         with reward:
             reward.start()

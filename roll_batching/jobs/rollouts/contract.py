@@ -1,0 +1,146 @@
+"""Interface of rollout functions: the prompt, the client that samples, and the sample that they return.
+
+A rollout function makes one sample. It is `async`, and the YAML names it by dotted path (`rollout_function`):
+
+    async def rollout(prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer) -> RolloutSample:
+        turn = await client.generate(prompt.tokens)
+        return RolloutSample(
+            tokens=turn.tokens, loss_mask=[1] * len(turn.tokens), log_probs=turn.log_probs, reward=1.0
+        )
+
+All samples of a rank run concurrently in one event loop, in a thread of the rank's process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from roll_batching.errors import ConfigError
+from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.registry import load_dotted
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPrompt:
+    """The prompt of one sample."""
+
+    tokens: list[int]
+    """Token ids; the sample begins with them."""
+    text: str
+    """The prompt's text, after the chat template where the job uses one."""
+    record: Mapping[str, Any]
+    """The prompt's line of the data file: `prompt`, `answer`, and all its other keys, such as its messages."""
+    sample: int
+    """Number of the sample in the step: prompt number x group size + number in the group."""
+    seed: int
+    """Seed for the function's own random numbers; a resumed run passes the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Tokens that the policy sampled in one call of the client."""
+
+    tokens: list[int]
+    """Token ids, including the stop token if it ended at one."""
+    log_probs: list[float]
+    """Of each token, at the sampling temperature, before top-k and top-p."""
+    text: str
+    """The tokens as text, without the end token."""
+    finished: bool
+    """Whether it ended at a stop token; False at the length limit."""
+
+
+class RolloutClient(Protocol):
+    """Samples from the policy of the job, for one sample."""
+
+    def room(self, tokens: Sequence[int]) -> int:
+        """Tokens that may follow `tokens` within the job's sequence_length."""
+
+    async def generate(
+        self, tokens: Sequence[int], *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Generation:
+        """Samples tokens that follow `tokens`, with the job's sampling settings.
+
+        Args:
+            tokens: the whole context: the prompt and all that followed.
+            max_new_tokens: at most this many. Default: the job's limit, or what `room` leaves if that is less.
+            stop_token_ids: further tokens that end the generation, beside the tokenizer's.
+
+        Raises DataError for invalid arguments, without room for a token, and after rollout_max_calls calls.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSample:
+    """All that followed a prompt: turns of the policy, and between them tokens of tools and environments."""
+
+    tokens: Sequence[int]
+    """Token ids after the prompt's."""
+    loss_mask: Sequence[int | bool]
+    """1 for each token that the policy sampled, which is trained on; 0 for others."""
+    log_probs: Sequence[float | None]
+    """Of each token, as the client returned them; None or 0 where `loss_mask` is 0."""
+    reward: float | Sequence[float] | None = None
+    """Reward, or one per turn, which are added. None: the job's reward function scores the text."""
+    finished: bool | None = None
+    """Whether the sample ended by itself. None: whether its last token is a stop token."""
+    marks: Mapping[str, bool] = field(default_factory=dict)
+    """Booleans by name, whose shares become metrics; only beside a reward."""
+
+
+RolloutFunction = Callable[..., Awaitable[RolloutSample]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRolloutFunction:
+    """A rollout function with its keyword arguments and limits."""
+
+    path: str
+    """`package.module:function`."""
+    function: RolloutFunction
+    arguments: Mapping[str, Any]
+    timeout: float
+    """Most seconds between two calls of the client."""
+    max_calls: int
+    """Most calls of the client for one sample."""
+    sequence_length: int
+    """Most tokens of a prompt and all that follows."""
+    has_reward: bool
+    """Whether a reward function of the job scores its samples, so that it returns no reward."""
+
+    def __call__(self, prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer) -> Awaitable[RolloutSample]:
+        """The awaitable of one sample's rollout."""
+        return self.function(prompt, client, tokenizer, **self.arguments)
+
+
+def load_rollout_function(path: str, arguments: Mapping[str, Any]) -> RolloutFunction:
+    """The function `package.module:function`.
+
+    Raises ConfigError when it cannot be imported, is not async, or does not take a prompt, a client, a tokenizer and
+    `arguments`.
+    """
+    function = load_dotted("rollout function", path)
+    if not callable(function):
+        raise ConfigError(f"rollout function {path!r}: it is a {type(function).__name__}, not a function")
+    called = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    called = getattr(function, "func", called)  # of functools.partial
+    if inspect.isasyncgenfunction(called):
+        raise ConfigError(f"rollout function {path!r} yields: it must return one RolloutSample, without `yield`")
+    if not inspect.iscoroutinefunction(called):
+        what = "a class" if inspect.isclass(function) else "not async"
+        raise ConfigError(
+            f"rollout function {path!r} is {what}: write it as `async def`; run what blocks with `await "
+            "asyncio.to_thread(...)`"
+        )
+    try:
+        inspect.signature(function).bind(None, None, None, **arguments)
+    except TypeError as error:
+        given = f" and rollout_args {sorted(arguments)}" if arguments else " (no rollout_args)"
+        raise ConfigError(
+            f"rollout function {path!r} cannot be called with a prompt, a client, a tokenizer{given}: {error}"
+        ) from error
+    loaded: RolloutFunction = function
+    return loaded

@@ -1,0 +1,368 @@
+"""Concurrent calls of a rollout function, in an event loop in a thread, and the tokens that they wait for.
+
+Samples proceed in rounds. A round begins when every unfinished sample waits for its client: then the main thread takes
+all requests (`take`), has the policy sample them together, and answers (`answer`). The requests of a round, their order
+and their seeds depend on the samples only, not on the time that they take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from roll_batching.errors import DataError
+from roll_batching.jobs.rollouts.contract import Generation, LoadedRolloutFunction, RolloutPrompt
+from roll_batching.jobs.rollouts.sample_checks import CheckedSample, SampleFault, check_sample
+from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.planning.plain_values import integer_of
+from roll_batching.registry import describe_error, printable
+from roll_batching.strategy.sampling import GenerationSettings
+
+logger = logging.getLogger(__name__)
+
+_ASYNCIO = str(Path(asyncio.__file__).parent)
+_POLL_SECONDS = 0.1
+_BEAT_SECONDS = 0.2
+"""Interval of the event loop's sign of life."""
+_BLOCKED_SECONDS = 5.0
+"""Without a sign of life for so long, a function is reported to block the event loop."""
+
+
+@dataclass(eq=False)
+class TokenRequest:
+    """Tokens that a sample waits for."""
+
+    sample: int
+    """Index among this rank's prompts."""
+    number: int
+    """Number among the calls of its client."""
+    tokens: list[int]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    """Beside those of the job."""
+    future: asyncio.Future[tuple[list[int], list[float]]]
+
+
+class FunctionCalls:
+    """Calls of `function` for `prompts`, one per sample, all at once. A context manager.
+
+    `settings` has the job's stop tokens, longest response and, if known, vocabulary size.
+    """
+
+    def __init__(
+        self,
+        function: LoadedRolloutFunction,
+        prompts: Sequence[RolloutPrompt],
+        tokenizer: Tokenizer,
+        settings: GenerationSettings,
+    ) -> None:
+        self.function, self.prompts, self.tokenizer = function, list(prompts), tokenizer
+        self.max_new_tokens = settings.max_new_tokens
+        self.vocab_size = settings.vocab_size or tokenizer.vocab_size
+        self.stop_token_ids = frozenset((settings.eos_token_id, *settings.stop_token_ids))
+        self.samples: list[CheckedSample | None] = [None] * len(self.prompts)
+        """Results; complete when `take` has returned no requests."""
+        self._messages: queue.SimpleQueue[list[TokenRequest] | DataError] = queue.SimpleQueue()
+        self._waiting: dict[int, list[TokenRequest]] = {number: [] for number in range(len(self.prompts))}
+        """Requests of unfinished samples. Read and written in the event loop only, as the following."""
+        self._is_sampling = self._closing = False
+        self._returned: dict[int, Any] = {}
+        """Returned objects by identity, kept so that no identity is used twice."""
+        self._loop = asyncio.new_event_loop()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._since = self._beat = time.monotonic()
+        self._is_reported = self._is_complete = False
+        self._thread = threading.Thread(target=self._run, name="rollout function", daemon=True)
+
+    def __enter__(self) -> FunctionCalls:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(1.0)  # one that blocks is left behind: it ends with the process
+
+    def take(self) -> list[TokenRequest]:
+        """The requests of the next round, by sample and call; none when all samples are complete.
+
+        Raises DataError, with function, sample and cure, when a call fails, takes too long, or returns an invalid
+        sample.
+        """
+        while not self._is_complete:
+            try:
+                message = self._messages.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                self._check_time()
+                continue
+            if isinstance(message, DataError):
+                raise message
+            self._is_complete = not message
+            return message
+        return []  # other replicas may go on
+
+    def answer(self, requests: Sequence[TokenRequest], results: Sequence[tuple[list[int], list[float]]]) -> None:
+        """Passes on the tokens and log-probs of `requests`, and starts the next round."""
+        self._since = time.monotonic()
+        self._loop.call_soon_threadsafe(self._deliver, list(requests), list(results))
+
+    # ---- in the event loop's thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.set_default_executor(_DaemonThreads())
+        self._beat_again()
+        self._loop.call_soon(self._start)
+        try:
+            self._loop.run_forever()
+            pending = asyncio.all_tasks(self._loop)
+            for task in pending:
+                task.cancel()
+            if pending:
+                self._loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
+        finally:
+            self._loop.close()
+
+    def _start(self) -> None:
+        self._tasks = [self._loop.create_task(self._call(number)) for number in range(len(self.prompts))]
+        self._check_round()
+
+    def _beat_again(self) -> None:
+        self._beat = time.monotonic()
+        self._loop.call_later(_BEAT_SECONDS, self._beat_again)
+
+    async def _call(self, number: int) -> None:
+        """One sample's call."""
+        client = _Client(self, number)
+        try:
+            result = await self.function(self.prompts[number], client, self.tokenizer)
+            if id(result) in self._returned:
+                raise SampleFault("it returned an object that it has returned for another sample: make a new one")
+            sample = check_sample(
+                result,
+                self.prompts[number],
+                self.function,
+                vocab_size=self.vocab_size,
+                stop_token_ids=tuple(self.stop_token_ids),
+                calls=client.calls,
+            )
+        except SampleFault as fault:
+            self._fail(number, str(fault))
+            return
+        except BaseException as error:  # also SystemExit, which would end the event loop
+            if self._closing:
+                raise
+            self._fail(number, f"{describe_error(error)}. Handle errors of tools inside the function")
+            return
+        self._returned[id(result)] = result
+        self.samples[number] = sample
+        del self._waiting[number]
+        self._check_round()
+
+    def _fail(self, number: int, message: str) -> None:
+        prompt = self.prompts[number]
+        text = printable(repr(prompt.text), characters=60)
+        where = f"rollout function {self.function.path} failed on sample {prompt.sample} (prompt {text})"
+        self._messages.put(DataError(f"{where}: {message}"))
+
+    def add(self, request: TokenRequest) -> None:
+        """Adds a request to the next round."""
+        self._waiting[request.sample].append(request)
+        self._check_round()
+
+    def cancel(self, request: TokenRequest) -> None:
+        """Removes a request that its sample no longer waits for."""
+        if request in self._waiting.get(request.sample, ()):
+            self._waiting[request.sample].remove(request)
+
+    def is_open(self, sample: int) -> bool:
+        """Whether the sample's call has not returned."""
+        return sample in self._waiting
+
+    def _check_round(self) -> None:
+        """Hands over the requests when every unfinished sample has one."""
+        if self._is_sampling or not all(self._waiting.values()):
+            return
+        self._is_sampling = True
+        self._messages.put([request for number in sorted(self._waiting) for request in self._waiting[number]])
+
+    def _deliver(self, requests: list[TokenRequest], results: list[tuple[list[int], list[float]]]) -> None:
+        self._is_sampling = False
+        for request, result in zip(requests, results, strict=True):
+            self.cancel(request)
+            if not request.future.done():
+                request.future.set_result(result)
+        self._loop.call_soon(self._check_round)
+
+    # ---- in the main thread
+
+    def _check_time(self) -> None:
+        """Raises DataError after the time limit; reports a function that blocks the event loop."""
+        now = time.monotonic()
+        blocked = now - self._beat
+        if now - self._since > self.function.timeout:
+            raise DataError(self._describe_wait(blocked > max(1.0, 5 * _BEAT_SECONDS)))
+        if blocked > _BLOCKED_SECONDS and not self._is_reported:
+            self._is_reported = True
+            number, place = self._blocking_call()
+            logger.warning(
+                "rollout function %s blocks its event loop for %.0f s at %s (sample %s), while the rank's other "
+                "samples wait: await what takes time, or run it with await asyncio.to_thread(...)",
+                *(self.function.path, blocked, place, number),
+            )
+
+    def _describe_wait(self, is_blocked: bool) -> str:
+        limit = f"{self.function.timeout:g} s (rollout_function_timeout)"
+        if is_blocked:
+            number, place = self._blocking_call()
+            return (
+                f"rollout function {self.function.path} has blocked its event loop at {place} in sample {number}, and "
+                f"did not go on within {limit}: await what takes time, or run it with await asyncio.to_thread(...)"
+            )
+        unfinished = [number for number, requests in self._waiting.copy().items() if not requests]
+        shown = ", ".join(
+            f"sample {self.prompts[number].sample}"
+            + (f" (at {place})" if (place := _place_of(self._tasks[number])) else "")
+            for number in unfinished[:3]
+        )
+        more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
+        return (
+            f"rollout function {self.function.path} neither returned nor called its client within {limit} in {shown}"
+            f"{more}: set shorter timeouts inside the function, or raise rollout_function_timeout. Samples must not "
+            "wait for each other"
+        )
+
+    def _blocking_call(self) -> tuple[int | str, str]:
+        """The sample whose call runs in the event loop's thread, and the line of its innermost frame."""
+        frame: FrameType | None = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "unknown", "its end"
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        while frame is not None:
+            if frame.f_code is FunctionCalls._call.__code__:
+                return self.prompts[frame.f_locals["number"]].sample, place
+            frame = frame.f_back
+        return "unknown", place
+
+
+class _Client:
+    """The `RolloutClient` of one sample."""
+
+    def __init__(self, calls: FunctionCalls, number: int) -> None:
+        self._all, self._number = calls, number
+        self.calls = 0
+        """Calls so far."""
+
+    def room(self, tokens: Sequence[int]) -> int:
+        """Tokens that may follow `tokens` within the job's sequence_length."""
+        return max(0, self._all.function.sequence_length - len(tokens))
+
+    async def generate(
+        self, tokens: Sequence[int], *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Generation:
+        """Samples tokens that follow `tokens`; see `contract.RolloutClient`."""
+        calls, function = self._all, self._all.function
+        if asyncio.get_running_loop() is not calls._loop:
+            raise DataError(
+                "client.generate must be awaited in the event loop of the rollout function, not in another thread's"
+            )
+        if not calls.is_open(self._number):
+            raise DataError("client.generate was called after the sample's rollout function had returned")
+        if self.calls == function.max_calls:
+            raise DataError(
+                f"the sample calls its client more than {function.max_calls} times: end the rollout earlier, or raise "
+                "rollout_max_calls"
+            )
+        context = self._token_ids("tokens", tokens)
+        if not context:
+            raise DataError("client.generate got no tokens: pass the whole context, the prompt's tokens included")
+        room = self.room(context)
+        if not room:
+            raise DataError(
+                f"client.generate got {len(context):,} tokens, and sequence_length is {function.sequence_length:,}: "
+                "nothing fits behind them. Ask client.room, and end the rollout earlier, or raise sequence_length"
+            )
+        limit = min(calls.max_new_tokens, room)
+        if max_new_tokens is not None:
+            limit = min(limit, integer_of("max_new_tokens", max_new_tokens, 1, error=DataError))
+        self.calls += 1
+        request = TokenRequest(
+            sample=self._number,
+            number=self.calls,
+            tokens=context,
+            max_new_tokens=limit,
+            stop_token_ids=frozenset(self._token_ids("stop_token_ids", stop_token_ids)),
+            future=calls._loop.create_future(),
+        )
+        calls.add(request)
+        try:
+            sampled, log_probs = await request.future
+        finally:
+            calls.cancel(request)
+        finished = sampled[-1] in calls.stop_token_ids | request.stop_token_ids
+        text = calls.tokenizer.decode(sampled[:-1] if sampled[-1] in calls.stop_token_ids else sampled)
+        return Generation(tokens=sampled, log_probs=log_probs, text=text, finished=finished)
+
+    def _token_ids(self, name: str, values: Any) -> list[int]:
+        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+            raise DataError(
+                f"client.generate: {name} is a {type(values).__name__}: give token ids, as tokenizer.encode makes them"
+            )
+        ids = values.tolist() if hasattr(values, "tolist") else list(values)
+        for place, token in enumerate(ids):
+            is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+            if not is_integer or not 0 <= token < self._all.vocab_size:
+                raise DataError(
+                    f"client.generate: {name}[{place}] is {printable(repr(token), characters=60)}: give token ids of "
+                    f"the model, 0 to {self._all.vocab_size - 1}"
+                )
+        return [int(token) for token in ids]
+
+
+class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
+    """Threads of `asyncio.to_thread`, one per call, which end with the process.
+
+    The threads of concurrent.futures are joined when the interpreter exits, so one tool that hangs would keep a failed
+    job alive.
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="rollout function's tool", daemon=True).start()
+        return future
+
+
+def _place_of(task: asyncio.Task[None]) -> str:
+    """File and line where the innermost coroutine of a suspended task waits; empty if it is unknown."""
+    place, coroutine = "", getattr(task.get_coro(), "cr_await", None)
+    while isinstance(coroutine, Coroutine):
+        frame = getattr(coroutine, "cr_frame", None)
+        if frame is not None and not frame.f_code.co_filename.startswith(_ASYNCIO):
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        coroutine = getattr(coroutine, "cr_await", None)
+    return place

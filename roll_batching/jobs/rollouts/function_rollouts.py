@@ -1,0 +1,282 @@
+"""Rollouts by a rollout function: its calls on the replicas' leaders, and the sampling of all ranks between them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from roll_batching.distributed import exchange
+from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.engines.client import replica_group
+from roll_batching.jobs.rewards.contract import Completion, Scored
+from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, load_rollout_function
+from roll_batching.jobs.rollouts.function_calls import FunctionCalls, TokenRequest
+from roll_batching.jobs.rollouts.sample_checks import CheckedSample
+from roll_batching.jobs.rollouts.sampler import Sampler
+from roll_batching.jobs.seeds import rollout_function_seed, round_seed
+from roll_batching.jobs.texts.texts import Prompt
+from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.strategy import GenerationSettings
+from roll_batching.strategy.generation import responses_to_batch
+
+SCHEMA = {
+    "input_ids": FieldSpec("token"),
+    "response_mask": FieldSpec("token", pad=False),
+    "log_probs": FieldSpec("next_token"),
+}
+"""Fields of rollouts, as `MegatronInferStrategy.generate` gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RoundSize:
+    """Requests of one replica in a round."""
+
+    count: int
+    longest: int
+    """Most tokens that one of them may get."""
+    stop_token_ids: frozenset[int]
+    """Further stop tokens that all of them have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSamples:
+    """Samples of this replica, in the order of its prompts."""
+
+    batch: SampleBatch
+    """As `Rollouts.batch`, ids from 0."""
+    completions: list[Completion]
+    scored: Scored | None
+    """Rewards that the function returned; None where the job's reward function scores."""
+    turns: np.ndarray
+    """int64 `[n]`: calls of the client."""
+
+
+class FunctionRollouts:
+    """Makes samples by a rollout function. Calls are collective.
+
+    Args:
+        function: the rollout function, with its limits.
+        patience: seconds in which the slowest replica samples a round's tokens.
+    """
+
+    def __init__(self, function: LoadedRolloutFunction, *, patience: float) -> None:
+        self.function, self._patience = function, patience
+        self._groups: dict[int, tuple[Any, int] | None] = {}
+        """Group of this replica's ranks, by the identity of the layout's host group."""
+
+    def __call__(
+        self,
+        sampler: Sampler,
+        encoded: SampleBatch,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer,
+        settings: GenerationSettings,
+    ) -> FunctionSamples:
+        """`settings.num_return_sequences` samples for each of this replica's prompts.
+
+        `encoded` holds the tokens of `prompts`; its ids are the prompts' numbers in the step.
+
+        Raises RankError, the same on all ranks, when a call fails; the message names function, sample and cure.
+        """
+        layout, function = sampler.layout, self.function
+        replica = self._replica(layout)
+        given = _prompts(encoded, prompts, settings)
+        with contextlib.ExitStack() as stack:
+            calls: FunctionCalls | None = None
+            if layout.is_replica_leader:
+                calls = stack.enter_context(FunctionCalls(function, given, tokenizer, settings))
+            number = 0
+            while self._sample_round(sampler, calls, settings, number, replica):
+                number += 1
+            samples = [] if calls is None else [sample for sample in calls.samples if sample is not None]
+        samples = _broadcast(samples, replica)
+        return FunctionSamples(
+            batch=_batch(given, samples),
+            completions=[_completion(prompt, sample, tokenizer) for prompt, sample in zip(given, samples, strict=True)],
+            scored=None if function.has_reward else _scored(samples),
+            turns=np.array([sample.calls for sample in samples], dtype=np.int64),
+        )
+
+    def _replica(self, layout: ParallelLayout) -> tuple[Any, int] | None:
+        key = id(layout.host_group)
+        if key not in self._groups:
+            self._groups[key] = replica_group(layout)
+        return self._groups[key]
+
+    def _sample_round(
+        self,
+        sampler: Sampler,
+        calls: FunctionCalls | None,
+        settings: GenerationSettings,
+        number: int,
+        replica: tuple[Any, int] | None,
+    ) -> bool:
+        """Samples the tokens that all replicas wait for; False when there are none. Collective."""
+        layout, requests = sampler.layout, list[TokenRequest]()
+
+        def take() -> tuple[int, _RoundSize] | None:
+            nonlocal requests
+            if calls is None:
+                return None
+            requests = calls.take()
+            return layout.dp_rank, _size(requests)
+
+        patience = self._patience + self.function.timeout
+        taken = exchange(layout.host_group, "rollout function", take, patience=patience)
+        sizes = dict(one for one in taken if one is not None)
+        asking = [size for size in sizes.values() if size.count]
+        if not asking:
+            return False
+        first = sum(size.count for rank, size in sizes.items() if rank < layout.dp_rank)
+        contexts = _broadcast([np.array(request.tokens, dtype=np.int64) for request in requests], replica)
+        shared = frozenset.intersection(*(size.stop_token_ids for size in asking))
+        generated = sampler.generate(
+            _context_batch(contexts, first),
+            replace(
+                settings,
+                seed=round_seed(settings.seed, number),
+                num_return_sequences=1,
+                max_new_tokens=max(size.longest for size in asking),
+                stop_token_ids=tuple(sorted({*settings.stop_token_ids, *shared})),
+            ),
+        )
+        if calls is not None and requests:
+            calls.answer(requests, _results(generated, requests, calls.stop_token_ids))
+        return True
+
+
+def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:
+    """The rollout function of `config`, imported; None without one. Raises ConfigError."""
+    if config.rollout_function is None or config.task != "grpo" or not config.max_steps:
+        return None
+    function = load_rollout_function(config.rollout_function, config.rollout_args)
+    loaded = LoadedRolloutFunction(
+        path=config.rollout_function,
+        function=function,
+        arguments=config.rollout_args,
+        timeout=config.rollout_function_timeout,
+        max_calls=config.rollout_max_calls,
+        sequence_length=config.sequence_length or 1,
+        has_reward=config.has_reward,
+    )
+    return FunctionRollouts(loaded, patience=60 * config.actor_train.backend_timeout)
+
+
+def _prompts(encoded: SampleBatch, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[RolloutPrompt]:
+    """The prompt of each sample, group by group; every sample has its own copy of the record."""
+    group = settings.num_return_sequences
+    rows = zip(encoded.ids.tolist(), encoded.to_lists("input_ids"), prompts, strict=True)
+    return [
+        RolloutPrompt(
+            tokens=row.tolist(),
+            text=prompt.prompt,
+            record=copy.deepcopy({"prompt": prompt.prompt, "answer": prompt.answer, **prompt.extra}),
+            sample=number * group + member,
+            seed=rollout_function_seed(settings.seed, number * group + member),
+        )
+        for number, row, prompt in rows
+        for member in range(group)
+    ]
+
+
+def _size(requests: Sequence[TokenRequest]) -> _RoundSize:
+    stops = [request.stop_token_ids for request in requests]
+    return _RoundSize(
+        count=len(requests),
+        longest=max((request.max_new_tokens for request in requests), default=0),
+        stop_token_ids=frozenset.intersection(*stops) if stops else frozenset(),
+    )
+
+
+def _context_batch(contexts: Sequence[np.ndarray], first: int) -> SampleBatch:
+    """The contexts as prompts, with ids that are unique over all replicas."""
+    schema = {"input_ids": FieldSpec("token")}
+    if not contexts:
+        empty = torch.zeros(0, dtype=torch.int64)
+        return SampleBatch(empty, empty, {"input_ids": empty}, schema)
+    rows = {"input_ids": [torch.from_numpy(context) for context in contexts]}
+    return SampleBatch.from_lists(rows, schema, ids=torch.arange(first, first + len(contexts)))
+
+
+def _results(
+    generated: SampleBatch, requests: Sequence[TokenRequest], stop_token_ids: frozenset[int]
+) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probs for each request, cut where that request ends.
+
+    The beginning of a response is a response under fewer tokens or more stop tokens, so requests with different limits
+    can be sampled together.
+    """
+    results = []
+    rows = zip(generated.to_lists("input_ids"), generated.to_lists("log_probs"), requests, strict=True)
+    for row, values, request in rows:
+        size = len(request.tokens)
+        tokens = row[size:].tolist()[: request.max_new_tokens]
+        stops = stop_token_ids | request.stop_token_ids
+        end = next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
+        # Row i of a next_token field belongs to token i + 1.
+        results.append((tokens[:end], values[size - 1 : size - 1 + end].tolist()))
+    return results
+
+
+def _batch(prompts: Sequence[RolloutPrompt], samples: Sequence[CheckedSample]) -> SampleBatch:
+    """The samples with the fields of rollouts, ids from 0."""
+    if not samples:
+        return responses_to_batch([], [])
+    tokens, masks, log_probs = [], [], []
+    for prompt, sample in zip(prompts, samples, strict=True):
+        before = len(prompt.tokens)
+        tokens.append(np.concatenate([prompt.tokens, sample.tokens]))
+        masks.append(np.concatenate([np.zeros(before, dtype=bool), sample.mask]))
+        log_probs.append(np.concatenate([np.zeros(before - 1), sample.log_probs, np.zeros(1)]))
+    fields = {
+        "input_ids": torch.from_numpy(np.concatenate(tokens)),
+        "response_mask": torch.from_numpy(np.concatenate(masks)),
+        "log_probs": torch.from_numpy(np.concatenate(log_probs)).float(),
+    }
+    lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
+    return SampleBatch(torch.arange(len(lengths)), lengths, fields, SCHEMA)
+
+
+def _completion(prompt: RolloutPrompt, sample: CheckedSample, tokenizer: Tokenizer) -> Completion:
+    """The text of all that followed the prompt, tools' included, and the number of sampled tokens."""
+    tokens = sample.tokens.tolist()
+    ended = tokens[-1] in tokenizer.stop_token_ids
+    return Completion(
+        prompt=prompt.text,
+        response=tokenizer.decode(tokens[:-1] if ended else tokens),
+        finished=sample.finished,
+        tokens=int(sample.mask.sum()),
+        record=prompt.record,
+    )
+
+
+def _scored(samples: Sequence[CheckedSample]) -> Scored:
+    scores = [sample.score for sample in samples if sample.score is not None]
+    names = sorted({name for score in scores for name in score.marks})
+    return Scored(
+        rewards=np.array([score.reward for score in scores], dtype=np.float64),
+        marks={name: np.array([score.marks.get(name, False) for score in scores]) for name in names},
+        failed=np.zeros(len(scores), dtype=bool),
+        failures=[],
+        domains=[""] * len(scores),
+    )
+
+
+def _broadcast(values: list[Any], replica: tuple[Any, int] | None) -> list[Any]:
+    """The `values` of the replica's leader, on all of its ranks."""
+    if replica is None:
+        return values
+    box: list[Any] = [values]
+    group, source = replica
+    dist.broadcast_object_list(box, src=source, group=group)
+    received: list[Any] = box[0]
+    return received

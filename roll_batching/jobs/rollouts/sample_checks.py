@@ -1,0 +1,192 @@
+"""Checks of the samples that rollout functions return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from roll_batching.jobs.rewards.contract import Score, check_score
+from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, RolloutSample
+from roll_batching.registry import printable
+
+_LARGEST_LOG_PROB = 1e-3
+"""Log-probs of certain tokens may exceed 0 by rounding."""
+_FEWEST_REPEATED = 2
+"""Tokens of a prompt that is recognised when a sample repeats it: one token may be a coincidence."""
+
+
+class SampleFault(ValueError):
+    """A fault of a returned sample: the field, what is wrong with it, and the cure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedSample:
+    """A valid sample, in plain arrays."""
+
+    sample: int
+    """Number of the sample in the step."""
+    tokens: np.ndarray
+    """int64 `[n]`, after the prompt."""
+    mask: np.ndarray
+    """bool `[n]`: sampled by the policy."""
+    log_probs: np.ndarray
+    """float64 `[n]`, 0 outside the mask."""
+    score: Score | None
+    """None: the job's reward function scores it."""
+    finished: bool
+    calls: int
+    """Calls of the client."""
+
+
+def check_sample(
+    result: Any,
+    prompt: RolloutPrompt,
+    function: LoadedRolloutFunction,
+    *,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    calls: int,
+) -> CheckedSample:
+    """`result` of `function` for `prompt` as plain arrays. Raises SampleFault."""
+    if not isinstance(result, RolloutSample):
+        what = printable(repr(result), characters=60) if result is None else f"a {type(result).__name__}"
+        more = ": it is called once for each sample" if isinstance(result, (list, tuple, dict)) else ""
+        raise SampleFault(f"it returned {what}; return one roll_batching.jobs.rollouts.RolloutSample{more}")
+    tokens = _tokens(result.tokens, vocab_size)
+    mask = _mask(result.loss_mask, len(tokens))
+    log_probs = _log_probs(result.log_probs, mask)
+    size, limit = len(prompt.tokens) + len(tokens), function.sequence_length
+    if size > limit:
+        raise SampleFault(
+            f"tokens has {len(tokens):,} after the prompt's {len(prompt.tokens):,}, and the job's sequence_length is "
+            f"{limit:,}: end the rollout earlier (client.room tells how much fits), or raise sequence_length"
+        )
+    repeated = len(prompt.tokens)
+    is_prompt = tokens[:repeated].tolist() == prompt.tokens and not mask[:repeated].any()
+    if repeated >= _FEWEST_REPEATED and is_prompt:
+        raise SampleFault(
+            "tokens begins with the prompt's tokens, which would be in the sample twice: return only what follows the "
+            "prompt, such as context[len(prompt.tokens):]"
+        )
+    finished = result.finished
+    if finished is None:
+        finished = int(tokens[-1]) in stop_token_ids
+    elif not isinstance(finished, (bool, np.bool_)):
+        raise SampleFault(f"finished is {_excerpt(finished)}: set it to True, False or None")
+    return CheckedSample(
+        sample=prompt.sample,
+        tokens=tokens,
+        mask=mask,
+        log_probs=log_probs,
+        score=_score(result, function),
+        finished=bool(finished),
+        calls=calls,
+    )
+
+
+def _tokens(values: Any, vocab_size: int) -> np.ndarray:
+    tokens = _as_list("tokens", values)
+    if not tokens:
+        raise SampleFault("tokens is empty: a sample needs at least one token that the policy sampled")
+    for place, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise SampleFault(f"tokens[{place}] is {_excerpt(token)}: give token ids, such as tokenizer.encode(text)")
+        if not 0 <= token < vocab_size:
+            raise SampleFault(f"tokens[{place}] is {token}, and the vocabulary has the ids 0 to {vocab_size - 1}")
+    return np.array(tokens, dtype=np.int64)
+
+
+def _mask(values: Any, count: int) -> np.ndarray:
+    mask = _as_list("loss_mask", values)
+    _same_length("loss_mask", mask, count)
+    for place, value in enumerate(mask):
+        if not isinstance(value, (bool, int, float, np.bool_, np.number)) or value not in (0, 1):
+            raise SampleFault(f"loss_mask[{place}] is {_excerpt(value)}: give 1 for sampled tokens and 0 for others")
+    if not any(mask):
+        raise SampleFault(
+            "loss_mask counts no token: set it to 1 on the tokens that the policy sampled, or there is nothing to "
+            "train on"
+        )
+    return np.array(mask, dtype=bool)
+
+
+def _log_probs(values: Any, mask: np.ndarray) -> np.ndarray:
+    if values is None:
+        raise SampleFault("log_probs is missing: pass on those that the client returned with the tokens")
+    log_probs = _as_list("log_probs", values)
+    _same_length("log_probs", log_probs, len(mask))
+    result = np.zeros(len(mask))
+    for place, (value, counted) in enumerate(zip(log_probs, mask.tolist(), strict=True)):
+        if value is None and not counted:
+            continue
+        if value is None:
+            text = "and loss_mask counts that token: pass on the client's, or set loss_mask to 0 there"
+            raise SampleFault(f"log_probs[{place}] is None, {text}")
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number)):
+            raise SampleFault(f"log_probs[{place}] is {_excerpt(value)}: give numbers, as the client returned them")
+        if not math.isfinite(value) or value >= _LARGEST_LOG_PROB:
+            raise SampleFault(
+                f"log_probs[{place}] is {value:g}, which is no logarithm of a probability: pass on those that the "
+                "client returned, and None or 0 where loss_mask is 0"
+            )
+        result[place] = float(value) if counted else 0.0
+    return result
+
+
+def _score(result: RolloutSample, function: LoadedRolloutFunction) -> Score | None:
+    reward = result.reward
+    if function.has_reward:
+        if reward is not None or result.marks:
+            name = "marks" if reward is None else "reward"
+            raise SampleFault(
+                f"{name} is set, and the job has a reward function as well, which scores the sample: leave {name} out, "
+                "or remove reward_function (or `rewards`) from the job"
+            )
+        return None
+    if reward is None:
+        raise SampleFault("reward is None, and the job has no reward function: set it, or give the job reward_function")
+    turns = [reward] if not _is_sequence(reward) else _as_list("reward", reward)
+    if not turns:
+        raise SampleFault("reward is empty: give a number, or one per turn")
+    total = 0.0
+    for place, value in enumerate(turns):
+        name = "reward" if turns is not reward and len(turns) == 1 else f"reward[{place}]"
+        try:
+            total += check_score(Score(reward=value)).reward
+        except (TypeError, ValueError) as error:
+            raise SampleFault(f"{name}: {error}: give a finite number") from None
+    try:
+        return check_score(Score(reward=total, marks=result.marks))
+    except (TypeError, ValueError) as error:
+        raise SampleFault(f"marks: {error}") from None
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or bool(getattr(value, "ndim", 0))
+
+
+def _as_list(name: str, values: Any) -> list[Any]:
+    """A list, tuple, or one-dimensional array or tensor as a list."""
+    if isinstance(values, (list, tuple)):
+        return list(values)
+    if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist"):
+        return list(values.tolist())
+    shape = f" of shape {tuple(values.shape)}" if hasattr(values, "shape") else ""
+    raise SampleFault(f"{name} is {_excerpt(values)}{shape}: give a list, or an array of one dimension")
+
+
+def _same_length(name: str, values: Sequence[Any], count: int) -> None:
+    if len(values) != count:
+        raise SampleFault(f"{name} has {len(values):,} values for {count:,} tokens: give one for each token")
+
+
+def _excerpt(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = "..."
+    return f"a {type(value).__name__}, {printable(text, characters=60)}"

@@ -1,0 +1,220 @@
+"""Rollout functions that tests name by path: right ones, and one for each fault."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from roll_batching.jobs.rollouts import RolloutSample
+
+STEP = 3
+"""Tokens of a turn of `three_turns`."""
+
+
+async def three_turns(prompt: Any, client: Any, tokenizer: Any, reward: bool = True, pause: float = 0.0) -> Any:
+    """Turns of at most three tokens, with a reply `+N` between them; even samples have two turns, odd ones three."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    log_probs: list[float] = []
+    turns = 2 + prompt.sample % 2
+    for turn in range(turns):
+        if turn:
+            await asyncio.sleep(pause * random.random())  # samples arrive in any order
+            reply = tokenizer.encode(f"+{turn}")
+            tokens, mask, log_probs = tokens + reply, mask + [0] * len(reply), log_probs + [0.0] * len(reply)
+        made = await client.generate(prompt.tokens + tokens, max_new_tokens=STEP)
+        tokens, mask = tokens + made.tokens, mask + [1] * len(made.tokens)
+        log_probs = log_probs + made.log_probs
+    rewards = [float(prompt.record["level"]), prompt.sample / 100] if reward else None
+    marks = {"odd": bool(prompt.sample % 2)} if reward else {}
+    return RolloutSample(tokens=tokens, loss_mask=mask, log_probs=log_probs, reward=rewards, marks=marks)
+
+
+async def one_turn(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    """What the job does without a rollout function."""
+    made = await client.generate(prompt.tokens)
+    return RolloutSample(tokens=made.tokens, loss_mask=[1] * len(made.tokens), log_probs=made.log_probs)
+
+
+async def searches(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    """Two branches at once with other limits, of which the likelier one is kept, and one that is given up."""
+    with_stop, long = await asyncio.gather(
+        client.generate(prompt.tokens, stop_token_ids=tokenizer.encode("abcdefghijklm")),
+        client.generate(prompt.tokens, max_new_tokens=5),
+    )
+    try:
+        await asyncio.wait_for(client.generate(prompt.tokens), 1e-4)
+    except TimeoutError:
+        pass
+    letters = set(tokenizer.encode("abcdefghijklm"))
+    assert not letters & set(with_stop.tokens[:-1]) and len(long.tokens) <= 5
+    kept = max(with_stop, long, key=lambda made: sum(made.log_probs) / len(made.log_probs))
+    return RolloutSample(
+        tokens=kept.tokens, loss_mask=[1] * len(kept.tokens), log_probs=kept.log_probs, reward=1.0, finished=True
+    )
+
+
+# ---- faults; sample 2 has them, others are right
+
+
+async def _right(prompt: Any, client: Any) -> RolloutSample:
+    made = await client.generate(prompt.tokens, max_new_tokens=4)
+    return RolloutSample(tokens=made.tokens, loss_mask=[1] * len(made.tokens), log_probs=made.log_probs, reward=0.5)
+
+
+async def faulty(prompt: Any, client: Any, tokenizer: Any, fault: str) -> Any:
+    """`fault` in sample 2."""
+    right = await _right(prompt, client)
+    if prompt.sample != 2:
+        return right
+    return FAULTS[fault](right, prompt)
+
+
+def _with(**changes: Any) -> Any:
+    return lambda right, prompt: replace(right, **changes)
+
+
+def _last_log_prob(value: Any) -> Any:
+    return lambda right, prompt: replace(right, log_probs=[*right.log_probs[:-1], value])
+
+
+FAULTS = {
+    "nothing": lambda right, prompt: None,
+    "a list": lambda right, prompt: [right, right],
+    "a dict": lambda right, prompt: {"tokens": right.tokens},
+    "text": _with(tokens="abc"),
+    "no tokens": _with(tokens=[], loss_mask=[], log_probs=[]),
+    "float tokens": lambda right, prompt: replace(right, tokens=[float(token) for token in right.tokens]),
+    "a token too large": lambda right, prompt: replace(right, tokens=[*right.tokens[:-1], 43]),
+    "a negative token": lambda right, prompt: replace(right, tokens=[-1, *right.tokens[1:]]),
+    "a huge token": lambda right, prompt: replace(right, tokens=[1 << 70, *right.tokens[1:]]),
+    "a square": lambda right, prompt: replace(right, tokens=__import__("numpy").zeros((2, 2), dtype=int)),
+    "short mask": lambda right, prompt: replace(right, loss_mask=[1]),
+    "long mask": lambda right, prompt: replace(right, loss_mask=[1] * 99),
+    "no mask": lambda right, prompt: replace(right, loss_mask=[0] * len(right.tokens)),
+    "weights": lambda right, prompt: replace(right, loss_mask=[0.5] * len(right.tokens)),
+    "no log-probs": _with(log_probs=None),
+    "short log-probs": _with(log_probs=[-1.0]),
+    "a missing log-prob": _last_log_prob(None),
+    "nan": _last_log_prob(float("nan")),
+    "infinite": _last_log_prob(float("-inf")),
+    "a probability": _last_log_prob(0.7),
+    "a text for a log-prob": _last_log_prob("-1"),
+    "no reward": _with(reward=None),
+    "reward nan": _with(reward=float("nan")),
+    "reward text": _with(reward="good"),
+    "no turn rewards": _with(reward=[]),
+    "turn reward infinite": _with(reward=[1.0, float("inf")]),
+    "marks": _with(marks={"x": 3}),
+    "finished": _with(finished="yes"),
+    "too long": lambda right, prompt: replace(right, tokens=[1] * 999, loss_mask=[1] * 999, log_probs=[-1.0] * 999),
+    "the prompt twice": lambda right, prompt: replace(
+        right,
+        tokens=prompt.tokens + right.tokens,
+        loss_mask=[0] * len(prompt.tokens) + right.loss_mask,
+        log_probs=[None] * len(prompt.tokens) + right.log_probs,
+    ),
+}
+
+_KEPT: list[RolloutSample] = []
+
+
+async def same_object(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    _KEPT.append(await _right(prompt, client))
+    return _KEPT[0]
+
+
+async def raises(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await client.generate(prompt.tokens)
+    if prompt.sample == 2:
+        raise KeyError("the tool's reply has no 'result'")
+    await asyncio.sleep(600)
+
+
+async def exits(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    sys.exit(3)
+
+
+async def cancels(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    raise asyncio.CancelledError
+
+
+async def never_returns(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    right = await _right(prompt, client)
+    if prompt.sample == 2:
+        await asyncio.Event().wait()
+    return right
+
+
+async def blocks(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    right = await _right(prompt, client)
+    if prompt.sample == 2:
+        time.sleep(600)
+    return right
+
+
+async def blocks_briefly(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    right = await _right(prompt, client)
+    if prompt.sample == 2:
+        time.sleep(7)
+    return right
+
+
+async def hangs_in_a_thread(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await asyncio.to_thread(time.sleep, 600)
+
+
+async def asks_for_ever(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    while True:
+        await client.generate(prompt.tokens)
+
+
+async def fills_up(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await client.generate([1] * 64)
+
+
+async def asks_without_tokens(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await client.generate([])
+
+
+async def asks_with_text(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await client.generate(prompt.text)
+
+
+async def asks_for_unknown(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await client.generate([1, 43])
+
+
+async def asks_for_nothing(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await client.generate(prompt.tokens, max_new_tokens=0)
+
+
+async def asks_elsewhere(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await asyncio.to_thread(lambda: asyncio.run(client.generate(prompt.tokens)))
+
+
+async def yields(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    yield None
+
+
+def not_async(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    return None
+
+
+async def two_arguments(prompt: Any, client: Any) -> Any:
+    return None
+
+
+NUMBER = 3
+
+
+class Callable_:
+    async def __call__(self, prompt: Any, client: Any, tokenizer: Any) -> Any:
+        return await one_turn(prompt, client, tokenizer)
+
+
+an_object = Callable_()

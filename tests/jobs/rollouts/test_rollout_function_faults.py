@@ -1,0 +1,207 @@
+"""Faults of rollout functions: each is an error with function, sample, field and cure, and nothing hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from roll_batching.errors import ConfigError, DataError
+from roll_batching.jobs.config import ConfigFileError, config_from_dict
+from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, load_rollout_function
+from roll_batching.jobs.rollouts.function_calls import FunctionCalls
+from roll_batching.jobs.texts import CharTokenizer
+from roll_batching.strategy import GenerationSettings
+from tests.jobs.rl.jobs import settings
+from tests.jobs.rollouts.rollout_functions import FAULTS
+from tests.support.tiny_job import VOCABULARY
+
+pytestmark = pytest.mark.bad_input
+HERE = "tests.jobs.rollouts.rollout_functions:"
+TOKENIZER = CharTokenizer(VOCABULARY, eos="$", pad=".")
+
+
+def run_calls(name: str, *, has_reward: bool = False, timeout: float = 20, max_calls: int = 9, **arguments: Any) -> Any:
+    """The samples of four calls of `name`; every generation is `ab$`, cut at its limit."""
+    path = HERE + name
+    function = LoadedRolloutFunction(
+        path=path,
+        function=load_rollout_function(path, arguments),
+        arguments=arguments,
+        timeout=timeout,
+        max_calls=max_calls,
+        sequence_length=64,
+        has_reward=has_reward,
+    )
+    prompts = [
+        RolloutPrompt(tokens=TOKENIZER.encode(f"a+{i}="), text=f"a+{i}=", record={"level": i}, sample=i, seed=i)
+        for i in range(4)
+    ]
+    sampling = GenerationSettings(max_new_tokens=8, eos_token_id=TOKENIZER.eos_token_id, vocab_size=43)
+    made = [*TOKENIZER.encode("ab"), TOKENIZER.eos_token_id]
+    with FunctionCalls(function, prompts, TOKENIZER, sampling) as calls:
+        while requests := calls.take():
+            limits = [request.max_new_tokens for request in requests]
+            calls.answer(requests, [(made[:limit], [-0.5, -0.25, -1.0][:limit]) for limit in limits])
+        return calls.samples
+
+
+WORDS = {
+    "nothing": "it returned None; return one roll_batching.jobs.rollouts.RolloutSample",
+    "a list": "it returned a list; .*it is called once for each sample",
+    "a dict": "it returned a dict",
+    "text": "tokens is a str, 'abc'",
+    "no tokens": "tokens is empty",
+    "float tokens": r"tokens\[0\] is a float, .*give token ids",
+    "a token too large": r"tokens\[2\] is 43, and the vocabulary has the ids 0 to 42",
+    "a negative token": r"tokens\[0\] is -1",
+    "a huge token": r"tokens\[0\] is 1180591620717411303424",
+    "a square": r"tokens is a ndarray.* of shape \(2, 2\)",
+    "short mask": "loss_mask has 1 values for 3 tokens",
+    "long mask": "loss_mask has 99 values for 3 tokens",
+    "no mask": "loss_mask counts no token",
+    "weights": r"loss_mask\[0\] is a float, 0.5: give 1 for sampled tokens",
+    "no log-probs": "log_probs is missing",
+    "short log-probs": "log_probs has 1 values for 3 tokens",
+    "a missing log-prob": r"log_probs\[2\] is None, and loss_mask counts that token",
+    "nan": r"log_probs\[2\] is nan, which is no logarithm",
+    "infinite": r"log_probs\[2\] is -inf",
+    "a probability": r"log_probs\[2\] is 0.7, which is no logarithm of a probability",
+    "a text for a log-prob": r"log_probs\[2\] is a str",
+    "no reward": "reward is None, and the job has no reward function",
+    "reward nan": "reward: the reward is nan",
+    "reward text": "reward: it returned a str",
+    "no turn rewards": "reward is empty",
+    "turn reward infinite": r"reward\[1\]: the reward is inf",
+    "marks": r"marks: Score.marks\['x'\] is a int, 3",
+    "finished": "finished is a str, 'yes'",
+    "too long": "tokens has 999 after the prompt's 4, and the job's sequence_length is 64: end the rollout earlier",
+    "the prompt twice": "tokens begins with the prompt's tokens, which would be in the sample twice",
+}
+
+
+def test_every_fault_has_its_words():
+    assert WORDS.keys() == FAULTS.keys()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_invalid_sample_is_named(fault):
+    where = rf"rollout function {HERE}faulty failed on sample 2 \(prompt 'a\+2='\): "
+    with pytest.raises(DataError, match=where + WORDS[fault]):
+        run_calls("faulty", fault=fault)
+
+
+def test_a_reward_beside_a_reward_function_is_refused():
+    with pytest.raises(DataError, match=r"sample \d .*reward is set, and the job has a reward function as well"):
+        run_calls("three_turns", has_reward=True)
+    assert all(sample.score is None for sample in run_calls("one_turn", has_reward=True))
+
+
+def test_one_object_for_two_samples_is_refused():
+    with pytest.raises(DataError, match="an object that it has returned for another sample"):
+        run_calls("same_object")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("raises", r"sample 2 .*KeyError: \"the tool's reply.* at .*rollout_functions.py:\d+. Handle errors of tools"),
+        ("exits", r"sample 0 .*SystemExit: 3"),
+        ("cancels", r"sample 0 .*CancelledError"),
+        ("asks_for_ever", "the sample calls its client more than 9 times.*rollout_max_calls"),
+        ("fills_up", "64 tokens, and sequence_length is 64: nothing fits behind them"),
+        ("asks_without_tokens", "got no tokens: pass the whole context"),
+        ("asks_with_text", "tokens is a str: give token ids"),
+        ("asks_for_unknown", r"tokens\[1\] is 43: give token ids of the model, 0 to 42"),
+        ("asks_for_nothing", "max_new_tokens=0 must be an integer of at least 1"),
+        ("asks_elsewhere", "must be awaited in the event loop of the rollout function"),
+    ],
+)
+def test_a_call_that_fails_is_named_with_its_line(name, words):
+    with pytest.raises(DataError, match=rf"rollout function {HERE}{name} failed on .*{words}"):
+        run_calls(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "never_returns",
+            r"neither returned nor called its client within 1.5 s \(rollout_function_timeout\) in sample 2",
+        ),
+        ("blocks", r"has blocked its event loop at .*rollout_functions.py:\d+ in sample 2.*asyncio.to_thread"),
+        ("hangs_in_a_thread", r"within 1.5 s .* in sample 0 \(at .*rollout_functions.py:\d+\), .* and 1 more"),
+    ],
+)
+def test_a_call_that_never_returns_ends_at_the_time_limit(name, words):
+    started, before = time.monotonic(), _event_loops()
+    with pytest.raises(DataError, match=words):
+        run_calls(name, timeout=1.5)
+    assert time.monotonic() - started < 30
+    assert _event_loops() - before == (name == "blocks"), "one that blocks ends with the process"
+
+
+def _event_loops() -> int:
+    return sum(thread.name == "rollout function" for thread in threading.enumerate())
+
+
+def test_a_call_that_blocks_is_reported(caplog):
+    samples = run_calls("blocks_briefly")
+    assert all(sample is not None for sample in samples)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "blocks its event loop" in message and "rollout_functions.py" in message and "(sample 2)" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (HERE + "not_async", "is not async: write it as `async def`"),
+        (HERE + "yields", "yields: it must return one RolloutSample"),
+        (HERE + "Callable_", "is a class"),
+        (HERE + "NUMBER", "it is a int, not a function"),
+        (HERE + "two_arguments", "cannot be called with a prompt, a client, a tokenizer"),
+        (HERE + "missing", "has no 'missing'"),
+        ("tests.no_such_module:rollout", "cannot import 'tests.no_such_module'"),
+        ("tests..jobs:rollout", "cannot import"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused(path, words):
+    with pytest.raises(ConfigError, match=words):
+        load_rollout_function(path, {})
+
+
+def test_arguments_that_it_does_not_take_are_refused():
+    with pytest.raises(ConfigError, match=r"rollout_args \['speed'\].*unexpected keyword argument 'speed'"):
+        load_rollout_function(HERE + "one_turn", {"speed": 3})
+    load_rollout_function(HERE + "an_object", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"rollout_function": "roll"},
+            "rollout_function: 'roll' names no function: write it as package.module:function",
+        ),
+        ({"rollout_function": 7}, "rollout_function"),
+        ({"rollout_args": {"x": 1}}, "rollout_args: is read by a rollout function only: set rollout_function"),
+        ({"rollout_max_calls": 7}, "rollout_max_calls: is read by a rollout function only"),
+        ({"rollout_function": "a:b", "rollout_max_calls": 0}, "rollout_max_calls"),
+        ({"rollout_function": "a:b", "rollout_function_timeout": 0}, "rollout_function_timeout"),
+        ({"rollout_function": "a:b", "rollout_function_timeout": float("nan")}, "rollout_function_timeout"),
+        ({"rollout_function": "a:b", "rollout_args": [1]}, "rollout_args"),
+    ],
+)
+def test_wrong_keys_are_refused(tmp_path, changes, words):
+    with pytest.raises(ConfigFileError, match=words):
+        config_from_dict(settings(tmp_path, **changes))
+
+
+def test_a_job_needs_a_reward_or_a_rollout_function(tmp_path):
+    job = settings(tmp_path)
+    del job["reward_function"]
+    with pytest.raises(ConfigFileError, match="or a rollout_function that returns rewards"):
+        config_from_dict(job).check_runnable()
+    config_from_dict({**job, "rollout_function": "a:b"}).check_runnable()
