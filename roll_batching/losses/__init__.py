@@ -1,6 +1,6 @@
 """Losses: their contract, the views passed to them, log-probs, aggregations and objectives.
 
-Objectives are imported on first use, as a strategy itself needs none.
+Objectives and the view of whole sequences are imported on first use, as a strategy itself needs none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from roll_batching.losses.contract import LossOutput, Max, Mean, Min, Sum, loss_spec
 from roll_batching.losses.denominators import StepCounts
-from roll_batching.losses.sequences import SequenceView
 from roll_batching.losses.views import TokenView
 from roll_batching.losses.vocab_parallel import token_log_probs
 
@@ -22,11 +21,12 @@ if TYPE_CHECKING:
     from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
     from roll_batching.losses.overlong import mask_overlong
     from roll_batching.losses.preference import DPOLoss, IPOLoss
+    from roll_batching.losses.sequences import SequenceView
     from roll_batching.losses.supervised import SFTLoss
     from roll_batching.losses.unpaired import KTOLoss, mismatched, reference_point
     from roll_batching.losses.value import ValueLoss
 
-_OBJECTIVES = {
+_LAZY = {
     "aggregation": ("constant_mean", "sequence_mean", "sequence_sum", "token_mean"),
     "covariance": ("ClipCovLoss", "KlCovLoss"),
     "estimators": ("k1", "k2", "k3"),
@@ -34,6 +34,7 @@ _OBJECTIVES = {
     "objectives": ("CISPOLoss", "GMPOLoss", "GPGLoss", "PolicyLoss", "SAPOLoss", "TOPRLoss"),
     "overlong": ("mask_overlong",),
     "preference": ("DPOLoss", "IPOLoss"),
+    "sequences": ("SequenceView",),
     "supervised": ("SFTLoss",),
     "unpaired": ("KTOLoss", "mismatched", "reference_point"),
     "value": ("ValueLoss",),
@@ -42,7 +43,7 @@ _OBJECTIVES = {
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _OBJECTIVES.items():
+    for module, names in _LAZY.items():
         if name in names:
             return getattr(import_module(f"roll_batching.losses.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

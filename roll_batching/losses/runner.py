@@ -20,7 +20,6 @@ from roll_batching.losses.contract import VALUES, LossOutput, LossSpec, Max, Mea
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
 from roll_batching.losses.metric_kinds import metric_tensors
-from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics
 from roll_batching.losses.views import TokenView
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.pack_layout import IntArray
@@ -201,6 +200,9 @@ class LossRunner:
     def _by_sequence(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
+        # Few losses are by sequence.
+        from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics
+
         statistics = bool(self._spec.needs & {"log_probs", "entropy"})
         parts = SequenceParts(output, pack, chunk, self._head, gather_cp=self._spec.gather_cp, statistics=statistics)
 
