@@ -261,16 +261,17 @@ def packed_block_spec(
     """
     held = range(first, first + layers)
     delta_nets = getattr(config, "linear_attention_freq", None) or [0] * (first + layers)
+    held_kinds = [(is_mixture(config.moe_layer_freq, index), bool(delta_nets[index])) for index in held]
     kinds = {
         kind: packed_layer_spec(
             config, rotary, experts=kind[0], attention=attention, layers_of=layers_of, sandwich_norms=sandwich_norms,
             delta_net=kind[1],
         )
-        for kind in {(is_mixture(config.moe_layer_freq, index), bool(delta_nets[index])) for index in held}
+        for kind in {(False, False), *held_kinds}  # a chunk without layers has the norm before the head all the same
     }  # fmt: skip
-    specs = [kinds[is_mixture(config.moe_layer_freq, index), bool(delta_nets[index])] for index in held]
+    specs = [kinds[kind] for kind in held_kinds]
     if layers_of == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=specs[0].submodules.input_layernorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[False, False].submodules.input_layernorm)
