@@ -8,7 +8,6 @@ as in Yang et al. 2024, arXiv 2406.06484. The state starts at zero in every sequ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +129,7 @@ def inputs_before(x: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.T
     return found * (at >= 0).unsqueeze(-1)
 
 
-def unit_length(x: torch.Tensor) -> Any:
-    """X [..., channels] divided by its length, which gets the epsilon of fla's kernels."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+def unit_length(x: torch.Tensor) -> torch.Tensor:
+    """Vectors [..., channels] of length 1 in the direction of x. The epsilon is that of fla's kernels."""
+    inverse: torch.Tensor = torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    return x * inverse

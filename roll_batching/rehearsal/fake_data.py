@@ -61,7 +61,7 @@ def fake_pack(pack: PackedBatch, device: torch.device) -> PackedBatch:
 
 
 def real_pack(pack: PackedBatch) -> PackedBatch:
-    """Copy of `pack` in memory of its own, so that a recorder sees its allocation."""
+    """Copy of `pack` in new memory, so that a recorder sees its allocation."""
     return _copied(pack, torch.clone)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from roll_batching.errors import ConfigError
-from roll_batching.files import atomic_file, cause
+from roll_batching.jobs.observe.plan_picture import save_figure
 from roll_batching.simulation.step import SimulatedStep
 
 MOST_LANES = 48
@@ -51,16 +50,7 @@ def draw_timeline(step: SimulatedStep, path: str | Path, *, title: str = "") -> 
         f"{step.exchange_share:.1%}   bubbles {step.bubble_share:.1%}   waiting at the end {step.end_wait_share:.1%}"
     )
     figure.text(0.01, 0.1 / figure.get_figheight(), foot, fontsize=10, color="0.3")
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(target) as partial:
-            figure.savefig(partial, dpi=110)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {cause(error)}") from None
-    finally:
-        pyplot.close(figure)
-    return target
+    return save_figure(figure, path, dpi=110)
 
 
 def chosen_ranks(step: SimulatedStep) -> list[int]:

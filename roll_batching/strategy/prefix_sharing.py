@@ -33,7 +33,7 @@ def sharing_obstacle(state: ModelState) -> str | None:
     if gpt.config.hidden_dropout:
         return "samples with a common prefix would share its dropout too: set hidden_dropout to 0"
     if has_delta_nets(gpt.config):
-        return "states of the model's gated delta nets start anew in every segment: set share_prefixes to auto or false"
+        return "the model has gated delta nets, whose state starts anew in every segment"
     return None
 
 

@@ -81,6 +81,14 @@ def test_a_job_and_overrides(lengths: Path, tmp_path: Path, capsys) -> None:
     assert seconds["recomputed"]["seconds"] / seconds["plain"]["seconds"] == pytest.approx(4 / 3)
 
 
+def test_the_part_of_a_critic_is_said_to_be_left_out(tmp_path: Path, capsys) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("length\n" + "30\n40\n" * 6)
+    for config, is_said in (("configs/ppo_demo.yaml", True), ("configs/demo_grpo.yaml", False)):
+        code, out, _ = run(["simulate", "--config", config, "--lengths", str(lengths)], capsys)
+        assert code == 0 and ("the critic's passes are not simulated" in out) == is_said
+
+
 def test_pairs_of_a_job_stay_together(tmp_path: Path, capsys) -> None:
     file = tmp_path / "pairs.csv"
     file.write_text("length\n" + "300\n400\n" * 6)

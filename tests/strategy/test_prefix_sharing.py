@@ -109,6 +109,9 @@ def choices(_: None) -> dict[str, Any]:
     config.hidden_dropout = 0.1
     found["dropout"] = refusal(lambda: shared(True))
     config.hidden_dropout = 0.0
+    config.linear_attention_freq = [1, 0]
+    found["delta nets"] = refusal(lambda: shared(True))
+    found["auto, delta nets"] = shared("auto")
     return found
 
 
@@ -124,6 +127,7 @@ def test_who_shares() -> None:
     assert "share_prefixes 2" in found["number"]
     assert "samples of the plan share prefixes, but the attention (mine)" in found["plan for a model that cannot"]
     assert "hidden_dropout" in found["dropout"]
+    assert "gated delta nets, whose state starts anew" in found["delta nets"] and found["auto, delta nets"] == 0
 
 
 def test_a_core_with_one_run_of_keys_refuses_the_pack() -> None:

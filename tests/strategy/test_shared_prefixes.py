@@ -24,6 +24,7 @@ from tests.support.ranks import run_ranks
 
 HERE = "tests.strategy.test_shared_prefixes:"
 CAP = 320
+VALUES = "values"
 LIMIT = 2e-6
 LAYOUTS = [*CORE, Layout(moe=True, dp=2, ep=2), Layout(tp=2, sp=True, recompute=True)]
 
@@ -69,6 +70,8 @@ def batch(kind: str, g: torch.Generator) -> Any:
         "ref_log_probs": per_token(lambda n: -4.1 + 0.3 * torch.randn(n, generator=g)),
         "pair": torch.arange(len(rows)) // 2,
         "chosen": torch.arange(len(rows)) % 2 == 0,
+        "returns": per_token(lambda n: torch.randn(n, generator=g)),
+        "old_values": per_token(lambda n: torch.randn(n, generator=g)),
     }
     samples = dict.fromkeys(("advantages", "pair", "chosen"), "sample")
     schema = dict.fromkeys(fields, "next_token") | samples | {"input_ids": "token", "response_mask": "token"}
@@ -91,7 +94,7 @@ class LogitsLoss:
 
 
 def losses() -> dict[str, Any]:
-    from roll_batching.losses import DPOLoss, PolicyLoss, SFTLoss
+    from roll_batching.losses import DPOLoss, PolicyLoss, SFTLoss, ValueLoss
 
     return {
         "policy": PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02),
@@ -100,7 +103,19 @@ def losses() -> dict[str, Any]:
         "logits": LogitsLoss(gather_cp=False),
         "gathered logits": LogitsLoss(gather_cp=True),
         "dpo": DPOLoss(),
+        VALUES: ValueLoss(clip=0.3),
     }
+
+
+def make_model(*, critic: bool, **options: Any) -> Any:
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import worker_config
+
+    config = worker_config("packed", CAP, **options)
+    model_args = config.model_args.model_copy(update={"value_head": critic})
+    strategy = MegatronTrainStrategy(config.model_copy(update={"model_args": model_args}))
+    strategy.initialize()
+    return strategy
 
 
 def compare(payload: tuple[str, list[dict[str, Any]], list[tuple[str, str]], dict[str, Any]]) -> list[list[str]]:
@@ -117,12 +132,15 @@ def compare(payload: tuple[str, list[dict[str, Any]], list[tuple[str, str]], dic
 
 def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: dict[str, Any]) -> list[str]:
     from roll_batching.samples import collect, distribute, find_shared_prefixes, gather_lengths
-    from tests.losses.steps import gap, make_strategy, mine, refill
+    from tests.losses.steps import gap, mine, refill
     from tests.support.models import whole_gradients
 
     experts = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}} if layout.moe else {}
     shape = {**ARCHITECTURE, "num_layers": max(2, layout.pp * layout.vpp), **experts, **architecture}
-    strategy = make_strategy(cap=CAP, architecture=shape, megatron=layout.megatron())
+    is_critic = {name for _, name in cases} == {VALUES}
+    output = VALUES if is_critic else "log_probs"
+    strategy = make_model(critic=is_critic, architecture=shape, megatron=layout.megatron())
+    refill(strategy)
 
     def step(local: Any, plan: Any, loss: Any) -> tuple[Any, dict[str, Any]]:
         refill(strategy)
@@ -144,16 +162,16 @@ def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: 
         assert with_prefixes.report.computed_tokens <= without.report.computed_tokens, (kind, name)
         found, right = step(local, with_prefixes, loss), step(local, without, loss)
         loss_gap, gradient_gap = gap(found, right)
-        log_probs = 0.0
+        outputs = 0.0
         for masks in (("response_mask",), None):
             passes = (
-                collect(strategy.compute_log_probs(distribute(local, plan), plan, masks=masks), plan, like=local)
+                collect(strategy.forward(distribute(local, plan), plan, (output,), masks=masks), plan, like=local)
                 for plan in (with_prefixes, without)
             )
-            first, second = (values["log_probs"] for values in passes)
-            log_probs = max([log_probs, *((first - second).abs() / second.abs().clamp(min=1)).tolist()])
-        if max(loss_gap, gradient_gap, log_probs) > LIMIT:
-            differing.append(f"{layout} {kind} {name}: {loss_gap:.1e} {gradient_gap:.1e} {log_probs:.1e}")
+            first, second = (values[output] for values in passes)
+            outputs = max([outputs, *((first - second).abs() / second.abs().clamp(min=1)).tolist()])
+        if max(loss_gap, gradient_gap, outputs) > LIMIT:
+            differing.append(f"{layout} {kind} {name}: {loss_gap:.1e} {gradient_gap:.1e} {outputs:.1e}")
     return differing
 
 
@@ -168,7 +186,11 @@ def _run(layouts: list[Layout], cases: list[tuple[str, str]], architecture: dict
 
 
 def test_every_kind_of_tree_and_loss_on_one_rank() -> None:
-    _run([Layout()], [(kind, name) for kind in kinds() for name in losses()])
+    _run([Layout()], [(kind, name) for kind in kinds() for name in losses() if name != VALUES])
+
+
+def test_values_of_a_critic() -> None:
+    _run([Layout(), Layout(cp=2), Layout(tp=2, sp=True), Layout(pp=2)], [(kind, VALUES) for kind in kinds()])
 
 
 def test_core_layouts() -> None:
@@ -178,6 +200,10 @@ def test_core_layouts() -> None:
 WINDOWS = {"sliding_window": 16, "window_layers": [1, 0]}
 MODELS: dict[str, tuple[dict[str, Any], list[Layout]]] = {
     "sliding windows": (WINDOWS, [Layout(), Layout(cp=2), Layout(tp=2, sp=True)]),
+    "two RoPE bases and norms behind layers": (
+        WINDOWS | {"rotary_local_base": 300.0, "sandwich_norms": True, "scaled_embedding": True},
+        [Layout(), Layout(cp=2), Layout(tp=2, sp=True)],
+    ),
     "attention sinks": (WINDOWS | {"attention_sinks": True}, [Layout(), Layout(cp=2)]),
     "multi-latent attention": (
         {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from roll_batching.errors import DataError
+from roll_batching.errors import ConfigError, DataError
 from roll_batching.files import atomic_file, cause
 from roll_batching.planning import MicroBatch, Plan
 
@@ -30,7 +31,7 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
 
     Few ranks: bars of computed tokens, divided into sequences, coloured by length, fillers hatched; a frame around the
     ranks that compute a pack together, with its context-parallel size. Many ranks: two maps, ranks by micro-batches, of
-    fill and of cost. Raises `DataError` if it cannot be written.
+    fill and of cost. Raises `ConfigError` if it cannot be written.
     """
     import matplotlib
 
@@ -53,13 +54,20 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
         figure = _draw_maps(plan, plt)
     figure.suptitle(head, fontsize=13, x=0.01, ha="left")
     figure.text(0.01, 0.008, foot, fontsize=9, color="0.3")
+    return save_figure(figure, path, dpi=130)
+
+
+def save_figure(figure: Any, path: str | Path, *, dpi: int) -> Path:
+    """Write a figure of matplotlib, close it, and return the path. Raises `ConfigError` if it cannot be written."""
+    import matplotlib.pyplot as plt
+
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(target) as partial:
-            figure.savefig(partial, dpi=130)
+            figure.savefig(partial, dpi=dpi)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {cause(error)}") from None
+        raise ConfigError(f"{path} cannot be written: {cause(error)}") from None
     finally:
         plt.close(figure)
     return target

@@ -25,9 +25,8 @@ _RECORDED = ("loss", "grad_norm", "lr", "tokens", "padding_share", "imbalance", 
 class Critic:
     """The critic in training.
 
-    Its weights are those of the model directory that its role names; or, where it names none but the policy's and has
-    the policy's shape, those of the policy at the start of RL; else random ones. Its head starts at 0. Building it is
-    collective.
+    It starts from the policy's weights at the start of RL if its role names no other model, from the model directory
+    that its role names, or at random for another architecture. Its head starts at 0. Building it is collective.
     """
 
     def __init__(self, config: JobConfig, policy: MegatronTrainStrategy) -> None:

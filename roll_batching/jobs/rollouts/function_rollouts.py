@@ -70,8 +70,8 @@ class FunctionRollouts:
 
     def __init__(self, function: LoadedRolloutFunction, *, patience: float) -> None:
         self.function, self._patience = function, patience
-        self._groups: dict[int, tuple[Any, int] | None] = {}
-        """Group of this replica's ranks, by the identity of the layout's host group."""
+        self._groups: dict[int, tuple[Any, tuple[Any, int] | None]] = {}
+        """A layout's host group, which is kept, and the group of this replica's ranks, by the former's identity."""
 
     def __call__(
         self,
@@ -109,8 +109,8 @@ class FunctionRollouts:
     def _replica(self, layout: ParallelLayout) -> tuple[Any, int] | None:
         key = id(layout.host_group)
         if key not in self._groups:
-            self._groups[key] = replica_group(layout)
-        return self._groups[key]
+            self._groups[key] = layout.host_group, replica_group(layout)
+        return self._groups[key][1]
 
     def _sample_round(
         self,

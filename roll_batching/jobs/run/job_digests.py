@@ -1,11 +1,11 @@
-"""Digests of a job's tokenizer, data, reward code and settings: saved in checkpoints, compared on resuming."""
+"""Digests of tokenizer, data, settings, code of rewards and rollouts: saved in checkpoints, compared on resuming."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 
 Digests = Mapping[str, Mapping[str, str]]
-"""Digests by part of a job (tokenizer, data, reward code, settings), then by name."""
+"""Digests by part of a job (tokenizer, data, reward code, rollout code, settings), then by name."""
 _WITHOUT_EFFECT = {
     *("exp_name", "output_dir", "resume_from_checkpoint", "verify_checkpoint", "system_envs"),
     *("save_steps", "save_total_limit", "async_save", "export_model", "rollout_samples", "logging_steps"),
@@ -35,7 +35,8 @@ def digests_of(config: JobConfig, inputs: JobInputs) -> dict[str, dict[str, str]
     return {
         "tokenizer": dict(inputs.tokenizer.parts),
         "data": {name: part.record_fingerprint for name, part in texts.items() if part is not None},
-        "reward code": _reward_code(config),
+        "reward code": _code_of(_reward_functions(config)),
+        "rollout code": _code_of([] if config.rollout_function is None else [config.rollout_function]),
         "settings": {path: _digest(value) for path, value in settings_of(config).items()},
     }
 
@@ -64,6 +65,7 @@ def changes(saved: Digests, own: Digests) -> list[str]:
         ("tokenizer", "the tokenizer's {}"),
         ("data", "{} (some lines, or keys beside their texts)"),
         ("reward code", "the code of the reward {}"),
+        ("rollout code", "the code of the rollout function {}"),
         ("settings", "{}"),
     ):
         before, now = saved.get(part, {}), own[part]
@@ -74,17 +76,24 @@ def changes(saved: Digests, own: Digests) -> list[str]:
     return clauses
 
 
-def _reward_code(config: JobConfig) -> dict[str, str]:
-    """Digests of the reward functions' files. They are located without an import: only reward processes import them."""
+def _reward_functions(config: JobConfig) -> list[str]:
     pool = reward_of(config)
+    return [] if pool is None else [domain.path for domain in pool.domains]
+
+
+def _code_of(paths: Iterable[str]) -> dict[str, str]:
+    """Digests of the files of functions, by `package.module:function`, those that are found.
+
+    They are located without an import: reward functions are imported by their own processes only.
+    """
     digests = {}
-    for domain in () if pool is None else pool.domains:
-        module = domain.path.partition(":")[0].split(".")
+    for path in paths:
+        module = path.partition(":")[0].split(".")
         for place in sys.path:
             base = Path(place or ".", *module)
             file = next((one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()), None)
             if file is not None:
-                digests[domain.path] = hashlib.sha256(file.read_bytes()).hexdigest()[:_HEX]
+                digests[path] = hashlib.sha256(file.read_bytes()).hexdigest()[:_HEX]
                 break
     return digests
 
