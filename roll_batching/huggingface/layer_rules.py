@@ -186,7 +186,7 @@ GATED_QKV = (
         ("self_attn.v_proj.weight", ("keys", "hidden")),
     ),
 )
-"""Attention whose queries have gates of the output beside them."""
+"""Self-attention with an output gate, whose projection lies beside each head's query."""
 _MIXED = ("delta_keys", "delta_keys", "delta_values")
 _DELTA = (
     _INPUT_NORM,

@@ -116,7 +116,7 @@ class PackedDeltaNet(MegatronModule):
         weights = self.conv_weight, self.A_log, self.dt_bias
         if group is not None:
             size, rank = group.size(), group.rank()
-            projected = _exchange(projected, group)[params.restore]
+            projected = _gather_tokens_split_heads(projected, group)[params.restore]
             weights = tuple(weight.chunk(size)[rank] for weight in weights)
         if params.chunks is None:
             params.chunks = Chunks.of(params.cu_seqlens_q, len(projected))
@@ -130,7 +130,7 @@ class PackedDeltaNet(MegatronModule):
             return out
         assert params.restore is not None
         gathered = torch.empty_like(out).index_copy(0, params.restore, out)
-        return _exchange_back(gathered, group)
+        return _split_tokens_gather_heads(gathered, group)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Convolved channels [tokens, channels], gates [tokens, value heads, channels], rates, decays [.., heads]."""
@@ -206,14 +206,14 @@ class PackedDeltaNet(MegatronModule):
         return sharded
 
 
-def _exchange(x: torch.Tensor, group: Any) -> torch.Tensor:
+def _gather_tokens_split_heads(x: torch.Tensor, group: Any) -> torch.Tensor:
     """[tokens / cp, heads * width] -> [tokens, heads / cp * width], tokens in the order of ranks."""
     size = group.size()
     parts = x.view(len(x), size, -1).transpose(0, 1).contiguous()
     return all_to_all(group, parts.view(size * len(x), -1)).view(size * len(x), -1)
 
 
-def _exchange_back(x: torch.Tensor, group: Any) -> torch.Tensor:
+def _split_tokens_gather_heads(x: torch.Tensor, group: Any) -> torch.Tensor:
     """[tokens, heads / cp * width], tokens in the order of ranks -> [tokens / cp, heads * width]."""
     size = group.size()
     tokens = len(x) // size

@@ -35,8 +35,8 @@ def digests_of(config: JobConfig, inputs: JobInputs) -> dict[str, dict[str, str]
     return {
         "tokenizer": dict(inputs.tokenizer.parts),
         "data": {name: part.record_fingerprint for name, part in texts.items() if part is not None},
-        "reward code": _code_of(_reward_functions(config)),
-        "rollout code": _code_of([] if config.rollout_function is None else [config.rollout_function]),
+        "reward code": _code_digests(_reward_functions(config)),
+        "rollout code": _code_digests([] if config.rollout_function is None else [config.rollout_function]),
         "settings": {path: _digest(value) for path, value in settings_of(config).items()},
     }
 
@@ -81,7 +81,7 @@ def _reward_functions(config: JobConfig) -> list[str]:
     return [] if pool is None else [domain.path for domain in pool.domains]
 
 
-def _code_of(paths: Iterable[str]) -> dict[str, str]:
+def _code_digests(paths: Iterable[str]) -> dict[str, str]:
     """Digests of the files of functions, by `package.module:function`, those that are found.
 
     They are located without an import: reward functions are imported by their own processes only.
