@@ -116,13 +116,29 @@ def decoder(hidden: int, layers: int, heads: int, groups: int, ffn: int, vocab: 
 
 
 QWEN3 = {"kv_channels": 128, "qk_layernorm": True, "tie_word_embeddings": True, "rotary_base": 1e6}
+UNTIED = {**QWEN3, "tie_word_embeddings": False}
+QWEN3_MOE = {**UNTIED, "moe": {"num_experts": 128, "router_topk": 8, "ffn_hidden_size": 768}}
 
 WORKLOADS = {
     "cpu": Workload(decoder(128, 4, 4, 2, 352, 512), lognormal(96, 0.9, 8, 640), 64, 640, 2560, 2, 6),
     "trl": Workload(decoder(128, 4, 4, 2, 352, 512), trl_lengths, 256, 5120, 16384, 1, 1, warm_up_samples=16),
     "cuda": Workload(decoder(1024, 16, 16, 8, 2816, 32768), lognormal(2400, 0.9, 16, 16384), 64, 16384, 16384, 3, 8),
     "qwen3-1.7b": Workload(decoder(2048, 28, 16, 8, 6144, 151936, **QWEN3), trl_lengths, 64, 5120, 10240, 1, 3),
+    # Layers of larger models, as many as one GPU of 80 GiB trains with AdamW.
+    "qwen3-8b-layers": Workload(decoder(4096, 8, 32, 8, 12288, 151936, **UNTIED), trl_lengths, 64, 5120, 10240, 1, 3),
+    "qwen3-30b-a3b-layers": Workload(
+        decoder(2048, 4, 32, 4, 6144, 151936, **QWEN3_MOE), trl_lengths, 64, 5120, 10240, 1, 3
+    ),
     "tiny": Workload(decoder(64, 2, 4, 2, 96, 512, **QWEN3), lognormal(40, 0.9, 8, 160), 8, 160, 480, 1, 1),
+    "tiny-moe": Workload(
+        decoder(64, 2, 4, 2, 96, 512, **UNTIED, moe={"num_experts": 8, "router_topk": 2, "ffn_hidden_size": 32}),
+        lognormal(40, 0.9, 8, 160),
+        8,
+        160,
+        480,
+        1,
+        1,
+    ),
 }
 
 
@@ -184,6 +200,10 @@ def measure(load: Workload, mode: str, device: str) -> dict[str, Any]:
 
     steps = range(-load.warm_up, load.steps)
     batches = {step: batch_of(load, step, mode) for step in steps}
+    if device == "cpu" and "moe" in load.architecture:
+        from tests.support.experts import let_experts_run
+
+        let_experts_run()
     strategy = MegatronTrainStrategy(worker_config(load, mode), seed=1)
     strategy.initialize()
     if strategy.device.type != device:

@@ -59,6 +59,7 @@ def benchmark(name: str, *full: str, dry: Sequence[str] = ()) -> Callable[[Path,
 
 
 TINY = ("--workload", "tiny")
+TINY_MOE = ("--workload", "tiny-moe")
 QWEN = ("--workload", "qwen3-1.7b")
 SHORT = ("--tokens", "256", "--vocabulary", "1024", "--rounds", "1")
 
@@ -80,6 +81,24 @@ CHECKS = (
         what="One optimizer step of the Qwen3-1.7B shape on TRL's lengths: padded, dynamic, packed",
         seconds=300,
         command=benchmark("bench_step.py", *QWEN, dry=TINY),
+    ),
+    Check(
+        name="step_8b",
+        what="One optimizer step of eight layers of Qwen3-8B's shape on the same lengths",
+        seconds=240,
+        command=benchmark("bench_step.py", "--workload", "qwen3-8b-layers", dry=TINY),
+    ),
+    Check(
+        name="step_moe",
+        what="One optimizer step of four layers of Qwen3-30B-A3B's shape, a mixture of experts, on the same lengths",
+        seconds=240,
+        command=benchmark("bench_step.py", "--workload", "qwen3-30b-a3b-layers", dry=TINY_MOE),
+    ),
+    Check(
+        name="generation",
+        what="Generated tokens per second of the Qwen3-1.7B shape, beside transformers",
+        seconds=240,
+        function="benchmarks.gpu.generation:run",
     ),
     Check(
         name="memory",

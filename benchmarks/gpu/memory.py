@@ -43,6 +43,7 @@ def job_of(load: Workload, megatron: dict[str, Any]) -> dict[str, Any]:
         "prompt_length": load.longest // 5,
         "response_length": load.longest - load.longest // 5,
         "use_kl_loss": True,
+        "actor_infer": {"generating_args": {"max_tokens_in_cache": 8 * load.cap}},  # one GPU has no room for all
         "actor_train": {
             "model_args": model,
             "training_args": {"learning_rate": 1e-5, "per_device_train_batch_size": 4},

@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.checks import CHECKS, exceeded_limits
+from benchmarks.gpu.kernel_times import seconds_by_kind
 
 HEAD = """# GPU results
 
 `scripts/gpu_checks.sh` writes a file into `results/` on a machine with a GPU. `python scripts/results_page.py` writes
 this page from these files. Exceeded limits are shown as measured.
 """
+PICTURE = """## Where the time of a step goes
+
+A packed step of the Qwen3-1.7B shape (`--only where_time_goes`), by kind of kernel. Those below the thirty longest
+count as other kernels:
+
+![Seconds of a step by kind of kernel](img/gpu_time.png)"""
 
 
 def number(value: Any) -> str:
@@ -66,8 +73,12 @@ def cases(result: dict[str, Any]) -> list[str]:
     rows = []
     for case in result["cases"]:
         limited = [f"{name} {value:.2g} (≤ {limit:g})" for name, (value, limit) in case["limits"].items()]
+        figures = case["figures"]
+        if kinds := seconds_by_kind(case):  # by today's kinds, whichever those of the record were
+            kinds = {f"{kind}, seconds": value for kind, value in kinds.items()}
+            figures = {"seconds of the step": figures["seconds of the step"], **kinds, "tokens": figures["tokens"]}
         rows.append(
-            [case["case"], "; ".join(limited) or "-", "; ".join(f"{k} {number(v)}" for k, v in case["figures"].items())]
+            [case["case"], "; ".join(limited) or "-", "; ".join(f"{k} {number(v)}" for k, v in figures.items())]
         )
     notes = dict.fromkeys(case["notes"] for case in result["cases"] if isinstance(case.get("notes"), str))
     return [*table(["case", "limits", "figures"], rows), *(line for note in notes for line in ("", f"Note: {note}."))]
@@ -84,11 +95,26 @@ def section(name: str, what: str, record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def reports_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Records by check of each file in `folder`, by its stem."""
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stem)
+    return {path.stem: json.loads(path.read_text())["checks"] for path in files}
+
+
+def recorded_steps(folder: Path) -> dict[str, dict[str, float]]:
+    """Seconds by kind of kernel of the recorded steps, by file."""
+    steps = {}
+    for stem, checks in reports_of(folder).items():
+        for case in checks.get("where_time_goes", {}).get("result", {}).get("cases", []):
+            if seconds := seconds_by_kind(case):
+                steps[stem] = seconds
+    return steps
+
+
 def page(folder: Path) -> str:
     """The page for all files in `folder`."""
     lines = [HEAD.rstrip()]
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stem)
-    reports = {path.stem: json.loads(path.read_text())["checks"] for path in files}
+    reports = reports_of(folder)
     rows = [
         [check.what, *(verdict(r[check.name]) if check.name in r else "not yet run" for r in reports.values())]
         for check in CHECKS
@@ -97,6 +123,8 @@ def page(folder: Path) -> str:
         "",
         *table(["check", *(reports or ["any GPU"])], rows if reports else [[*r, "not yet run"] for r in rows]),
     ]
+    if recorded_steps(folder):
+        lines += ["", PICTURE]
     for device, checks in reports.items():
         machine = next(iter(checks.values()))["machine"]
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())

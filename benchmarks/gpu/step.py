@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.bench_step import WORKLOADS, Workload, batch_of, trl_lengths, worker_config
+from benchmarks.gpu.kernel_times import kind_of
 from roll_batching.losses import PolicyLoss, SFTLoss
 from roll_batching.samples import LengthTable
 from roll_batching.strategy import MegatronTrainStrategy, infer
@@ -96,18 +97,6 @@ def host_reads(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
                 "limits": {"host reads inside the schedule": [sum(inside.places.values()), 0]},
                 "notes": {"inside": dict(inside.places), "around": dict(around.places)},
             }
-
-
-KINDS = {
-    "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "splitk", "cublas"),
-    "attention": ("flash", "fmha"),
-    "optimizer": ("multi_tensor", "foreach", "adam"),
-    "copies": ("memcpy", "memset"),
-}
-
-
-def kind_of(kernel: str) -> str:
-    return next((kind for kind, words in KINDS.items() if any(w in kernel.lower() for w in words)), "everything else")
 
 
 def where_time_goes(device: torch.device, dry: bool) -> list[dict[str, Any]]:

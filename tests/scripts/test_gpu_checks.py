@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import ROOT
 from benchmarks.gpu import checks
+from benchmarks.gpu.kernel_times import seconds_by_kind
 from benchmarks.gpu.results import page
 
 CASE = {"case": "one", "figures": {"seconds": 1.5}, "limits": {"gap": [0.5, 0.1], "other": [float("nan"), 1.0]}}
@@ -63,3 +64,11 @@ def test_every_check_runs_dry(tmp_path):
     command = [sys.executable, str(ROOT / "scripts" / "gpu_checks.py"), "--dry", "--out", str(tmp_path / "dry.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_kernels_of_a_step_by_kind():
+    kernels = {"pytorch_flash::flash_bwd<cutlass::bfloat16_t>": 0.5, "nvjet_sm90_tst": 1.0, "a_small_one": 0.1}
+    figures = {"seconds of the step": 2.0, "share with a kernel running": 0.9}
+    found = seconds_by_kind({"figures": figures, "notes": {"kernels, seconds": kernels}})
+    assert found == pytest.approx({"attention": 0.5, "matrix products": 1.0, "other kernels": 0.3, "no kernel": 0.2})
+    assert seconds_by_kind({"figures": figures, "notes": {"kernels, seconds": {}}}) == {}  # a dry run
