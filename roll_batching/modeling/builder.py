@@ -11,7 +11,7 @@ import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.experts import draw_experts, keep_expert_biases_in_fp32, router_loss_weights
+from roll_batching.modeling.experts import draw_experts, freeze_routers, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels
 from roll_batching.modeling.layers import layers_of_chunk
@@ -174,6 +174,9 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
     )
 
     config = chunks[0].config
+    if strategy.freeze_moe_router:
+        for chunk in chunks:
+            freeze_routers(chunk)
     in_fp32 = strategy.grad_reduce_in_fp32
     if in_fp32 is None:
         in_fp32 = strategy.main_grads_dtype == "fp32"

@@ -64,6 +64,17 @@ def keep_expert_biases_in_fp32(gpt: Any) -> None:
             module.local_tokens_per_expert.data = module.local_tokens_per_expert.data.float()
 
 
+def freeze_routers(chunk: torch.nn.Module) -> None:
+    """Excludes the weights and biases of routers from training; expert biases, which are buffers, move on.
+
+    Call it before the chunk is wrapped for data parallelism: gradient buffers and optimizers take what requires a
+    gradient then. Gradients still flow through the routers' outputs to what is below them.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".router." in name:
+            parameter.requires_grad_(False)
+
+
 def routed_padding(mask: torch.Tensor, gpt: Any, layout: Any) -> torch.Tensor:
     """This rank's shard of a padding mask [rows, length] for the routers of this chunk.
 

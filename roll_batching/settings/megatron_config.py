@@ -186,6 +186,16 @@ class MegatronConfig(Settings):
         help="Precision of the routers of a mixture of experts, before what the model's configuration says. Other "
         "models have none.",
     )
+    moe_router_bias_update_rate: float | None = setting(
+        None,
+        help="How much each optimizer step moves the expert biases of routers, before "
+        "architecture.moe.router_bias_update_rate; for models with expert biases.",
+        ge=0,
+        lt=1,
+    )
+    freeze_moe_router: bool = setting(
+        False, help="Leave the weights of a mixture's routers as loaded: they get no gradient and no optimizer step."
+    )
     transformer_impl: Literal["auto", "transformer_engine", "local"] = setting(
         "auto",
         help="Whose layers are built: Megatron's local ones, or TransformerEngine's (CUDA). auto: local.",

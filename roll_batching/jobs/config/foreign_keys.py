@@ -116,6 +116,7 @@ _FP8 = "FP8 training is not supported"
 _MTP = "multi-token prediction (MTP) is not supported"
 _ROUTER_REPLAY = "router replay is not supported"
 _HYBRID_CP = "Megatron's scheduler of context-parallel sizes runs each sequence alone"
+_MOE = "model_args.architecture.moe"
 _CHAT_TEMPLATE = "messages go through the tokenizer's own chat template, prompts are used as the file has them"
 _NCCL = "roles share one process and its NCCL buffers"
 
@@ -217,13 +218,18 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("moe_permute_fusion", "it is on under transformer_impl: transformer_engine only"),
         _no_effect("moe_router_fusion", "it is on under transformer_impl: transformer_engine only"),
         _no_effect("moe_shared_expert_overlap", "the shared expert is computed after the others"),
+        _no_effect("moe_token_dispatcher_type", "it is alltoall: all dispatchers give the same results"),
+        _no_effect("moe_enable_deepep", "tokens go to experts by torch's all-to-all, with the same results"),
+        _refused("moe_router_enable_expert_bias", "the model's configuration decides", instead=f"{_MOE}.router_expert_bias"),
+        _refused("moe_router_load_balancing_type", "aux_loss is on where its weight is", "none", instead=f"{_MOE}.aux_loss_coeff"),
+        _refused("moe_aux_loss_coeff", "the loss of routers belongs to the model", 0, 0.0, instead=f"{_MOE}.aux_loss_coeff"),
+        _refused("moe_z_loss_coeff", "the loss of routers belongs to the model", 0, 0.0, instead=f"{_MOE}.z_loss_coeff"),
         _no_effect("moe_layer_recompute", "recompute_granularity: selective with recompute_modules: [moe] does it"),
         _no_effect("cross_entropy_loss_fusion", "log-probs come from kernels of this package"),
         # The next three corrupt or mispair planned transfers: strategy/compatibility.py refuses them in given models.
         _refused("overlap_p2p_comm", "transfers with planned shapes are not overlapped; leave it out", False),
         _refused("batch_p2p_comm", "batched transfers pair wrongly with two stages under VPP; leave it out", False),
         _refused("deallocate_pipeline_outputs", "it races with transfers before Megatron-Core 0.18", False),
-        _refused("moe_token_dispatcher_type", "allgather needs micro-batches of equal length on all ranks", "alltoall"),
         _refused("mtp_num_layers", _MTP, 0),
         _refused("fp8", _FP8, instead="model_args.dtype: bf16"),
         _refused("fp8_recipe", _FP8, instead="model_args.dtype: bf16"),

@@ -29,6 +29,7 @@ _SERVER_KEYS = (("engine_args", "command"), ("engine_args", "start_timeout"))
 _HF_KEYS = ("weights_folder", "gap_warning")
 """Keys of engine_args that `hf_infer`, an engine in the job's own processes, reads."""
 _DECODED = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
+_BIAS_RATE = "moe_router_bias_update_rate"
 _PASSES: dict[Pass, str] = {"train": "training passes", "infer": "passes without gradient"}
 
 
@@ -211,9 +212,23 @@ def _derived_values(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
         if layout.get("sequence_parallel") and role.strategy_args.strategy_config.tensor_model_parallel_size == 1:
             path = (name, "strategy_args", "strategy_config", "sequence_parallel")
             yield no_effect(path, "tensor_model_parallel_size is 1")
+        yield from _routers(name, role, layout)
     for key in ("difficulty_low_threshold", "difficulty_high_threshold"):
         if key in data and not job.difficulty_mask:
             yield no_effect((key,), "difficulty_mask is false")
+
+
+def _routers(name: str, role: WorkerConfig, layout: dict[str, Any]) -> Iterator[Notice]:
+    """Keys of routers in the `layout` of a model that has none, or none with expert biases."""
+    model = role.model_args.architecture
+    if model is None:
+        return
+    reasons = dict.fromkeys(("moe_router_dtype", "freeze_moe_router", _BIAS_RATE), "the model has no mixture of experts")
+    if model.moe is not None:
+        reasons = {} if model.moe.router_expert_bias else {_BIAS_RATE: "the model's routers have no expert biases"}
+    for key, reason in reasons.items():
+        if layout.get(key):
+            yield no_effect((name, "strategy_args", "strategy_config", key), reason)
 
 
 def _policy_notices(job: JobKeys, data: dict[str, Any], fields: set[str]) -> Iterator[Notice]:

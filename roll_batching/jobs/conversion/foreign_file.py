@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from roll_batching.jobs.conversion.draft import Draft
 
+ROUTERS = "of a mixture of experts, whose routers"
+
 
 def reasons_of(kind: str, table: Mapping[str, str], prefix: str = "") -> tuple[tuple[str, str, str], ...]:
     """Rows of `ForeignFile.reasons`; `table` has by reason the names, separated by spaces."""

@@ -9,6 +9,7 @@ import copy
 from typing import Any
 
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.conversion.context_sizes import PACKING, ContextSizes, convert_context_sizes, put_rank_cap
 from roll_batching.jobs.conversion.draft import Draft
@@ -21,6 +22,7 @@ from roll_batching.jobs.conversion.nemo_rl_generation import convert_devices, co
 from roll_batching.jobs.conversion.nemo_rl_grpo import check_forced_ratio, convert_algorithm, convert_loss
 from roll_batching.jobs.conversion.nemo_rl_supervised import convert_supervised, task_of
 from roll_batching.jobs.conversion.nemo_rl_types import check_types
+from roll_batching.settings.megatron_config import MegatronConfig
 
 _TRAIN = ("actor_train", "training_args")
 _LAYOUT = ("actor_train", "strategy_args", "strategy_config")
@@ -90,9 +92,11 @@ def _layout(file: NemoRlFile) -> ContextSizes | None:
     file.take("policy.dtensor_cfg.enabled")
     sizes = convert_context_sizes(file, lambda name: f"policy.megatron_cfg.{name}") if megatron else None
     for name, value in list((file.peek("policy.megatron_cfg") or {}).items()):
-        if megatron and field_at((*_LAYOUT, name)) is not None and value is not None:
+        known = field_at((*_LAYOUT, name)) is not None or name in FOREIGN_KEYS[MegatronConfig]
+        if megatron and known and value is not None:
             file.move(f"policy.megatron_cfg.{name}", (*_LAYOUT, name))
     if megatron:
+        _router_loss(file)
         for name in ("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32"):
             file.move(f"policy.megatron_cfg.distributed_data_parallel_config.{name}", (*_LAYOUT, name))
         file.move("policy.megatron_cfg.optimizer.use_distributed_optimizer", (*_LAYOUT, "use_distributed_optimizer"))
@@ -117,6 +121,15 @@ def _layout(file: NemoRlFile) -> ContextSizes | None:
             if strategy.pop(name, None) is not None:
                 file.draft.leave_out(f"{section}.{name}", "idle", "activation_checkpointing is off")
     return sizes
+
+
+def _router_loss(file: NemoRlFile) -> None:
+    """The load-balancing loss, whose weight is Megatron-Bridge's for the model where the file gives none."""
+    layout = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
+    section = "policy.megatron_cfg"
+    if layout.get("moe_router_load_balancing_type") == "aux_loss" and layout.get("moe_aux_loss_coeff") == 0:
+        del layout["moe_router_load_balancing_type"]
+        file.draft.leave_out(f"{section}.moe_router_load_balancing_type", "idle", "moe_aux_loss_coeff is 0")
 
 
 def _optimizer(file: NemoRlFile, task: str) -> None:

@@ -9,7 +9,6 @@ ENGINE = "is for NeMo-RL's own workers; actor_infer configures engines here"
 MARKED = "tokens of tool calls and thoughts have no separate advantages: a reward function may score them"
 BEST = "advantages compare all responses of a group; adv_estimator: pass_at_k is similar"
 STOP = "a response ends at the tokenizer's end token, or the model's stop tokens"
-ROUTERS = "of a mixture of experts, whose routers"
 
 _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.generation", "idle", ENGINE),
@@ -23,10 +22,6 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.generation_batch_size", "idle", ENGINE),
     ("policy.megatron_cfg.peft", "refused", "LoRA is not supported for now"),
     ("policy.megatron_cfg.fp8_cfg", "refused", "FP8 is not supported for now"),
-    ("policy.megatron_cfg.freeze_moe_router", "refused", f"{ROUTERS} are trained like all parameters"),
-    ("policy.megatron_cfg.moe_router_load_balancing_type", "refused", f"{ROUTERS} have model_args.architecture's loss"),
-    ("policy.megatron_cfg.moe_router_enable_expert_bias", "refused", f"{ROUTERS} are as the model's config.json says"),
-    ("policy.megatron_cfg.moe_router_bias_update_rate", "refused", f"{ROUTERS} are as the model's config.json says"),
     ("policy.megatron_cfg.mtp_", "refused", "multi-token prediction (MTP) is not supported for now"),
     ("policy.megatron_cfg.train_iters", "idle", "max_steps is the job's length"),
     (

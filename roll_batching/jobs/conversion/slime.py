@@ -136,6 +136,13 @@ def _layout(file: SlimeFile) -> None:
         file.move(f"--{name.replace('_', '-')}", (*_LAYOUT, name))
     for end in ("first", "last"):
         file.move(f"--decoder-{end}-pipeline-num-layers", (*_LAYOUT, f"num_layers_in_{end}_pipeline_stage"))
+    rate, key = file.take("--moe-router-bias-update-rate"), "--moe-router-bias-update-rate"
+    if rate is None and file.peek("--moe-router-enable-expert-bias"):
+        rate = 1e-3
+        file.draft.defaults.add(key)
+    file.put((*_LAYOUT, "moe_router_bias_update_rate"), rate, key)
+    if not file.peek("--moe-aux-loss-coeff") and file.take("--moe-router-load-balancing-type"):
+        file.draft.leave_out("--moe-router-load-balancing-type", "idle", "--moe-aux-loss-coeff is 0")
     file.move("--accumulate-allreduce-grads-in-fp32", (*_LAYOUT, "grad_reduce_in_fp32"))
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll_batching.jobs.conversion.foreign_file import ForeignFile, reasons_of
-from roll_batching.jobs.conversion.nemo_rl_file import ROUTERS, STOP
+from roll_batching.jobs.conversion.foreign_file import ROUTERS, ForeignFile, reasons_of
+from roll_batching.jobs.conversion.nemo_rl_file import STOP
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ FLOATS = _names(
     "lr min-lr weight-decay adam-beta1 adam-beta2 adam-eps clip-grad lr-warmup-fraction eps-clip eps-clip-high "
     "eps-clip-c kl-coef kl-loss-coef entropy-coef gamma lambd value-clip rollout-temperature rollout-top-p "
     "eval-temperature eval-top-p tis-clip tis-clip-low attention-dropout hidden-dropout moe-aux-loss-coeff "
-    "moe-z-loss-coeff opsm-delta"
+    "moe-z-loss-coeff moe-router-bias-update-rate opsm-delta"
 )
 TEXTS = _names(
     "hf-checkpoint load save ref-load prompt-data input-key label-key rm-type advantage-estimator loss-type "
@@ -52,7 +52,7 @@ FLAGS = _names(
     "partial-rollout use-opsm use-opd use-routing-replay use-rollout-routing-replay use-wandb fp16 bf16 async-save "
     "use-distributed-optimizer overlap-grad-reduce overlap-param-gather accumulate-allreduce-grads-in-fp32 "
     "debug-train-only debug-rollout-only skip-eval-before-train reset-optimizer-states "
-    "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
+    "moe-router-enable-expert-bias account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
 )
 
 DEFAULTS: Mapping[str, Any] = {
@@ -119,6 +119,7 @@ _IDLE: Mapping[str, str] = {
         "rotary-percent num-experts moe-router-topk moe-ffn-hidden-size moe-layer-freq moe-shared-expert-gate "
         "moe-shared-expert-intermediate-size moe-router-pre-softmax moe-router-score-function "
         "moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk use-gated-attention "
+        "moe-router-enable-expert-bias "
         "attention-output-gate apply-layernorm-1p multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim "
         "qk-pos-emb-head-dim v-head-dim rotary-scaling-factor rotary-interleaved mscale mscale-all-dim "
         "use-rope-scaling no-position-embedding post-self-attn-layernorm post-mlp-layernorm "
@@ -169,7 +170,6 @@ _REFUSED: Mapping[str, str] = {
     "FP8 is not supported for now": "fp8-",
     "fp16 is not supported: bf16 is used": "fp16",
     STOP: "rollout-stop rollout-stop-token-ids rollout-skip-special-tokens",
-    f"{ROUTERS} are as the model's config.json says": "moe-router-enable-expert-bias moe-router-bias-update-rate",
     f"{ROUTERS} have no loss unless model_args.architecture.moe gives it a weight": (
         "moe-aux-loss-coeff moe-z-loss-coeff moe-router-load-balancing-type"
     ),

@@ -158,6 +158,8 @@ def _layout(file: VerlFile, section: str, model: str, engine: str) -> None:
     if sizes is not None:
         cap_key = "data.max_token_len_per_gpu" if section == "engine" else f"{ACTOR}.ppo_max_token_len_per_gpu"
         put_rank_cap(file, sizes, file.take(cap_key), cap_key)
+    if frozen := file.take(key := f"{model}.override_config.moe_config.freeze_moe_router"):
+        file.put((*_LAYOUT, "freeze_moe_router"), frozen, key, "verl freezes the gates of shared experts, too")
     granularity = file.peek(f"{section}.override_transformer_config.recompute_granularity")
     for below in (section, f"{section}.override_transformer_config", f"{section}.override_ddp_config"):
         for name, value in list((file.peek(below) or {}).items()):

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll_batching.jobs.conversion.foreign_file import ForeignFile, reasons_of
-from roll_batching.jobs.conversion.nemo_rl_file import ROUTERS
+from roll_batching.jobs.conversion.foreign_file import ROUTERS, ForeignFile, reasons_of
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 

@@ -68,6 +68,40 @@ def test_sizes_per_pack_have_the_cap_of_one_rank(tmp_path, cap, tokens):
 
 
 @pytest.mark.config
+@pytest.mark.parametrize(
+    ("given", "refused", "idle"),
+    [
+        ({"moe_router_load_balancing_type": "none"}, set(), {"moe_router_load_balancing_type"}),
+        (
+            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0},
+            set(),
+            {"moe_router_load_balancing_type", "moe_aux_loss_coeff"},
+        ),
+        ({"moe_router_load_balancing_type": "aux_loss"}, {"moe_router_load_balancing_type"}, set()),
+        ({"moe_aux_loss_coeff": 1e-3}, {"moe_aux_loss_coeff"}, set()),
+        ({"moe_router_enable_expert_bias": True}, {"moe_router_enable_expert_bias"}, set()),
+        ({"moe_token_dispatcher_type": "flex"}, set(), {"moe_token_dispatcher_type"}),
+        (
+            {"moe_permute_fusion": True, "apply_rope_fusion": True, "bias_activation_fusion": False},
+            set(),
+            {"moe_permute_fusion", "apply_rope_fusion", "bias_activation_fusion"},
+        ),
+        ({"moe_router_bias_update_rate": 1e-3, "freeze_moe_router": True}, set(), set()),
+    ],
+)
+def test_keys_of_mixtures_are_kept_refused_or_without_effect(tmp_path, given, refused, idle):
+    file = with_policy(dtensor_cfg={"enabled": False})
+    file["policy"]["megatron_cfg"] = MEGATRON | given
+    found = {kind: reasons(tmp_path, file, kind) for kind in ("refused", "idle", "unknown")}
+    section = "policy.megatron_cfg."
+    ours = {kind: {k.removeprefix(section) for k in keys if k.removeprefix(section) in given} for kind, keys in found.items()}
+    assert ours == {"refused": refused, "idle": idle, "unknown": set()}
+    layout = job_of(tmp_path, file).actor_train.strategy_args.strategy_config
+    for name in given.keys() - refused - idle:
+        assert getattr(layout, name) == given[name]
+
+
+@pytest.mark.config
 def test_the_order_of_micro_batches_in_a_pipeline_and_unknown_orders(tmp_path):
     packing = {**PACKED, "microbatch_order": "largest_first"}
     file = with_policy(sequence_packing=packing, dtensor_cfg={"enabled": False})

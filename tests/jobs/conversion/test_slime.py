@@ -180,6 +180,16 @@ def test_options_keep_their_meaning(tmp_path, case):
     assert found == wanted
 
 
+def test_losses_and_biases_of_routers(tmp_path):
+    sigmoid = "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss"
+    for options, rate in ((sigmoid, 1e-3), (f"{sigmoid} --moe-router-bias-update-rate 0", 0), ("", None)):
+        done = converted(tmp_path, options)
+        assert job_of(done, tmp_path).actor_train.strategy_args.strategy_config.moe_router_bias_update_rate == rate
+        assert not [key for key in left_out(done, "refused", "unknown") if "moe" in key]
+    refused = left_out(converted(tmp_path, f"{sigmoid} --moe-aux-loss-coeff 0.1"), "refused")
+    assert {"--moe-router-load-balancing-type", "--moe-aux-loss-coeff"} <= refused.keys()
+
+
 def test_train_async_runs_ahead(tmp_path):
     done = converted(tmp_path, "--rollout-num-gpus 4", "train_async.py")
     job = job_of(done, tmp_path)

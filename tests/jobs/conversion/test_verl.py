@@ -184,6 +184,15 @@ def test_megatron_ignores_betas_there_as_here(tmp_path):
     assert job_of(done, tmp_path).actor_train.training_args.adam_beta2 == 0.999
 
 
+def test_routers_are_frozen_as_there(tmp_path):
+    key = "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router"
+    for value in ("True", "False"):
+        done = converted(tmp_path, f"model_engine=megatron {key}={value}")
+        layout = job_of(done, tmp_path).actor_train.strategy_args.strategy_config
+        assert layout.freeze_moe_router == (value == "True")
+        assert key not in left_out(done)
+
+
 def test_the_script_of_arrays_and_conditions(tmp_path):
     before = (
         "TP=${TP:-2}\nLONG=$((1024 * 4))\nLAUNCH=(python3)\n"
