@@ -220,10 +220,21 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("moe_shared_expert_overlap", "the shared expert is computed after the others"),
         _no_effect("moe_token_dispatcher_type", "it is alltoall: all dispatchers give the same results"),
         _no_effect("moe_enable_deepep", "tokens go to experts by torch's all-to-all, with the same results"),
-        _refused("moe_router_enable_expert_bias", "the model's configuration decides", instead=f"{_MOE}.router_expert_bias"),
-        _refused("moe_router_load_balancing_type", "aux_loss is on where its weight is", "none", instead=f"{_MOE}.aux_loss_coeff"),
-        _refused("moe_aux_loss_coeff", "the loss of routers belongs to the model", 0, 0.0, instead=f"{_MOE}.aux_loss_coeff"),
-        _refused("moe_z_loss_coeff", "the loss of routers belongs to the model", 0, 0.0, instead=f"{_MOE}.z_loss_coeff"),
+        _refused(
+            "moe_router_enable_expert_bias", "the model's configuration decides", instead=f"{_MOE}.router_expert_bias"
+        ),
+        _refused(
+            "moe_router_load_balancing_type",
+            "aux_loss is on where its weight is",
+            "none",
+            instead=f"{_MOE}.aux_loss_coeff",
+        ),
+        _refused(
+            "moe_aux_loss_coeff", "the loss of routers belongs to the model", 0, 0.0, instead=f"{_MOE}.aux_loss_coeff"
+        ),
+        _refused(
+            "moe_z_loss_coeff", "the loss of routers belongs to the model", 0, 0.0, instead=f"{_MOE}.z_loss_coeff"
+        ),
         _no_effect("moe_layer_recompute", "recompute_granularity: selective with recompute_modules: [moe] does it"),
         _no_effect("cross_entropy_loss_fusion", "log-probs come from kernels of this package"),
         # The next three corrupt or mispair planned transfers: strategy/compatibility.py refuses them in given models.

@@ -223,7 +223,9 @@ def _routers(name: str, role: WorkerConfig, layout: dict[str, Any]) -> Iterator[
     model = role.model_args.architecture
     if model is None:
         return
-    reasons = dict.fromkeys(("moe_router_dtype", "freeze_moe_router", _BIAS_RATE), "the model has no mixture of experts")
+    reasons = dict.fromkeys(
+        ("moe_router_dtype", "freeze_moe_router", _BIAS_RATE), "the model has no mixture of experts"
+    )
     if model.moe is not None:
         reasons = {} if model.moe.router_expert_bias else {_BIAS_RATE: "the model's routers have no expert biases"}
     for key, reason in reasons.items():

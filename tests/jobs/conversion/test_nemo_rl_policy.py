@@ -94,7 +94,10 @@ def test_keys_of_mixtures_are_kept_refused_or_without_effect(tmp_path, given, re
     file["policy"]["megatron_cfg"] = MEGATRON | given
     found = {kind: reasons(tmp_path, file, kind) for kind in ("refused", "idle", "unknown")}
     section = "policy.megatron_cfg."
-    ours = {kind: {k.removeprefix(section) for k in keys if k.removeprefix(section) in given} for kind, keys in found.items()}
+    ours = {
+        kind: {k.removeprefix(section) for k in keys if k.removeprefix(section) in given}
+        for kind, keys in found.items()
+    }
     assert ours == {"refused": refused, "idle": idle, "unknown": set()}
     layout = job_of(tmp_path, file).actor_train.strategy_args.strategy_config
     for name in given.keys() - refused - idle:
