@@ -71,6 +71,16 @@ async def use():
         pass
 asyncio.run(use())
 """,
+    "flash-attn": """
+import inspect
+from flash_attn.cute import flash_attn_varlen_func
+assert {"cu_seqlens_q", "window_size", "learnable_sink"} <= set(inspect.signature(flash_attn_varlen_func).parameters)
+""",
+    "gpu": """
+import transformers, roll_batching.strategy
+from roll_batching.modeling.attention.flash_4 import installed_function
+installed_function()
+""",
     "hf": """
 import jinja2, safetensors, tokenizers, transformers, roll_batching.jobs.texts.tokenizers
 """,
@@ -99,6 +109,13 @@ import plotly
     "swanlab": """
 from roll_batching.jobs.observe.trackers import tracker_of
 assert tracker_of("swanlab").init
+""",
+    "te": """
+import importlib.metadata, importlib.util
+from pathlib import Path
+(folder,) = importlib.util.find_spec("transformer_engine").submodule_search_locations
+assert list(Path(folder).rglob("libtransformer_engine.so")), "its library is not in the wheels"
+assert importlib.metadata.version("transformer-engine") == importlib.metadata.version("transformer-engine-cu13")
 """,
     "wandb": """
 from roll_batching.jobs.observe.trackers import tracker_of

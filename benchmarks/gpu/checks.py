@@ -148,6 +148,7 @@ CHECKS = (
 def machine() -> dict[str, Any]:
     """GPUs, versions and commit; does not import torch into this process."""
     names = ("roll-batching", "torch", "triton", "megatron-core", "numpy", "transformer-engine", "flash-attn")
+    names += ("flash-attn-4", "nvidia-cutlass-dsl")
     versions = {"python": platform.python_version()}
     for name in names:
         try:

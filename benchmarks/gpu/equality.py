@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import ROOT
 from roll_batching.losses import DPOLoss, PolicyLoss, SFTLoss
+from roll_batching.packing.attention_backend import installed_versions
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
 from tests.support.experts import let_experts_run
@@ -133,7 +134,8 @@ def run(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
     cases = [(mode, "fp32", "dense") for mode in MODES]
     if device.type == "cuda":
         cases += [(mode, "bf16", "varlen") for mode in MODES] + [("packed", "bf16", "dense")]
-        cases += [("packed", "bf16", "flash_attn")] if importlib.util.find_spec("flash_attn") else []
+        named = {"flash-attn": "flash_attn", "flash-attn-4": "flash_attn_4"}
+        cases += [("packed", "bf16", named[one]) for one in installed_versions(named)]
     for mode, dtype, backend in cases[-1:] if dry else cases:
         found = observe(mode, dtype, backend, ARCHITECTURE)
         assert found["device"] == device.type

@@ -69,6 +69,8 @@ def build_chunks(
         recomputed=recomputed_modules(strategy),
         latent_attention=architecture.multi_latent_attention is not None,
         attention_sinks=architecture.attention_sinks,
+        value_dim=architecture.value_dim,
+        has_window=architecture.sliding_window is not None,
     )
     if architecture.add_bias_linear and architecture.moe is not None and layout.tp_size > 1:
         problems.append(EXPERT_BIASES)

@@ -67,7 +67,7 @@ def choose_kernels(strategy: MegatronConfig, architecture: ArchitectureConfig, d
         if layers == "transformer_engine":
             choice, why = "transformer_engine", "part of its layers"
         elif architecture.attention_sinks:
-            choice, why = "dense", "the only one with attention sinks"
+            choice, why = "dense", "the only tested one with attention sinks"
     attention = attention_backend(choice, device.type)
     if architecture.sliding_window is not None and getattr(attention, "windows", False):
         attention = attention.for_window(architecture.sliding_window)

@@ -68,6 +68,8 @@ def refusals_here(
     recomputed: Sequence[str] = (),
     latent_attention: bool = False,
     attention_sinks: bool = False,
+    value_dim: int | None = None,
+    has_window: bool = False,
 ) -> list[str]:
     """`refusals` for the device and libraries of this process."""
     needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
@@ -82,6 +84,8 @@ def refusals_here(
         recomputed=recomputed,
         latent_attention=latent_attention,
         attention_sinks=attention_sinks,
+        value_dim=value_dim,
+        has_window=has_window,
         installed=Installed.here(device, libraries),
     )
 
@@ -97,6 +101,8 @@ def refusals(
     recomputed: Sequence[str] = (),
     latent_attention: bool = False,
     attention_sinks: bool = False,
+    value_dim: int | None = None,
+    has_window: bool = False,
     installed: Installed,
 ) -> list[str]:
     """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
@@ -111,6 +117,8 @@ def refusals(
         recomputed: selectively recomputed modules.
         latent_attention: whether attention is multi-latent, with values of other dimensions than keys.
         attention_sinks: whether every softmax has a learnt logit beside those of keys.
+        value_dim: head dimension of values; None: `head_dim`.
+        has_window: whether a layer has a sliding window.
         installed: versions and device.
     """
     problems = []
@@ -130,11 +138,21 @@ def refusals(
         problems += _latent_attention_refusals(backend, engine_layers, recomputed)
     if attention_sinks and not getattr(backend, "sinks", False):
         name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
-        problems.append(f"attention sinks are not computed by {name}: set attention_backend: dense")
+        problems.append(f"attention sinks are not computed by {name}: set attention_backend: dense, or flash_attn_4")
     if attention_sinks and engine_layers:
         problems.append("attention sinks are built into Megatron's local layers: set transformer_impl: local")
     if backend is not None:
-        problems += _attention_refusals(backend, device, dtype, head_dim, installed)
+        found = _attention_refusals(backend, device, dtype, head_dim, installed)
+        limits, capability = backend.requirements.device_limits, installed.compute_capability
+        if limits is not None and capability is not None and not found:
+            found = limits(
+                compute_capability=capability,
+                head_dim=head_dim,
+                value_dim=value_dim or head_dim,
+                has_window=has_window,
+                has_sinks=attention_sinks,
+            )
+        problems += found
     return problems
 
 
@@ -173,10 +191,7 @@ def _attention_refusals(
     needs, name = backend.requirements, f"the attention backend {backend.name}"
     if device not in needs.devices:
         return [f"{name} runs on {' and '.join(needs.devices)}, not on {device}: choose another attention_backend"]
-    problems = []
-    problems += [
-        f"{name} needs {one}, or choose another attention_backend" for one in needs.missing(installed.versions)
-    ]
+    problems = [f"{name} needs {one}, or {needs.instead}" for one in needs.missing(installed.versions)]
     if needs.compute_capability is not None and installed.compute_capability is not None:
         if installed.compute_capability < needs.compute_capability:
             least, this = (".".join(map(str, x)) for x in (needs.compute_capability, installed.compute_capability))

@@ -43,6 +43,11 @@ class AttentionRequirements:
     """Lowest compute capability of a CUDA device; None: any."""
     libraries: tuple[tuple[str, str], ...] = ()
     """Distributions that must be installed, with their earliest versions."""
+    instead: str = "choose another attention_backend"
+    """The remedy beside installing a library."""
+    device_limits: Callable[..., list[str]] | None = None
+    """Refusals that depend on the device and the model together: called with the keywords `compute_capability`,
+    `head_dim`, `value_dim`, `has_window` and `has_sinks` of a supported dtype on CUDA; None: no others."""
 
     def missing(self, versions: Mapping[str, str]) -> list[str]:
         """Messages for `libraries` that are missing or too old among the installed `versions`."""

@@ -27,6 +27,8 @@ FEW, MORE = 2, 3
 """Layers per chunk of the two shallow models from which a deep one is extrapolated."""
 WHOLE = 4
 """Largest number of layers per chunk that is rehearsed without extrapolation."""
+_NOT_REHEARSED = ("flash_attn", "flash_attn_4")
+"""Attention backends whose packages have no operators for fake tensors that the recorder counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +372,11 @@ def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConf
             else f"is missing, and {name} is not a directory here"
         )
         raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
+    if megatron.attention_backend in _NOT_REHEARSED:
+        similar = "dense" if architecture.attention_sinks else "varlen"
+        text = f"{megatron.attention_backend} has kernels that a rehearsal cannot count: rehearse with {similar}"
+        place = ("actor_train", "strategy_args", "strategy_config", "attention_backend")
+        raise config.error(Problem(place, text))
     world = world_size or config.world_size or megatron.model_size
     if megatron.has_cp_per_pack and world_size is None and config.world_size is None:
         path: tuple[Any, ...] = ("actor_train", "strategy_args", "strategy_config", "context_parallel_size")

@@ -46,6 +46,12 @@ ATTENTION_BACKENDS: Registry[AttentionEntry] = Registry(
         because="one kernel for a whole pack, and this torch has none",
     ),
     AttentionEntry(
+        name="flash_attn_4",
+        target="roll_batching.modeling.attention.flash_4:FlashFourBackend",
+        summary="flash_attn_varlen_func of the package flash-attn-4, which pip installs without a compiler; CUDA of "
+        "compute capability 9.0 to 12, bf16 and fp16; not chosen by `auto`, as it was not run on a GPU",
+    ),
+    AttentionEntry(
         name="transformer_engine",
         target="roll_batching.modeling.attention.engine:EngineBackend",
         summary="TransformerEngine's attention behind its rotation, with its own context parallelism; CUDA, bf16 and "

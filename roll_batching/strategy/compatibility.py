@@ -173,6 +173,9 @@ def _installation_problems(state: ModelState) -> list[str]:
         engine_layers=any(type(module).__module__ in _ENGINE_MODULES for module in gpt.modules()),
         recomputed=recomputed_modules(config),
         latent_attention=latent,
+        attention_sinks=getattr(state.attention, "sinks", False) and config.softmax_type == "learnable",
+        value_dim=config.v_head_dim if latent else config.kv_channels,
+        has_window=(getattr(config, "window_size", None) or (-1,))[0] >= 0,
     )
     without_engine = importlib.util.find_spec("transformer_engine") is None
     for name in ("moe_router_fusion", "moe_permute_fusion"):

@@ -143,21 +143,29 @@ def test_biases_of_experts_are_refused_under_tensor_parallelism(models: Any) -> 
         _check(models, [case], print)
 
 
-FLASH = "tests.support.own_attention:FlashOnTheCpu"
+FLASH, FLASH_4 = (f"tests.support.own_attention:{name}OnTheCpu" for name in ("Flash", "FlashFour"))
 
 
-@pytest.mark.parametrize("name", ["qwen2_window", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *((FLASH, name) for name in ("qwen2_window", "gemma3", "deepseek_v3")),
+        *((FLASH_4, name) for name in ("gemma3", "deepseek_v3", "gpt_oss")),
+    ],
+)
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=2)], ids=str)
-def test_kernels_of_variable_length_get_windows_and_head_dimensions(
-    name: str, layout: Layout, models: Any, report: Callable[[str], None]
+def test_kernels_of_variable_length_get_windows_sinks_and_head_dimensions(
+    backend: str, name: str, layout: Layout, models: Any, report: Callable[[str], None]
 ) -> None:
-    """Through a stand-in for flash-attn's function on the CPU, which has what its documentation says."""
+    """Through stand-ins for flash-attn's functions on the CPU, which have what its documentation says."""
     folder, model = models(name)
     with torch.no_grad():
         expected = tiny.log_probs(model)
-    for rows in run_ranks(layout.ranks, "tests.huggingface.ranks:log_probs_by", (str(folder), layout, FLASH, "packed")):
+    for rows in run_ranks(
+        layout.ranks, "tests.huggingface.ranks:log_probs_by", (str(folder), layout, backend, "packed")
+    ):
         gap = max(float((row - right).abs().max()) for row, right in zip(rows, expected, strict=True) if len(row))
-        report(f"{name} {layout}, flash-attn's interface: log-probs {gap:.1e}")
+        report(f"{name} {layout}, {backend.rpartition(':')[2]}: log-probs {gap:.1e}")
         assert gap < LIMIT
 
 

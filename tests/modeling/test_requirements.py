@@ -23,6 +23,11 @@ FINE: dict[str, Any] = {
 }
 ENGINE = {"versions": {"torch": "2.10.0", "transformer-engine": "2.9.0", "transformer-engine-torch": "2.9.0"}}
 FLASH = {"versions": {"flash-attn": "2.8.3"}}
+FOUR: dict[str, Any] = {"backend": "flash_attn_4"}
+FOUR_ON: dict[int, Any] = {
+    number: {"versions": {"flash-attn-4": "4.0.0b36"}, "compute_capability": divmod(number, 10)}
+    for number in (80, 90, 100, 103, 120, 130)
+}
 SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "bf16": ({}, {}, None),
     "fp16": ({"dtype": "float16"}, {}, None),
@@ -66,6 +71,43 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
         "later, this GPU",
     ),
     "flash-attn on the CPU": ({"backend": "flash_attn", "device": "cpu"}, FLASH, "flash_attn runs on cuda, not on cpu"),
+    "flash-attn instead of 4": (
+        {"backend": "flash_attn"},
+        FOUR_ON[90],
+        "set attention_backend: flash_attn_4 and pip install 'roll-batching[flash-attn]'",
+    ),
+    "no flash-attn-4": (
+        FOUR,
+        FOUR_ON[90] | FLASH,
+        "flash-attn-4, which is not installed: install flash-attn-4 4.0 or later, or pip",
+    ),
+    "flash-attn-4 on Hopper": (FOUR | {"head_dim": 256, "has_window": True}, FOUR_ON[90], None),
+    "flash-attn-4 and sinks": (FOUR | {"head_dim": 64, "attention_sinks": True}, FOUR_ON[90], None),
+    "flash-attn-4 and values of MLA": (FOUR | {"head_dim": 192, "value_dim": 128}, FOUR_ON[90], None),
+    "flash-attn-4 on Blackwell": (FOUR | {"head_dim": 128, "has_window": True}, FOUR_ON[103], None),
+    "its widest head on Blackwell": (FOUR | {"head_dim": 256}, FOUR_ON[100], None),
+    "values of MLA on Blackwell": (FOUR | {"head_dim": 192, "value_dim": 128}, FOUR_ON[100], None),
+    "flash-attn-4 on a GeForce": (FOUR, FOUR_ON[120], None),
+    "flash-attn-4 on an A100": (FOUR, FOUR_ON[80], "needs compute capability 9.0 or later, this GPU has 8.0"),
+    "flash-attn-4 on a later GPU": (FOUR, FOUR_ON[130], "has no kernels for compute capability 13.0"),
+    "flash-attn-4 in fp32": (FOUR | {"dtype": "float32"}, FOUR_ON[90], "not in float32"),
+    "flash-attn-4 on the CPU": (FOUR | {"device": "cpu"}, FOUR_ON[90], "flash_attn_4 runs on cuda, not on cpu"),
+    "a head too wide for flash-attn-4": (FOUR | {"head_dim": 512}, FOUR_ON[90], "up to 256 channels"),
+    "wide heads on Blackwell": (FOUR | {"head_dim": 192}, FOUR_ON[100], "not of 192 with values of 192, on compute"),
+    "wide heads on a GeForce": (FOUR | {"head_dim": 192}, FOUR_ON[120], "heads of up to 128 channels"),
+    "odd values": (FOUR | {"head_dim": 96, "value_dim": 60}, FOUR_ON[90], "not of 96 with values of 60"),
+    "windows of wide heads": (
+        FOUR | {"head_dim": 256, "has_window": True},
+        FOUR_ON[100],
+        "no backward pass for sliding windows with heads of 256 channels on compute capability 10.0",
+    ),
+    "sinks of wide heads": (FOUR | {"head_dim": 256, "attention_sinks": True}, FOUR_ON[100], "for attention sinks of"),
+    "sinks on a GeForce": (FOUR | {"attention_sinks": True}, FOUR_ON[120], "for attention sinks of heads of 128"),
+    "sinks of flash-attn": (
+        {"backend": "flash_attn", "attention_sinks": True},
+        FLASH,
+        "set attention_backend: dense, or flash_attn_4",
+    ),
     "TransformerEngine": ({"backend": "transformer_engine", "engine_layers": True}, ENGINE, None),
     "local attention in its layers": ({"engine_layers": True}, ENGINE, None),
     "its attention in local layers": ({"backend": "transformer_engine"}, ENGINE, None),

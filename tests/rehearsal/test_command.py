@@ -83,6 +83,13 @@ def test_a_role_with_its_own_layout_is_refused_by_name(role, capsys):
     assert "A rehearsal does not support that" in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_attention_backend_that_no_rehearsal_counts_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*DEMO, "--no-advice", "actor_train.strategy_args.strategy_config.attention_backend=flash_attn_4"])
+    assert end.value.code == 2
+    assert "flash_attn_4 has kernels that a rehearsal cannot count" in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_invalid_memory_size(capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--gpu-memory", "much"])

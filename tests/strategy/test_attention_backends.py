@@ -79,6 +79,7 @@ LAYOUTS = {
         ("MaskedSoftmax", "masked softmax"),
         ("RotatedByTheModel", "masked softmax behind rotation"),
         ("FlashOnTheCpu", "flash_attn on the CPU"),
+        ("FlashFourOnTheCpu", "flash_attn_4 on the CPU"),
     ],
 )
 def test_a_core_from_outside_equals_the_reference(
@@ -233,7 +234,7 @@ def test_models_of_the_callers_attend_as_they_were_built() -> None:
     [
         (
             "flash",
-            "'flash' is unknown; choose one of auto, varlen, flash_attn, transformer_engine, dense, or write",
+            "'flash' is unknown; choose one of auto, varlen, flash_attn, flash_attn_4, transformer_engine, dense",
         ),
         ("", "'' is unknown"),
         (OWN + "Nothing", "has no 'Nothing'"),
@@ -256,6 +257,7 @@ def test_what_is_no_backend_is_refused(choice: str, says: str) -> None:
         ({"torch": "2.9.1", "flash-attn": "2.8.3"}, "flash_attn"),
         ({"torch": "2.9.1", "flash-attn": "1.0.9"}, "dense"),
         ({"torch": "2.9.1"}, "dense"),
+        ({"torch": "2.9.1", "flash-attn-4": "4.0.0b36"}, "dense"),
     ],
 )
 def test_auto_on_cuda_is_the_first_that_is_installed(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+import types
 from typing import Any
 
 import torch
 
 from roll_batching.modeling.attention.flash import FlashBackend, FlashCore
+from roll_batching.modeling.attention.flash_4 import FlashFourBackend, FlashFourCore
 from roll_batching.packing import AttentionBackend, AttentionRequirements, PackLayout
 from roll_batching.packing.collectives import gather_keys
 
@@ -76,8 +78,25 @@ def flash_attn_varlen_func(
     **others: Any,
 ) -> Any:
     """What flash-attn 2.3 and later say that this function computes, sequence by sequence, on any device."""
-    assert not others and dropout_p == 0.0 and cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
+    assert not others and dropout_p == 0.0 and v.shape[-1] == k.shape[-1]
     assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+    left = window_size[0] if window_size[0] >= 0 else None
+    return _by_sequence(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, left)
+
+
+def _by_sequence(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    scale: float | None,
+    causal: bool,
+    left: int | None,
+    sinks: Any = None,
+) -> Any:
+    """Attention aligned to the last key; `left`: keys before a query's own that it sees, `sinks`: a logit per head."""
+    assert cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32 and scale is not None
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for queries, keys, values in zip(
@@ -86,11 +105,15 @@ def flash_attn_varlen_func(
         v.split(cu_seqlens_k.diff().tolist()),
         strict=True,
     ):
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
         hidden = torch.ones(len(queries), len(keys), dtype=torch.bool).triu(1 + len(keys) - len(queries))
-        if window_size[0] >= 0:  # keys to the left of a query's own, which is the last for the last query
-            hidden |= torch.ones_like(hidden).tril(len(keys) - len(queries) - window_size[0] - 1)
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden & causal, -torch.inf).softmax(-1), values))
+        if left is not None:  # keys to the left of a query's own, which is the last for the last query
+            hidden |= torch.ones_like(hidden).tril(len(keys) - len(queries) - left - 1)
+        scores = scores.masked_fill(hidden & causal, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(queries), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
+        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(outs)
 
 
@@ -108,6 +131,60 @@ class FlashOnTheCpu(FlashBackend):
 
     def build_core(self, rotation: Any, **arguments: Any) -> torch.nn.Module:
         return _FlashOnTheCpu(rotation=rotation, **arguments)
+
+
+def cute_flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    qv: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    gather_kv_indices: Any = None,
+    page_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Any = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    **others: Any,
+) -> tuple[Any, Any]:
+    """What flash-attn-4 4.0.0b36 says that its function computes; parameters in its order, and it returns a pair."""
+    assert not others and qv is min_seqlen_k is seqused_q is seqused_k is gather_kv_indices is page_table is None
+    assert causal and softcap == 0.0 and num_splits == 1 and pack_gqa is None and not deterministic
+    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+    left, right = window_size
+    assert (left is None and right is None) or (left is not None and left >= 0 and right == 0)
+    if learnable_sink is not None:
+        assert learnable_sink.shape == (q.shape[1],)
+    return _by_sequence(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, left, learnable_sink), None
+
+
+class _FlashFourOnTheCpu(FlashFourCore):
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        module: Any = types.ModuleType("flash_attn.cute")
+        module.flash_attn_varlen_func = cute_flash_attn_varlen_func
+        sys.modules.setdefault("flash_attn", types.ModuleType("flash_attn"))
+        sys.modules["flash_attn.cute"] = module
+        super().__init__(*arguments, **keywords)
+
+
+class FlashFourOnTheCpu(FlashFourBackend):
+    """The backend of flash-attn-4 with a stand-in for its function."""
+
+    name = "flash_attn_4 on the CPU"
+    requirements = AttentionRequirements()
+
+    def build_core(self, rotation: Any, **arguments: Any) -> torch.nn.Module:
+        return _FlashFourOnTheCpu(rotation=rotation, **arguments)
 
 
 class OnlyHalf(MaskedSoftmax):

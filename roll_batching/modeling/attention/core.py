@@ -42,6 +42,8 @@ class PackedCore(torch.nn.Module):
     """Whether `attend` reads `window`. If not, layers with a sliding window are refused."""
     applies_sinks = False
     """Whether `attend` reads `softmax_offset`. If not, models with attention sinks are refused."""
+    pads_values = True
+    """Whether `attend` gets values padded to the channels of keys; if not, it takes fewer."""
     metadata_type: type
     """The type of `AttentionBackend.metadata`."""
 
@@ -65,7 +67,7 @@ class PackedCore(torch.nn.Module):
         if self.window is not None and not self.applies_windows:
             raise LayoutError(
                 f"{type(self).__name__} has no sliding windows (TransformerConfig.window_size={config.window_size!r}): "
-                "unset it, or choose the backend dense, varlen or flash_attn"
+                "unset it, or choose the backend dense, varlen, flash_attn or flash_attn_4"
             )
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
@@ -86,7 +88,7 @@ class PackedCore(torch.nn.Module):
         if not self.applies_sinks:
             raise LayoutError(
                 f"{type(self).__name__} has no attention sinks (TransformerConfig.softmax_type='learnable'): choose "
-                "attention_backend: dense"
+                "attention_backend: dense, or flash_attn_4"
             )
         self._tp_group = pg_collection.tp
         heads = config.num_attention_heads // self._tp_group.size()
@@ -118,7 +120,7 @@ class PackedCore(torch.nn.Module):
     def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: Any) -> torch.Tensor:
         """Attention output [tokens / cp, heads * value dim] of local queries [tokens / cp, heads, dim].
 
-        Values with fewer channels than keys have zeros in the channels after them.
+        With `pads_values`, values with fewer channels than keys have zeros in the channels after them.
         """
 
     def forward(
@@ -148,7 +150,7 @@ class PackedCore(torch.nn.Module):
             )
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
-        if value.shape[-1] < key.shape[-1]:  # kernels want one head dimension
+        if self.pads_values and value.shape[-1] < key.shape[-1]:  # most kernels want one head dimension
             value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
         keys: LocalKeys | GatheredKeys = LocalKeys(key, value)
         if params.local_tokens is not None or params.shares_prefixes:

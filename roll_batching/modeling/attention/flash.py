@@ -58,6 +58,8 @@ class FlashBackend(VarlenBackend):
         head_multiple=8,
         compute_capability=(8, 0),
         libraries=(("flash-attn", "2.1"),),
+        instead="set attention_backend: flash_attn_4 and pip install 'roll-batching[flash-attn]', without a compiler, "
+        "or choose another attention_backend",
     )
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
