@@ -13,6 +13,7 @@ It has exactly one of these methods:
 
 Optional:
 
+- `candidates`: with "candidate_log_probs" in `needs`, the name of a next_token field [tokens, k] of token ids;
 - `sums`: names of fields whose totals over the step the loss divides by;
 - `check(batch, micro_batches)`: called before the step with this rank's samples on the host; its errors are raised on
   every rank;
@@ -38,7 +39,9 @@ from roll_batching.samples import SampleBatch
 
 VALUES = "values"
 """What a model with a value head computes, and no other model."""
-NEEDS = frozenset({"log_probs", "entropy", "logits", VALUES})
+CANDIDATES = "candidate_log_probs"
+"""Log-probs of the tokens that a field names at each position."""
+NEEDS = frozenset({"log_probs", "entropy", "logits", VALUES, CANDIDATES})
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class LossSpec:
     needs: frozenset[str]
     masks: tuple[str, ...]
     sums: tuple[str, ...]
+    candidates: str | None
+    """Name of the field of token ids for `candidate_log_probs`."""
     by_sequence: bool
     gather_cp: bool
     check: Callable[[SampleBatch, Sequence[npt.NDArray[np.int64]]], None] | None
@@ -123,6 +128,9 @@ def loss_spec(loss: Any) -> LossSpec:
         raise LossError(f"{name}.needs is {needs!r}: give a non-empty subset of {sorted(NEEDS)}")
     if VALUES in needs and (len(needs) > 1 or methods[0] == "sequence_loss"):
         raise LossError(f"{name}.needs is {sorted(needs)}: a critic has values alone; give {{'values'}} and token_loss")
+    candidates = getattr(loss, "candidates", None) if CANDIDATES in needs else None
+    if CANDIDATES in needs and (not isinstance(candidates, str) or methods[0] == "sequence_loss"):
+        raise LossError(f"{name} needs {CANDIDATES}: give token_loss, and `candidates`, the name of a field of ids")
     masks = getattr(loss, "masks", ("response_mask",))
     sums = getattr(loss, "sums", ())
     for attribute, value in (("masks", masks), ("sums", sums)):
@@ -137,6 +145,7 @@ def loss_spec(loss: Any) -> LossSpec:
         needs=frozenset(needs),
         masks=tuple(masks),
         sums=tuple(sums),
+        candidates=candidates,
         by_sequence=by_sequence,
         gather_cp=bool(getattr(loss, "gather_cp", False)),
         check=getattr(loss, "check", None),

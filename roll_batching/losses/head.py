@@ -104,7 +104,7 @@ class HeadContext:
         if self.temperature_field is not None and pack.samples:
             source = source / self._token_temperatures(self.temperature_field, pack).to(source.dtype)[:, None]
         rows = pack.head_tokens[:0] if idle else pack.head_tokens
-        values, entropies = self._token_log_probs(source, pack, weight, rows, entropy)
+        values, entropies = self._token_log_probs(source, pack.labels, weight, rows, entropy)
         if idle:  # every position is 0: nothing to gather
             zeros = values.new_zeros(len(pack.segment_ids)) + values.sum()
             return zeros, zeros if entropy else None
@@ -112,6 +112,42 @@ class HeadContext:
             return only_counted(self.gather(values, pack), pack), None
         both = only_counted(self.gather(torch.stack([values, entropies], -1), pack), pack)
         return both[:, 0], both[:, 1]
+
+    def candidate_log_probs(
+        self, output: torch.Tensor, pack: PackedBatch, chunk: Any, field: str, *, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log-probs [tokens, 1 + k] of the label and of the tokens in `field`, entropies [tokens]), as `log_probs`."""
+        from roll_batching.losses.candidates import labels_with_candidates
+
+        if self.temperature_field is not None:
+            raise LossError("a temperature for each sample divides log-probs of labels only: the loss reads candidates")
+        source, weight = self._source(output, chunk)
+        labels = labels_with_candidates(pack, field)
+        values, entropies = self._token_log_probs(source, labels, weight, pack.head_tokens, entropy)
+        if entropies is None:
+            return self.gather(values, pack), None
+        both = self.gather(torch.cat([values, entropies[:, None]], 1), pack)
+        return both[:, :-1], both[:, -1]
+
+    def top_log_probs(self, output: torch.Tensor, pack: PackedBatch, chunk: Any, k: int) -> torch.Tensor:
+        """[tokens, 2 k] in pack order: log-probs of the `k` most likely tokens, and their ids, exact below 2^24."""
+        from roll_batching.losses.candidates import top_log_probs
+
+        source, weight = self._source(output, chunk)
+        size = self.layout.tp_size * (source if weight is None else weight).shape[-1 if weight is None else 0]
+        log_probs, ids = top_log_probs(
+            source,
+            k,
+            weight=weight,
+            rows=pack.head_tokens if pack.samples else pack.head_tokens[:0],
+            vocab_size=self.vocab_size or size,
+            temperature=self.temperature,
+            tp_group=self.layout.tp_group,
+        )
+        both = torch.cat([log_probs, ids.to(log_probs.dtype)], 1)
+        if not pack.samples:  # a filler
+            return both.new_zeros(len(pack.segment_ids), 2 * k)
+        return only_counted(self.gather(both, pack), pack)
 
     def logits(self, output: torch.Tensor, chunk: Any) -> torch.Tensor:
         """Logits of this rank's positions after temperature, [tokens / cp, vocabulary / tp], with gradient.
@@ -139,7 +175,7 @@ class HeadContext:
 
         Local positions are those of the pack, where shared ones are once.
         """
-        values, entropies = self._token_log_probs(logits, pack, None, pack.head_tokens, True, temperature=1.0)
+        values, entropies = self._token_log_probs(logits, pack.labels, None, pack.head_tokens, True, temperature=1.0)
         assert entropies is not None  # requested above
         if not gather_cp:
             return values, entropies
@@ -157,7 +193,7 @@ class HeadContext:
     def _token_log_probs(
         self,
         source: torch.Tensor,
-        pack: PackedBatch,
+        labels: torch.Tensor,
         weight: torch.Tensor | None,
         rows: torch.Tensor,
         entropy: bool,
@@ -165,7 +201,7 @@ class HeadContext:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return token_log_probs(
             source,
-            pack.labels,
+            labels,
             weight=weight,
             rows=rows,
             vocab_size=self.vocab_size,

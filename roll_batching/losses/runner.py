@@ -86,7 +86,8 @@ class MicroBatchRecord:
         """Records, in backward, the samples with a non-finite gradient at a counted position."""
 
         def record_nonfinite(gradient: torch.Tensor) -> None:
-            bad = ~torch.isfinite(gradient) & torch.stack(list(pack.masks.values())).any(0)
+            bad = (~torch.isfinite(gradient)).flatten(1).any(1) if gradient.dim() > 1 else ~torch.isfinite(gradient)
+            bad &= torch.stack(list(pack.masks.values())).any(0)
             count = torch.zeros(len(pack.layout.unshared.segments), dtype=torch.int32, device=bad.device)
             self._bad = count.index_add_(0, pack.segment_ids, bad.int())[: pack.samples] > 0
 
@@ -172,8 +173,13 @@ class LossRunner:
     def _by_token(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
-        needs, log_probs, entropy, logits, values = self._spec.needs, None, None, None, None
-        if needs & {"log_probs", "entropy"}:
+        needs, log_probs, entropy, logits, values, several = self._spec.needs, None, None, None, None, None
+        if self._spec.candidates is not None:
+            several, entropy = self._head.candidate_log_probs(
+                output, pack, chunk, self._spec.candidates, entropy="entropy" in needs
+            )
+            log_probs = several[:, 0]
+        elif needs & {"log_probs", "entropy"}:
             log_probs, entropy = self._head.log_probs(output, pack, chunk, entropy="entropy" in needs)
         if "logits" in needs:
             logits = self._head.gather(self._head.logits(output, chunk), pack)
@@ -186,16 +192,18 @@ class LossRunner:
             entropy=entropy,
             logits=logits,
             values=values,
+            candidate_log_probs=None if several is None else several[:, 1:],
         )
 
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:
             result = self._loss.token_loss(view)
             loss = self._checked(result, output)
             record = MicroBatchRecord(loss, dict(result.metrics), pack.ids, is_counted=self._counts_pack(pack))
-            record.watch(log_probs if values is None else values, pack)
+            watched = log_probs if several is None else several
+            record.watch(watched if values is None else values, pack)
             return loss, record
 
-        return self._guarded(call, pack, (log_probs, entropy, logits, values))
+        return self._guarded(call, pack, (several, log_probs, entropy, logits, values))
 
     def _by_sequence(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any

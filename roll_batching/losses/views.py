@@ -85,8 +85,10 @@ class TokenView(View):
         entropy: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
+        candidate_log_probs: torch.Tensor | None = None,
     ) -> None:
         super().__init__(pack, counts)
+        self._candidate_log_probs = candidate_log_probs
         self._log_probs, self._entropy, self._logits, self._values = log_probs, entropy, logits, values
         self.segment_ids = pack.segment_ids
         """[tokens] int64: index of each position's sample; `samples` and above are filler."""
@@ -115,6 +117,11 @@ class TokenView(View):
     def values(self) -> torch.Tensor:
         """[tokens] fp32 value that a critic gives the text up to each position; 0 where no mask counts."""
         return self._needed("values", self._values)
+
+    @property
+    def candidate_log_probs(self) -> torch.Tensor:
+        """[tokens, k] fp32 log-probs of the tokens in the loss's field `candidates`; 0 where no mask counts."""
+        return self._needed("candidate_log_probs", self._candidate_log_probs)
 
     @property
     def input_ids(self) -> torch.Tensor:

@@ -10,9 +10,10 @@ Per row, with x the logits after temperature, m a bound and z = sum exp(x - m):
 log p(label) = x[label] - m - log z, entropy = log z - sum exp(x - m) (x - m) / z, and
 d x = d_log_prob * (onehot - p) - d_entropy * p * (log p + entropy).
 Tiles, and then vocabulary shards, are joined by their (m, z, sum exp(x - m)(x - m), x[label]), over shards with two
-small all-reduces. Padded vocabulary columns never count.
+small all-reduces. Padded vocabulary columns never count. A row may have several labels, each with its log-prob.
 
-On CUDA everything after a tile's matrix product is one kernel (`tile_kernels`), and given logits are a single tile.
+On CUDA everything after a tile's matrix product is one kernel (`tile_kernels`) where rows have one label, and given
+logits are a single tile.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ speed (measured on an H100 with 1,795 columns, cuBLAS 13.0)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Logits:
+class TiledLogits:
     """The matrix of logits by tiles, and the label columns of this vocabulary shard."""
 
     source: torch.Tensor
@@ -45,7 +46,7 @@ class _Logits:
     columns: int
     """Real vocabulary columns on this rank."""
     column: torch.Tensor
-    """[rows] the label's column relative to this rank's first one; may be out of range."""
+    """[rows, labels] the labels' columns relative to this rank's first one; may be out of range."""
     temperature: float
     tile: tuple[int, int]
     """Rows and columns of a tile."""
@@ -62,9 +63,11 @@ class _Logits:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the computation: fp32, or fp64 for fp64 sources."""
         return torch.float64 if self.source.dtype is torch.float64 else torch.float32
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of each tile."""
         count = len(self.column)
         for row in range(0, count, self.tile[0]):
             for column in range(0, self.columns, self.tile[1]):
@@ -94,20 +97,22 @@ class _Logits:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def labels_in(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """([n, 1] the label's column in the tile, clamped; [n] whether it is in the tile)."""
+        """([n, labels] the labels' columns in the tile, clamped; [n, labels] whether they are in the tile)."""
         place = self.column[rows] - columns.start
         width = columns.stop - columns.start
-        return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
+        return place.clamp(0, width - 1), (place >= 0) & (place < width)
 
 
-def _shaped(buffer: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+def shaped(buffer: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+    """The part of `buffer` that holds a tile of this size."""
     shape = rows.stop - rows.start, columns.stop - columns.start
     return buffer[: shape[0] * shape[1]].view(shape)
 
 
-def _statistics(logits: _Logits, want_entropy: bool, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-prob of the label, log-sum-exp, entropy), each [rows]; entropy is 0 unless `want_entropy`."""
-    total, moment, target = logits.source.new_zeros(3, len(logits.column), dtype=logits.dtype).unbind(0)
+def _statistics(logits: TiledLogits, want_entropy: bool, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-probs of the labels [rows, labels], log-sum-exp, entropy [rows]); entropy is 0 unless `want_entropy`."""
+    total, moment = logits.source.new_zeros(2, len(logits.column), dtype=logits.dtype).unbind(0)
+    target = logits.source.new_zeros(logits.column.shape, dtype=logits.dtype)
     # The lowest bound, so that a shard without real columns contributes nothing.
     top = torch.full_like(total, torch.finfo(torch.float32).min / 4)
     kernels = logits.kernels
@@ -115,15 +120,15 @@ def _statistics(logits: _Logits, want_entropy: bool, group: Any) -> tuple[torch.
     for rows, columns in logits.tiles():
         if kernels is not None:
             tile, index = logits.computed(rows, columns)
-            running = top[rows], total[rows], moment[rows], target[rows]
-            kernels.accumulate_tile(tile, index, logits.column[rows] - columns.start, *running, logits.temperature)
+            running = top[rows], total[rows], moment[rows], target[rows, 0]
+            kernels.accumulate_tile(tile, index, logits.column[rows, 0] - columns.start, *running, logits.temperature)
             continue
-        x = logits.load(rows, columns, _shaped(x_buffer, rows, columns))
+        x = logits.load(rows, columns, shaped(x_buffer, rows, columns))
         place, inside = logits.labels_in(rows, columns)
-        target[rows] += x.gather(1, place)[:, 0] * inside
+        target[rows] += x.gather(1, place) * inside
         bound = torch.maximum(top[rows], x.amax(-1))
         x.sub_(bound[:, None])
-        e = torch.exp(x, out=_shaped(e_buffer, rows, columns))
+        e = torch.exp(x, out=shaped(e_buffer, rows, columns))
         shift = top[rows] - bound
         scale = shift.exp()
         if want_entropy:
@@ -137,16 +142,17 @@ def _statistics(logits: _Logits, want_entropy: bool, group: Any) -> tuple[torch.
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         shift = top - peak
         scale = shift.exp()
-        joined = torch.stack([total * scale, scale * (moment + shift * total), target])
+        parts = torch.stack([total * scale, scale * (moment + shift * total)], 1)
+        joined = torch.cat([parts, target], 1)
         dist.all_reduce(joined, group=group)
-        top, (total, moment, target) = peak, joined.unbind(0)
+        top, total, moment, target = peak, joined[:, 0], joined[:, 1], joined[:, 2:]
     log_total = total.log()
     lse = top + log_total
-    return target - lse, lse, log_total - moment / total if want_entropy else torch.zeros_like(lse)
+    return target - lse[:, None], lse, log_total - moment / total if want_entropy else torch.zeros_like(lse)
 
 
 def _gradient(
-    logits: _Logits,
+    logits: TiledLogits,
     rows: slice,
     columns: slice,
     x: torch.Tensor,
@@ -156,21 +162,22 @@ def _gradient(
     """The gradient of a tile of logits before temperature, computed in `x`."""
     lse, entropy, d_log_prob, d_entropy = saved
     log_p = logits.load(rows, columns, x).sub_(lse[rows, None])
+    upstream = d_log_prob[rows].sum(1)
     if d_entropy is None or p_buffer is None:
-        gradient = log_p.exp_().mul_(-d_log_prob[rows, None])
+        gradient = log_p.exp_().mul_(-upstream[:, None])
     else:
-        p = torch.exp(log_p, out=_shaped(p_buffer, rows, columns))
+        p = torch.exp(log_p, out=shaped(p_buffer, rows, columns))
         # -p * (d_log_prob + d_entropy * (log p + entropy)) = p * (scale * log p + offset)
         scale = -d_entropy[rows]
-        offset = scale * entropy[rows] - d_log_prob[rows]
+        offset = scale * entropy[rows] - upstream
         gradient = torch.addcmul(offset[:, None], log_p, scale[:, None], out=log_p).mul_(p)
     place, inside = logits.labels_in(rows, columns)
-    gradient.scatter_add_(1, place, (d_log_prob[rows] * inside)[:, None])
+    gradient.scatter_add_(1, place, d_log_prob[rows] * inside)
     return gradient if logits.temperature == 1.0 else gradient.div_(logits.temperature)
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """(log-prob, entropy) per row from logits, or from hidden states and the head's weight."""
+    """(log-probs of labels, entropy) per row from logits, or from hidden states and the head's weight."""
 
     @staticmethod
     def forward(
@@ -189,8 +196,9 @@ class _TokenLogProbs(torch.autograd.Function):
         first = shard * (group.rank() if group is not None else 0)
         columns = min(max(vocab_size - first, 0), shard)
         column = labels - first
-        ctx.options = {"columns": columns, "temperature": temperature, "tile": tile, "kernels": _kernels(source)}
-        logits = _Logits(source=source, weight=weight, index=index, column=column, **ctx.options)
+        ctx.options = {"columns": columns, "temperature": temperature, "tile": tile}
+        ctx.options["kernels"] = _kernels(source) if labels.shape[1] == 1 else None
+        logits = TiledLogits(source=source, weight=weight, index=index, column=column, **ctx.options)
         log_prob, lse, entropy = _statistics(logits, want_entropy, group)
         ctx.save_for_backward(source, weight, index, column, lse, entropy)
         ctx.set_materialize_grads(False)
@@ -201,9 +209,9 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         source, weight, index, column, lse, entropy = ctx.saved_tensors
-        logits = _Logits(source=source, weight=weight, index=index, column=column, **ctx.options)
+        logits = TiledLogits(source=source, weight=weight, index=index, column=column, **ctx.options)
         d_log_prob, d_entropy = grads
-        d_log_prob = torch.zeros_like(lse) if d_log_prob is None else d_log_prob.contiguous()
+        d_log_prob = lse.new_zeros(column.shape) if d_log_prob is None else d_log_prob.contiguous()
         d_entropy = None if d_entropy is None else d_entropy.contiguous()
         saved = lse, entropy, d_log_prob, d_entropy
         if weight is None:
@@ -211,7 +219,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return *_backward_hidden(logits, saved, weight), *[None] * 7
 
 
-def _backward_logits(logits: _Logits, saved: Any) -> torch.Tensor:
+def _backward_logits(logits: TiledLogits, saved: Any) -> torch.Tensor:
     every_row = logits.index is None
     d_source = torch.empty_like(logits.source) if every_row else torch.zeros_like(logits.source)
     d_source[:, logits.columns :] = 0
@@ -226,7 +234,7 @@ def _backward_logits(logits: _Logits, saved: Any) -> torch.Tensor:
     x_buffer = logits.buffer()
     p_buffer = None if saved[3] is None else logits.buffer()
     for rows, columns in logits.tiles():
-        x = d_source[rows, columns] if in_place else _shaped(x_buffer, rows, columns)
+        x = d_source[rows, columns] if in_place else shaped(x_buffer, rows, columns)
         gradient = _gradient(logits, rows, columns, x, p_buffer, saved)
         if logits.index is not None:
             d_source[:, columns].index_copy_(0, logits.index[rows], gradient.to(d_source.dtype))
@@ -235,7 +243,7 @@ def _backward_logits(logits: _Logits, saved: Any) -> torch.Tensor:
     return d_source
 
 
-def _backward_hidden(logits: _Logits, saved: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward_hidden(logits: TiledLogits, saved: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     source = logits.source
     d_rows = torch.zeros(source.shape, dtype=logits.dtype, device=source.device)
     d_weight = torch.empty_like(weight)
@@ -248,7 +256,7 @@ def _backward_hidden(logits: _Logits, saved: Any, weight: torch.Tensor) -> tuple
             gradient, _ = logits.computed(rows, columns)
             _kernel_gradient(logits, rows, columns, gradient, None, gradient, saved)
         else:
-            gradient = _gradient(logits, rows, columns, _shaped(x_buffer, rows, columns), p_buffer, saved)
+            gradient = _gradient(logits, rows, columns, shaped(x_buffer, rows, columns), p_buffer, saved)
             gradient = gradient.to(source.dtype)
         torch.mm(gradient.t(), source, out=d_weight[columns])
         if d_rows.dtype == source.dtype:
@@ -259,7 +267,7 @@ def _backward_hidden(logits: _Logits, saved: Any, weight: torch.Tensor) -> tuple
 
 
 def _kernel_gradient(
-    logits: _Logits,
+    logits: TiledLogits,
     rows: slice,
     columns: slice,
     tile: torch.Tensor,
@@ -270,9 +278,9 @@ def _kernel_gradient(
     """`_gradient` by a Triton kernel, from a computed tile into `out`."""
     lse, entropy, d_log_prob, d_entropy = saved
     of_entropy = None if d_entropy is None else d_entropy[rows]
-    place = logits.column[rows] - columns.start
+    place = logits.column[rows, 0] - columns.start
     logits.kernels.tile_gradient(
-        tile, out, index, place, lse[rows], entropy[rows], d_log_prob[rows], of_entropy, logits.temperature
+        tile, out, index, place, lse[rows], entropy[rows], d_log_prob[rows, 0], of_entropy, logits.temperature
     )
 
 
@@ -292,7 +300,7 @@ def _kernels(source: torch.Tensor) -> Any:
     return _tile_kernels() if fits else None
 
 
-def _tile(count: int, columns: int, source: torch.Tensor, *, deferred: bool, chunk: int | None) -> tuple[int, int]:
+def tile_shape(count: int, columns: int, source: torch.Tensor, *, deferred: bool, chunk: int | None) -> tuple[int, int]:
     """Rows and columns of a tile: all columns for given logits, all rows for a deferred head."""
     numbers = TILE_BYTES.get(source.device.type, TILE_BYTES["cuda"]) // 4
     if deferred:
@@ -315,12 +323,12 @@ def token_log_probs(
     tp_group: Any = None,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each row's label, and on request the entropy of its distribution.
+    """Log-probability of each row's label or labels, and on request the entropy of its distribution.
 
     Args:
         source: logits [n, vocabulary / tp], or with `weight` hidden states [n, hidden] (not sharded; see
             `modeling.head.head_input` for the mapping that sums their gradients over TP).
-        labels: [n] int64 token ids.
+        labels: [n] int64 token ids, or [n, labels].
         weight: [vocabulary / tp, hidden] of the head, when `source` holds hidden states.
         rows: int64 indices of the rows to compute; the others are 0 without gradient. If empty, the head still runs on
             one row with a gradient of 0, so that every parameter gets a gradient.
@@ -332,12 +340,13 @@ def token_log_probs(
             `TILE_BYTES`.
 
     Returns:
-        log-probs [n] and entropies [n] or None, in fp32 (fp64 for fp64 sources).
+        log-probs, of the shape of `labels`, and entropies [n] or None, in fp32 (fp64 for fp64 sources).
     """
     size = tp_group.size() if tp_group is not None else 1
     shard = source.shape[-1] if weight is None else weight.shape[0]
     real = shard * size if vocab_size is None else vocab_size
-    count, idle, index = source.shape[0], False, None
+    count, idle, index, single = source.shape[0], False, None, labels.dim() == 1
+    labels = labels[:, None] if single else labels
     if rows is not None:
         idle = rows.numel() == 0
         rows = rows.new_zeros(1) if idle else rows
@@ -346,13 +355,13 @@ def token_log_probs(
             index = rows  # selected per tile: a copy of all rows would be as large as the logits
         else:
             source = source.index_select(0, rows)
-    tile = _tile(len(labels), shard, source, deferred=weight is not None, chunk=chunk)
+    tile = tile_shape(len(labels), shard, source, deferred=weight is not None, chunk=chunk)
     log_probs, entropies = _TokenLogProbs.apply(
         source, weight, index, labels, real, temperature, entropy, tp_group, tile
     )
     if idle:
         log_probs, entropies = (torch.nan_to_num(x, 0.0, 0.0, 0.0) * 0 for x in (log_probs, entropies))
     if rows is not None:
-        log_probs = log_probs.new_zeros(count).index_put((rows,), log_probs)
+        log_probs = log_probs.new_zeros(count, labels.shape[1]).index_put((rows,), log_probs)
         entropies = entropies.new_zeros(count).index_put((rows,), entropies) if entropy else entropies
-    return log_probs, entropies if entropy else None
+    return log_probs[:, 0] if single else log_probs, entropies if entropy else None

@@ -21,6 +21,7 @@ PASSES_OF_ROLES: dict[str, tuple[Pass, ...]] = {
     "actor_infer": (),
     "reference": ("infer",),
     "critic": ("train", "infer"),
+    "teacher": ("infer",),
 }
 """The planned passes of each role; rollouts are decoded, without a plan."""
 

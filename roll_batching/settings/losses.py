@@ -284,3 +284,50 @@ class KTOSettings:
                 f"beta {self.beta}, desirable_weight {self.desirable_weight}, undesirable_weight "
                 f"{self.undesirable_weight}: give beta above 0 and weights from 0"
             )
+
+
+DistillObjective = Literal[
+    "forward_kl",
+    "reverse_kl",
+    "mixed_kl",
+    "js_divergence",
+    "skewed_forward_kl",
+    "skewed_reverse_kl",
+    "adaptive_kl",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+    """Settings of distillation. All have keys of the job."""
+
+    objective: DistillObjective = "forward_kl"
+    temperature: float = 1.0
+    """Divides the log-probs of the teacher and the student."""
+    weight: float = 1.0
+    """Weight of the divergence; the rest is that of the tokens' negative log-likelihood."""
+    mixed_weight: float = 0.5
+    """mixed_kl: weight of the forward divergence."""
+    skew: float = 0.1
+    """Skewed divergences: the other distribution's share of the mixture."""
+    adaptive_share: float = 0.5
+    """adaptive_kl: probability of the teacher's tail."""
+    zero_outside_topk: bool = False
+    """Compare the student's distribution over the whole vocabulary; the teacher has about 0 outside its k tokens."""
+    aggregation: Aggregation = "token_mean"
+
+    def __post_init__(self) -> None:
+        _check_choice("objective", self.objective, DistillObjective)
+        if not 0 < self.temperature < float("inf"):
+            raise LossError(f"temperature is {self.temperature}: give a finite number above 0")
+        for name in ("weight", "mixed_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise LossError(f"{name} is {getattr(self, name)}: give a number from 0 to 1")
+        for name in ("skew", "adaptive_share"):
+            if not 0 < getattr(self, name) < 1:
+                raise LossError(f"{name} is {getattr(self, name)}: give a number between 0 and 1")
+        if self.zero_outside_topk and self.objective not in ("forward_kl", "reverse_kl", "mixed_kl"):
+            raise LossError(f"zero_outside_topk is for forward_kl, reverse_kl and mixed_kl, not {self.objective}")
+        if self.zero_outside_topk and self.temperature != 1:
+            raise LossError(f"zero_outside_topk has no temperature, which is {self.temperature}: set it to 1")
+        check_aggregation(self.aggregation)

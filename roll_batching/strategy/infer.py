@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -286,16 +286,17 @@ class MegatronInferStrategy(ModelIOMixin):
             facts.equal("needs and masks", (names, masks))
             packs = self._pack(facts, local, plan, masks)
         head = self._head()
+        results = self._collect(plan, packs, lambda *output: head.results(*output, names))
+        return self._require_finite(share_outputs(self.state, local, plan, packs, results, names))
+
+    def _collect(self, plan: Plan, packs: Packs, compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """What `compute` makes of (output, pack, chunk) of each micro-batch, on the last stage, without gradient."""
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
-            def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-                return head.results(output, pack, chunk, names)
-
-            return collect
+            return lambda output, non_loss_data=True: compute(output, pack, chunk)
 
         with torch.no_grad(), self._evaluating():
-            results = self._run(plan, packs, bind, forward_only=True, collect=True)
-        return self._require_finite(share_outputs(self.state, local, plan, packs, results, names))
+            return self._run(plan, packs, bind, forward_only=True, collect=True)
 
     def compute_log_probs(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None) -> SampleBatch:
         """Log-probs of all tokens given the tokens before them; see `forward`."""

@@ -172,12 +172,20 @@ def share_outputs(
 
     Only the last stage has them; all ranks of the replica return them.
     """
+    outputs = share_columns(state, local, plan, packs, results, len(names))
+    fields = {name: outputs[:, i].contiguous() for i, name in enumerate(names)}
+    return SampleBatch(local.ids, local.lengths, fields, dict.fromkeys(names, FieldSpec("next_token")))
+
+
+def share_columns(
+    state: ModelState, local: SampleBatch, plan: Plan, packs: Packs, results: Sequence[torch.Tensor], columns: int
+) -> torch.Tensor:
+    """Outputs of a forward pass, [tokens, columns] per pack, in the order of `local`, on the host. Collective."""
     layout = state.layout
-    outputs = torch.zeros(local.num_tokens, len(names), dtype=state.result_dtype, device=layout.device)
+    outputs = torch.zeros(local.num_tokens, columns, dtype=state.result_dtype, device=layout.device)
     if layout.is_last_stage and len(local):
         outputs = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank).to(outputs.dtype)
     if layout.pp_size > 1:
         last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
         dist.broadcast(outputs, last, group=layout.pp_group)
-    fields = {name: outputs[:, i].contiguous().cpu() for i, name in enumerate(names)}
-    return SampleBatch(local.ids, local.lengths, fields, dict.fromkeys(names, FieldSpec("next_token")))
+    return outputs.cpu()

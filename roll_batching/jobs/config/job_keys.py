@@ -12,6 +12,7 @@ from pydantic import field_validator, model_validator
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.async_keys import AsyncKeys
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
+from roll_batching.jobs.config.distill_keys import DistillKeys
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
 from roll_batching.jobs.config.rollout_keys import RolloutKeys
@@ -23,9 +24,11 @@ from roll_batching.settings.training import TrainingArgs
 
 TRACKERS = ("wandb", "swanlab")
 """Trackers that can receive the metrics."""
-ROLES = ("actor_train", "actor_infer", "reference", "critic")
-Task = Literal["grpo", "sft", "dpo"]
+ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
+Task = Literal["grpo", "distill", "sft", "dpo"]
 """Kinds of jobs."""
+SUPERVISED_TASKS = ("sft", "dpo")
+"""Tasks that train on texts or pairs from a file, without rollouts."""
 _LONGEST_NAME = 255
 """Most bytes of a folder name."""
 
@@ -94,12 +97,13 @@ class WarmupConfig(Settings):
         return self.training_args.model_copy(update={"max_steps": steps})
 
 
-class JobKeys(ObjectiveKeys, RewardKeys, RolloutKeys, AsyncKeys):
+class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RolloutKeys, AsyncKeys):
     """The keys of a job."""
 
     task: Task = setting(
         "grpo",
-        help="grpo: reinforcement learning, after an optional supervised warm-up. sft: supervised fine-tuning. dpo: "
+        help="grpo: reinforcement learning, after an optional supervised warm-up. distill: the student samples, and "
+        "learns a teacher's distributions over its tokens (docs/distillation.md). sft: supervised fine-tuning. dpo: "
         "training on pairs of a better and a worse answer. `roll-batching sft` and `roll-batching dpo` set it where "
         "the file does not.",
     )
@@ -227,6 +231,12 @@ class JobKeys(ObjectiveKeys, RewardKeys, RolloutKeys, AsyncKeys):
         "optimizer and batching; it shares the devices and the parallel sizes of actor_train. Default: none.",
     )
 
+    teacher: WorkerConfig | None = setting(
+        None,
+        help="The teacher of distillation: a frozen model directory (model_args.model_name_or_path) with the student's "
+        "vocabulary, and its own batching and parallel sizes on actor_train's devices. Default: none.",
+    )
+
     @field_validator("exp_name")
     @classmethod
     def _is_one_folder(cls, name: str) -> str:
@@ -266,7 +276,7 @@ class JobKeys(ObjectiveKeys, RewardKeys, RolloutKeys, AsyncKeys):
     @property
     def logprob_temperature(self) -> float:
         """Temperature of the log-probs that the loss reads."""
-        if self.task != "grpo":
+        if self.task != "grpo":  # kd_temperature divides the log-probs of distillation
             return 1.0
         return self.actor_train.logprob_temperature or self.actor_infer.generating_args.temperature
 

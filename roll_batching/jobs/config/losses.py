@@ -9,6 +9,7 @@ from roll_batching.registry import Entry, Registry
 from roll_batching.settings.fields import Settings
 from roll_batching.settings.losses import (
     ClipCovSettings,
+    DistillSettings,
     DPOSettings,
     KlCovSettings,
     KTOSettings,
@@ -126,6 +127,23 @@ LOSSES: Registry[Loss] = Registry(
         summary="negative log-likelihood of the response tokens",
         reads=("response_mask",),
         settings=loss_args_section(SFTSettings),
+    ),
+    Loss(
+        name="distill",
+        target="roll_batching.losses.distillation:DistillLoss",
+        summary="divergence from a teacher over its most likely tokens (docs/distillation.md)",
+        reads=("response_mask", "teacher_log_probs", "teacher_ids"),
+        settings=loss_args_section(DistillSettings),
+        keys={
+            "objective": "kd_objective",
+            "temperature": "kd_temperature",
+            "weight": "distill_loss_weight",
+            "mixed_weight": "mixed_kl_weight",
+            "skew": "skew_lambda",
+            "adaptive_share": "adaptive_kl_alpha",
+            "zero_outside_topk": "zero_outside_topk",
+            "aggregation": "loss_agg_mode",
+        },
     ),
     Loss(
         name="dpo",

@@ -12,6 +12,7 @@ from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem, n
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.losses import LOSSES, Loss
 from roll_batching.jobs.config.supervised import FIELDS, supervised
+from roll_batching.jobs.config.teacher_rules import teacher_notices
 
 KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "clip_low": ("pg_clip", "use_pg_clip_range", "pg_clip_low"),
@@ -22,6 +23,13 @@ KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "kl_bound": ("kl_loss_bound",),
     "entropy_coef": ("entropy_loss_coef",),
     "aggregation": ("loss_agg_mode", "loss_agg_length"),
+    "objective": ("kd_objective", "logits_topk", "teacher_temperature"),
+    "temperature": ("kd_temperature",),
+    "weight": ("distill_loss_weight",),
+    "mixed_weight": ("mixed_kl_weight",),
+    "skew": ("skew_lambda",),
+    "adaptive_share": ("adaptive_kl_alpha",),
+    "zero_outside_topk": ("zero_outside_topk",),
 }
 """By field of a registered loss, the keys of the job that set it."""
 LOSS_KEYS = tuple(dict.fromkeys(key for keys in KEYS_OF_FIELDS.values() for key in keys))
@@ -51,6 +59,13 @@ def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
         "kl_bound": job.kl_loss_bound,
         "entropy_coef": job.entropy_loss_coef,
         "aggregation": AGGREGATIONS[job.loss_agg_mode],
+        "objective": job.kd_objective,
+        "temperature": job.kd_temperature,
+        "weight": job.distill_loss_weight,
+        "mixed_weight": job.mixed_kl_weight,
+        "skew": job.skew_lambda,
+        "adaptive_share": job.adaptive_kl_alpha,
+        "zero_outside_topk": job.zero_outside_topk,
     }
     return {name: values[name] for name in loss.keys} | own
 
@@ -152,6 +167,7 @@ def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
         if key in given and key not in read:
             yield no_effect((key,), f"{name} does not read it; its own settings go into loss_args")
     yield from _unread_loss_args(job, read)
+    yield from teacher_notices(job)
     unread_reference = _unread_reference(job)
     if job.reference is not None and unread_reference is not None:
         yield Notice(("reference",), f"is not built: {unread_reference}", kind=NoticeKind.NOT_BUILT)
@@ -163,7 +179,7 @@ def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
             yield no_effect((key,), "add_token_level_kl is false")
     if "kl_horizon" in given and job.add_token_level_kl and job.target_kl is None:
         yield no_effect(("kl_horizon",), "without target_kl the weight is fixed")
-    if loss is not None and "advantages" not in loss.reads:
+    if loss is not None and "advantages" not in loss.reads and job.task != "distill":
         yield Notice(("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing")
     yield from critic_notices(job, given)
     yield from _unread_norms(job, given)

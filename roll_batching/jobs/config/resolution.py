@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll_batching.jobs.config.async_rules import logprob_plan_of
-from roll_batching.jobs.config.job_keys import JobKeys, TokenizerConfig
+from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys, TokenizerConfig
 from roll_batching.jobs.config.objective_rules import reward_norm_of
 from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import ValidationConfig, WorkerConfig
@@ -21,11 +21,12 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     if job.stream is not None:
         train = _batched_by_stream(train, job.stream)
     train = _derive_batching(train, sequence_length, train.training_args.per_device_train_batch_size)
-    if job.task != "grpo" and "response" not in train.data_args.model_fields_set:
+    supervised = job.task in SUPERVISED_TASKS
+    if supervised and "response" not in train.data_args.model_fields_set:
         train = _update(train, "data_args", response="response")
     if job.max_grad_norm is not None and "max_grad_norm" not in train.training_args.model_fields_set:
         train = _update(train, "training_args", max_grad_norm=job.max_grad_norm)
-    plan = logprob_plan_of(job) if job.task == "grpo" else "none"  # SFT and DPO have no old policy
+    plan = logprob_plan_of(job) if job.task == "grpo" else "none"  # the other tasks have no old policy
     train = train.model_copy(update={"logprob_plan": plan})
     infer = _inherit(_derive_batching(job.actor_infer, sequence_length, job.actor_infer.infer_batch_size), train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
@@ -43,8 +44,12 @@ def resolve(job: JobKeys) -> dict[str, Any]:
         fields["reference"] = _inherit(_derive_batching(reference, sequence_length, reference.infer_batch_size), train)
     if job.critic is not None:
         fields["critic"] = _critic(job, train, sequence_length)
+    if job.teacher is not None:
+        fields["teacher"] = _teacher(job, train, sequence_length)
     if job.stream is not None and job.stream.max_num_steps is not None:
         fields["max_steps"] = job.stream.max_num_steps
+    if job.task == "distill" and "adv_estimator" not in job.model_fields_set:
+        fields["adv_estimator"] = "reinforce"  # rewards are measured alone, without groups
     if job.task != "grpo" and "loss_function" not in job.model_fields_set:
         fields["loss_function"] = job.task
     if train.model_args.model_name_or_path is not None:
@@ -62,6 +67,16 @@ def _critic(job: JobKeys, train: WorkerConfig, sequence_length: int | None) -> W
     if "value_head" in critic.model_args.model_fields_set:  # false is reported by critic_rules
         return critic
     return _update(critic, "model_args", value_head=True)
+
+
+def _teacher(job: JobKeys, train: WorkerConfig, sequence_length: int | None) -> WorkerConfig:
+    """The teacher: its own model and batching, actor_train's layout and devices where it gives none."""
+    assert job.teacher is not None
+    teacher = _derive_batching(job.teacher, sequence_length, job.teacher.infer_batch_size)
+    own = {key: getattr(teacher.model_args, key) for key in ("model_name_or_path", "family", "architecture")}
+    if "dtype" not in teacher.model_args.model_fields_set:
+        teacher = _update(teacher, "model_args", dtype=train.model_args.dtype)
+    return _update(_inherit(teacher, train), "model_args", **own)
 
 
 def _validation(job: JobKeys, infer: WorkerConfig) -> ValidationConfig:
@@ -91,7 +106,7 @@ def _default_tokenizer(tokenizer: TokenizerConfig, model: str) -> TokenizerConfi
 def _lengths(job: JobKeys) -> dict[str, int | None]:
     """Limits of prompt, response and sequence in tokens, each derived from the others."""
     response, longest = job.response_length, job.sequence_length
-    if job.task != "grpo" and longest is not None:
+    if job.task in SUPERVISED_TASKS and longest is not None:
         # `generate` samples from the trained model, and needs limits of prompt and response.
         prompt = job.prompt_length if "prompt_length" in job.model_fields_set else longest
         return {"prompt_length": prompt, "response_length": response or longest, "sequence_length": longest}

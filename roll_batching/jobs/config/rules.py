@@ -26,6 +26,7 @@ from roll_batching.jobs.config.rewards import reward_problems, share_problems
 from roll_batching.jobs.config.rollout_keys import rollout_problems
 from roll_batching.jobs.config.stream_rules import stream_problems
 from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
+from roll_batching.jobs.config.teacher_rules import missing_for_distillation, teacher_problems
 from roll_batching.jobs.config.withheld import withheld_problems
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
@@ -46,6 +47,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
             problems += _batching(name, role)
     problems += layout_problems("actor_train", job.actor_train)
     problems += critic_problems(job)
+    problems += teacher_problems(job)
     problems += model_problems(job)
     problems += _roles(job)
     problems += device_problems(job)
@@ -176,12 +178,13 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
             text += "process; leave it out, or give actor_infer other devices (actor_infer.device_mapping)"
             for key in different:
                 yield Problem((name, "strategy_args", "strategy_config", key), text)
-        elif not separate:  # device_rules checks the others
+        elif not separate and name != "teacher":  # device_rules checks the others, teacher_rules the teacher
             if different or role.model_args.architecture != job.actor_train.model_args.architecture:
                 yield from size_problems(name, role)
             if different and samples and not supervised(job):
                 yield from sampling_problems(name, role, job.actor_train)
-        if (own := role.strategy_args.strategy_config.transformer_impl) != shared.transformer_impl:
+        own = role.strategy_args.strategy_config.transformer_impl
+        if own != shared.transformer_impl and name != "teacher":
             text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
             yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
     sampling, training = job.actor_infer.model_args, job.actor_train.model_args
@@ -337,6 +340,7 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
         need(tokenizer.eos_token, ("tokenizer", "eos_token"), "is missing: the character that ends a response")
     else:
         need(tokenizer.name_or_path, ("tokenizer", "name_or_path"), "is missing: folder or name of the tokenizer")
+    problems += missing_for_distillation(job)
     if supervised(job):
         return [*problems, *missing_for_supervised(job)]
     if not job.max_steps:
@@ -344,13 +348,13 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     data = job.actor_train.data_args
     need(data.file_name, ("actor_train", "data_args", "file_name"), "is missing: the JSONL file of prompts")
     need(
-        job.has_reward or job.rollout_function,
+        job.has_reward or job.rollout_function or job.task == "distill",
         ("reward_function",),
         "is missing: the name or the dotted path of the function that scores responses; or a section `rewards`; or a "
         "rollout_function that returns rewards",
     )
     need(job.response_length, ("response_length",), "is missing: the longest response in tokens")
-    if job.eval_samples:
+    if job.eval_samples and (job.has_reward or job.rollout_function):
         text = "is missing: the JSONL file of held-out prompts; or set eval_samples: 0"
         need(data.eval_file_name, ("actor_train", "data_args", "eval_file_name"), text)
     estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)

@@ -6,18 +6,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
-from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
 from roll_batching.jobs.config.losses import ROLLOUT_FIELDS
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
 from roll_batching.jobs.config.rollout_keys import RolloutKeys
 
+TEACHER_FIELDS = ("teacher_log_probs", "teacher_ids")
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "grpo": tuple(ROLLOUT_FIELDS),
-    "sft": ("response_mask", "ref_log_probs"),
+    "distill": ("response_mask", "rewards", *TEACHER_FIELDS),
+    "sft": ("response_mask", "ref_log_probs", *TEACHER_FIELDS),
     "dpo": ("response_mask", "ref_log_probs", "pair", "chosen"),
 }
-"""Fields of the samples by task; `ref_log_probs` only with a reference."""
+"""Fields of the samples by task; `ref_log_probs` only with a reference, those of a teacher only with one."""
 
 _ROLLOUT_KEYS = (
     "rollout_batch_size",
@@ -39,7 +41,7 @@ _DATA_KEYS = {"sft": ("prompt", "response", "messages"), "dpo": ("prompt", "mess
 
 def supervised(job: JobKeys) -> bool:
     """Whether `job` trains on texts or pairs from a file, without rollouts."""
-    return job.task != "grpo"
+    return job.task in SUPERVISED_TASKS
 
 
 def supervised_problems(job: JobKeys) -> Iterator[Problem]:
@@ -90,7 +92,7 @@ def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notic
     if not supervised(job):
         for key in ("chosen", "rejected"):
             if key in data:
-                yield no_effect(("actor_train", "data_args", key), "task is grpo")
+                yield no_effect(("actor_train", "data_args", key), f"task is {job.task}")
         return
     for key in _ROLLOUT_KEYS:
         if given.get(key) is None or (key in ("prompt_length", "response_length") and "sequence_length" not in given):

@@ -14,6 +14,7 @@ import numpy as np
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.rewards import REWARDS
+from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.rewards.contract import MOST_MARKS, Completion, Scored
 from roll_batching.jobs.rewards.process import RewardLimits, RewardProcess
 
@@ -116,8 +117,11 @@ class RewardPool:
         """Scores all completions. `ids` identify samples in errors, and with `seed` seed random numbers.
 
         Raises DataError, with sample, function and remedy, for the first failure under the policy `error`, and for a
-        prompt without a domain.
+        prompt without a domain. Without domains all rewards are 0.
         """
+        if not self.domains:
+            zeros = np.zeros(len(completions))
+            return Scored(rewards=zeros, marks={}, failed=zeros > 0, failures=[], domains=[""] * len(completions))
         domains = [self._domain(completion, int(i)) for completion, i in zip(completions, ids, strict=True)]
         results: list[dict[str, Any]] = [{} for _ in completions]
         failures: list[str] = []
@@ -195,9 +199,10 @@ class RewardPool:
 def reward_of(config: JobConfig) -> RewardPool | None:
     """The rewards of `config`, not yet started; None without an RL phase.
 
-    Without domains where a rollout function returns the rewards.
+    Without domains where a rollout function returns the rewards, or where distillation has none.
     """
-    if config.task != "grpo" or not config.max_steps or not (config.has_reward or config.rollout_function):
+    scored = config.has_reward or config.rollout_function or config.task == "distill"
+    if supervised(config) or not config.max_steps or not scored:
         return None
     domains = [
         RewardDomain(

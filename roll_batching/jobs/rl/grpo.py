@@ -24,6 +24,7 @@ from roll_batching.jobs.rl.async_rollouts import AsyncRollouts
 from roll_batching.jobs.rl.comparison import ModeComparison
 from roll_batching.jobs.rl.critic import Critic
 from roll_batching.jobs.roles.remote_reference import RemoteReference
+from roll_batching.jobs.roles.teacher import teacher_of
 from roll_batching.jobs.rollouts.evaluation import Evaluator
 from roll_batching.jobs.rollouts.prompts import prompt_stream
 from roll_batching.jobs.rollouts.rollout import (
@@ -37,6 +38,7 @@ from roll_batching.jobs.rollouts.step_metrics import (
     comparison_metrics,
     merge_metrics,
     offload_metrics,
+    rollout_metrics,
     score_metrics,
     time_share_metrics,
     update_metrics,
@@ -45,7 +47,7 @@ from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.seeds import step_seed
 from roll_batching.jobs.steps.update import train_on_rollouts
 from roll_batching.jobs.texts.texts import Prompt
-from roll_batching.losses import mask_overlong
+from roll_batching.losses import loss_spec, mask_overlong
 from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch, mini_batches
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, StepResult
@@ -94,6 +96,7 @@ class Grpo:
         self.remote_reference = RemoteReference(config, self.strategy, context.start_workers) if is_remote else None
         self.reference = None if is_remote else self._make_reference()
         self.critic = Critic(config, self.strategy) if uses_critic(config) else None
+        self.teacher = teacher_of(config, self.strategy)
         self._metrics: Metrics = {}
         """Of the step in progress."""
         self._sample_log: list[dict[str, Any]] = []
@@ -158,7 +161,7 @@ class Grpo:
         offloads = offload_metrics(moved, self._offload_stats) if config.is_offload_states else {}
         metrics = merge_metrics(
             update_metrics(updates) if updates else {},
-            score_metrics(scores),
+            score_metrics(scores) if self._has_rewards else rollout_metrics(scores) | {"reward": None},
             self._metrics,
             compared,
             evaluated,
@@ -191,12 +194,18 @@ class Grpo:
     @property
     def _offload_stats(self) -> OffloadStats:
         """Bytes and seconds of moving states between devices and host so far."""
-        models = (self.strategy, self.reference, self.sampler, None if self.critic is None else self.critic.strategy)
+        critic = None if self.critic is None else self.critic.strategy
+        models = (self.strategy, self.reference, self.sampler, critic, self.teacher)
         return sum((model.offload_stats for model in models if model is not None), OffloadStats())
+
+    @property
+    def _has_rewards(self) -> bool:
+        """Whether rollouts are scored; distillation can do without."""
+        return self.config.has_reward or self.config.rollout_function is not None
 
     def _make_evaluator(self) -> Evaluator | None:
         inputs, config = self.context.inputs, self.config
-        if inputs.heldout is None:
+        if inputs.heldout is None or not self._has_rewards:
             return None
         return Evaluator(
             prompts=inputs.heldout,
@@ -321,7 +330,7 @@ class Grpo:
         self, batch: SampleBatch, scores: StepScores, idle_ids: np.ndarray | None, step: int
     ) -> Iterator[tuple[Plan, StepResult]]:
         config = self.config
-        needs_log_probs = self.advantages.of_tokens is not None or self.sampler is not None
+        adds_fields = self.advantages.of_tokens is not None or self.sampler is not None or self.teacher is not None
         seed = step_seed(config.seed, step)
         return train_on_rollouts(
             self.strategy,
@@ -334,7 +343,7 @@ class Grpo:
             idle_ids=idle_ids,
             reference=self.reference,
             remote_reference=self.remote_reference,
-            add_fields=partial(self._add_fields, domains=scores.domains, seed=seed) if needs_log_probs else None,
+            add_fields=partial(self._add_fields, domains=scores.domains, seed=seed) if adds_fields else None,
             update=self.critic is None or step > config.critic_warmup,
         )
 
@@ -342,6 +351,9 @@ class Grpo:
         """`batch`, with log-probs, plus advantages of tokens; trains the critic; records metrics. Collective."""
         if self.sampler is not None:
             self._metrics |= self.sampler.metrics(batch)
+        if self.teacher is not None:
+            batch = self.teacher.add_fields(batch, loss_spec(self.loss).masks)
+            self._metrics |= self.teacher.metrics()
         if self.critic is not None:
             batch = self.critic.add_values(batch)
         if self.advantages.of_tokens is not None:

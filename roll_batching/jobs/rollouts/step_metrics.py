@@ -70,19 +70,26 @@ def comparison_metrics(tokens: Iterable[Mapping[str, int]]) -> Metrics:
 
 
 def score_metrics(scores: StepScores) -> Metrics:
-    """Metrics of the step's rollouts."""
+    """Metrics of the step's rollouts and rewards."""
     return {
         "reward": float(scores.rewards.mean()),
         "reward_std": float(scores.rewards.std()),
         **{f"reward/{name}": mean for name, mean in mean_reward_by_domain(scores).items()},
         "reward_failures": int(scores.failed.sum()),
+        **rollout_metrics(scores),
+        **{f"mark/{name}": float(mark.mean()) for name, mark in scores.marks.items()},
+    }
+
+
+def rollout_metrics(scores: StepScores) -> Metrics:
+    """Metrics of the step's rollouts, without those of rewards."""
+    return {
         "generate_seconds": float(scores.generate_seconds.mean()),
         "reward_seconds": float(scores.reward_seconds.mean()),
         "response_length_mean": float(scores.response_tokens.mean()),
         "response_length_max": int(scores.response_tokens.max()),
         "length_max_over_mean": float(scores.lengths.max() / scores.lengths.mean()),
         "finished_share": float(scores.finished.mean()),
-        **{f"mark/{name}": float(mark.mean()) for name, mark in scores.marks.items()},
     }
 
 

@@ -23,7 +23,7 @@ from roll_batching.jobs.run.folder import CONFIG, MODEL, PreviousRun
 from roll_batching.planning import Plan
 
 CURVE = "learning_curve.png"
-_TITLES = {"grpo": "GRPO", "sft": "supervised fine-tuning", "dpo": "learning from pairs"}
+_TITLES = {"grpo": "GRPO", "distill": "distillation", "sft": "supervised fine-tuning", "dpo": "learning from pairs"}
 
 
 class RunRecorder:

@@ -18,7 +18,7 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan
 from roll_batching.losses import loss_spec
-from roll_batching.losses.contract import VALUES
+from roll_batching.losses.contract import CANDIDATES, VALUES
 from roll_batching.packing.prefetch import prefetch_items
 from roll_batching.planning import Plan
 from roll_batching.planning import batch_balance as place_on_ranks
@@ -92,7 +92,7 @@ def train_on_rollouts(
     masks = spec.masks
     table = strategy.gather_table(local_batch)
     table = table.select(np.argsort(table.ids))  # members must not depend on which rank generated which sample
-    if strategy.batching.logprob_plan == "none":
+    if strategy.batching.logprob_plan == "none" and CANDIDATES not in spec.needs:  # distillation has no old policy
         problem = refuse_without_old_log_probs(len(table), mini_batch_size, epochs)
         if problem is not None:
             raise DataError(f"logprob_plan: {problem}.")

@@ -10,6 +10,7 @@ from typing import Any
 from roll_batching.distributed import consensus
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.roles.teacher import Teacher, teacher_of
 from roll_batching.jobs.rollouts.step_metrics import merge_metrics, update_metrics
 from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.steps.planned_steps import Encoder, PlannedSteps, StepSource, plan_texts
@@ -75,8 +76,9 @@ def _train(context: JobContext, phase: _Phase) -> None:
     strategy, last = context.strategy, phase.training.max_steps
     strategy.start_phase(phase.training)
     reference = _reference(context) if phase.name != WARMUP else None
+    teacher = teacher_of(context.config, strategy) if phase.name != WARMUP else None
     completed_steps = context.checkpoints.restore(phase.name, last, phase.steps, reference)
-    validation = _validation(context, phase, reference)
+    validation = _validation(context, phase, reference, teacher)
     context.start_phase(phase.name, last, completed_steps)
     for step in range(completed_steps + 1, last + 1):
         if phase.steps.ended:
@@ -84,22 +86,27 @@ def _train(context: JobContext, phase: _Phase) -> None:
             return
         started = time.perf_counter()
         evaluated = validation(0) if step == 1 and validation is not None else {}
-        update = _step(context, phase, reference)
+        update = _step(context, phase, reference, teacher)
         is_last = step == last or phase.steps.ended
         every = context.config.eval_steps
         if validation is not None and not evaluated and (is_last or (every and step % every == 0)):
             evaluated = validation(step)
         skipped = {"reward": None, "skipped_steps": strategy.skipped_steps}
-        metrics = merge_metrics(update_metrics([update]), skipped, evaluated)
+        taught = {} if teacher is None else teacher.metrics()
+        metrics = merge_metrics(update_metrics([update]), skipped, evaluated, taught)
         metrics["seconds"] = time.perf_counter() - started
         context.record(step, metrics, shown=_shown(metrics), plan=update[0])
         context.checkpoints.save_if_due(phase.name, step, step if is_last else last, phase.steps, reference)
 
 
-def _step(context: JobContext, phase: _Phase, reference: MegatronInferStrategy | None) -> tuple[Plan, StepResult]:
+def _step(
+    context: JobContext, phase: _Phase, reference: MegatronInferStrategy | None, teacher: Teacher | None
+) -> tuple[Plan, StepResult]:
     local_batch, plan = next(phase.steps)
+    masks = loss_spec(phase.loss).masks
+    if teacher is not None:
+        local_batch = teacher.add_fields(local_batch, masks)
     if reference is not None:
-        masks = loss_spec(phase.loss).masks
         local_batch = with_reference_log_probs(context.strategy, reference, local_batch, lambda: plan, masks)
     return plan, context.strategy.train_step(distribute(local_batch, plan), plan, phase.loss)
 
@@ -125,12 +132,14 @@ def _reference(context: JobContext) -> MegatronInferStrategy | None:
     return reference
 
 
-def _validation(context: JobContext, phase: _Phase, reference: MegatronInferStrategy | None) -> _Validation | None:
+def _validation(
+    context: JobContext, phase: _Phase, reference: MegatronInferStrategy | None, teacher: Teacher | None
+) -> _Validation | None:
     texts = context.inputs.validation
     if texts is None or phase.name == WARMUP:
         return None
     first_texts = texts[: context.config.eval_samples]
-    return _Validation(first_texts, _encoder(context), context.strategy, reference, phase.loss)
+    return _Validation(first_texts, _encoder(context), context.strategy, reference, teacher, phase.loss)
 
 
 class _Validation:
@@ -141,6 +150,7 @@ class _Validation:
         encoder: encodes texts as samples.
         strategy: the model in training.
         reference: computes `ref_log_probs`, once, where the loss reads them.
+        teacher: names likely tokens, once, where the loss reads them.
         loss: a loss object.
     """
 
@@ -150,6 +160,7 @@ class _Validation:
         encoder: Encoder,
         strategy: MegatronInferStrategy,
         reference: MegatronInferStrategy | None,
+        teacher: Teacher | None,
         loss: Any,
     ) -> None:
         self.strategy, self.loss, self._num_texts = strategy, loss, len(texts)
@@ -157,8 +168,10 @@ class _Validation:
         with consensus(layout.host_group, "encoding held-out texts"):
             local_batch = encoder.encode_share(texts, layout.dp_rank, layout.dp_size)
         self._plan = plan_texts(local_batch, encoder, strategy, forward=True)
+        masks = loss_spec(loss).masks
+        if teacher is not None:
+            local_batch = teacher.add_fields(local_batch, masks)
         if reference is not None:
-            masks = loss_spec(loss).masks
             local_batch = with_reference_log_probs(strategy, reference, local_batch, lambda: self._plan, masks)
         self._local = distribute(local_batch, self._plan)
 

@@ -1,0 +1,83 @@
+"""The teacher of distillation: a frozen model on the student's ranks, which names likely tokens of each position."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.steps.plan_consensus import agree_on_plan
+from roll_batching.jobs.steps.update import layout_exchange_between
+from roll_batching.losses.distillation import TEACHER_IDS, TEACHER_LOG_PROBS
+from roll_batching.samples import FieldSpec, SampleBatch, collect, distribute
+from roll_batching.strategy import MegatronInferStrategy
+from roll_batching.strategy.offload import OffloadStats
+from roll_batching.strategy.top_tokens import top_log_probs
+
+
+class Teacher:
+    """The teacher's model in its own parallel layout, from its model directory. Building it is collective.
+
+    `teacher_temperature` divides its logits; the loss divides by `kd_temperature`, for the student as well.
+    """
+
+    def __init__(self, config: JobConfig, student: MegatronInferStrategy) -> None:
+        assert config.teacher is not None and config.teacher.model_args.architecture is not None
+        self._student, self._offloads = student, config.is_offload_states
+        self.strategy = MegatronInferStrategy(config.teacher, seed=config.seed, temperature=config.teacher_temperature)
+        self.strategy.initialize()
+        self._k = config.logits_topk or config.teacher.model_args.architecture.vocab_size
+        self.seconds = 0.0
+        """Of the last call of `add_fields`."""
+        if self._offloads:
+            self.strategy.offload_states("parameters")
+
+    def add_fields(self, batch: SampleBatch, masks: Sequence[str]) -> SampleBatch:
+        """`batch`, in the student's layout, with the teacher's tokens; see `with_top_tokens`. Collective."""
+        started = time.perf_counter()
+        with self.strategy.loaded("parameters"):
+            batch = with_top_tokens(self._student, self.strategy, batch, self._k, masks)
+        self.seconds = time.perf_counter() - started
+        return batch
+
+    def metrics(self) -> Metrics:
+        """Metrics of the last step."""
+        return {"teacher_seconds": self.seconds}
+
+    @property
+    def offload_stats(self) -> OffloadStats:
+        """Bytes and seconds of moving its weights between device and host so far."""
+        return self.strategy.offload_stats
+
+
+def with_top_tokens(
+    student: MegatronInferStrategy,
+    teacher: MegatronInferStrategy,
+    batch: SampleBatch,
+    k: int,
+    masks: Sequence[str],
+) -> SampleBatch:
+    """`batch`, in the student's layout, with the teacher's `k` most likely tokens, planned for its layout. Collective.
+
+    The fields `teacher_log_probs` and `teacher_ids` are next_token, [tokens, k].
+    """
+    exchange, sent = layout_exchange_between(student, teacher), batch.only(("input_ids", *masks))
+    table = teacher.gather_table(sent)
+    if exchange is None:
+        ordered = table.select(table.ids.argsort())
+        plan = agree_on_plan(teacher, lambda: teacher.plan(ordered, forward=True))
+        results = collect(top_log_probs(teacher, distribute(sent, plan), plan, k, masks), plan, like=sent)
+        results = results.select_ids(batch.ids)
+    else:
+        plan = agree_on_plan(teacher, lambda: teacher.plan(exchange.in_target(table), forward=True))
+        placed = exchange.distribute(sent, plan, table)
+        results = exchange.collect(top_log_probs(teacher, placed, plan, k, masks), plan, table, like=sent)
+    fields = {TEACHER_LOG_PROBS: results["top_log_probs"], TEACHER_IDS: results["top_ids"]}
+    return batch.with_fields(fields, dict.fromkeys(fields, FieldSpec("next_token")))
+
+
+def teacher_of(config: JobConfig, student: MegatronInferStrategy) -> Teacher | None:
+    """The teacher of a job whose loss reads one, else None. Collective."""
+    return Teacher(config, student) if uses_teacher(config) else None
