@@ -14,7 +14,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import draw_experts, freeze_routers, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels
-from roll_batching.modeling.layers import layers_of_chunk
+from roll_batching.modeling.layers import layers_of_chunk, mark_shards
 from roll_batching.modeling.requirements import ENGINE_LAYERS, EXPERT_BIASES, recomputed_modules, refusals_here
 from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import packed_block_spec
@@ -122,6 +122,7 @@ def build_chunks(
             )
             if config.use_cpu_initialization and initialize:
                 draw_experts(gpt)
+            mark_shards(gpt)
             if value_head:
                 from roll_batching.modeling.value_head import set_value_head  # only critics have one
 

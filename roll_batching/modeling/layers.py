@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -43,3 +50,16 @@ def has_window(config: TransformerConfig, layer_number: int) -> bool:
     if size is None or size[0] < 0:
         return False
     return bool(is_layer_window_attention(size, getattr(config, "window_attn_skip_freq", None), layer_number))
+
+
+def mark_shards(model: torch.nn.Module) -> None:
+    """Marks weights that tensor parallelism shards, which Megatron marks only where it draws them.
+
+    The gradient norm counts other weights on the first tensor-parallel rank alone.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        sharded = isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
+        if sharded and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(weight, True, dim, 1)

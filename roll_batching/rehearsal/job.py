@@ -11,6 +11,7 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
+from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.planning import ParallelDims, PlanConstraints
 from roll_batching.rehearsal.experts import EXPERT_COUNT_READS
 from roll_batching.rehearsal.extrapolation import extrapolate_layers
@@ -173,6 +174,9 @@ def rehearse_job(
     if uses_critic(config):
         text = "is not rehearsed for now: set adv_estimator: reinforce, which rehearses the policy alone"
         raise config.error(Problem(("critic",), text))
+    if uses_teacher(config):
+        text = "is not rehearsed for now: rehearse the student as task: grpo, or without loss_function: distill"
+        raise config.error(Problem(("teacher",), text))
     for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
         if name == "actor_infer" and not has_local_rollouts(config):

@@ -8,6 +8,7 @@ from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.planning import PlanConstraints
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.pack_times import Cluster
@@ -60,6 +61,8 @@ def notes_of_job(config: JobConfig, scenario: Scenario) -> list[str]:
     notes = []
     if uses_critic(config):
         notes.append("the critic's passes are not simulated: this is the policy's part of a step")
+    if uses_teacher(config):
+        notes.append("the teacher's passes are not simulated: this is the student's part of a step")
     if len(scenario.lengths) != step:
         notes.append(f"{len(scenario.lengths):,} lengths are one step here; a step of the job has {step:,} sequences")
     if megatron.recompute_granularity == "selective":

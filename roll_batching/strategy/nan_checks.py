@@ -32,10 +32,11 @@ def _require_finite(batch: SampleBatch) -> None:
         values = batch[name]
         if not values.is_floating_point() or bool(torch.isfinite(values).all()):
             continue
-        position = int((~torch.isfinite(values)).nonzero()[0, 0])
+        first = (~torch.isfinite(values)).nonzero()[0]
+        position = int(first[0])
         sample = int(torch.searchsorted(batch.lengths.cumsum(0), position, right=True))
         token = position - int(batch.lengths[:sample].sum())
-        raise LossError(f"{name} is {float(values[position])} for sample {int(batch.ids[sample])} at token {token}")
+        raise LossError(f"{name} is {float(values[tuple(first)])} for sample {int(batch.ids[sample])} at token {token}")
 
 
 def describe_weights(state: ModelState) -> str:

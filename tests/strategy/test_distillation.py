@@ -1,4 +1,4 @@
-"""A student that learns from a teacher in another layout: values and gradients are those of one process, by stock torch.
+"""A student and a teacher in other layouts: values and gradients are those of one process, by stock torch.
 
 The reference is stock Megatron attention, one unpacked sequence at a time, `topk` and `log_softmax` of whole logits.
 """
@@ -154,7 +154,7 @@ def _compare_pair(folder: str, layout: Layout, of_teacher: Layout) -> dict[str, 
         teacher.state = replace(teacher.state, batching=role(of_teacher, teacher_shape(), mode).batching())
         for name, settings in LOSSES.items():
             fill(strategy.chunks, VOCABULARY, place.tp_rank, place.tp_size)
-            strategy.start_phase(TrainingArgs(learning_rate=0.0, max_grad_norm=0.0))
+            strategy.start_phase(TrainingArgs(learning_rate=1e-9, max_grad_norm=0.0))
             expected_loss, expected, taught = references[name]
             local = whole.select(torch.tensor(list(mine)))
             given = with_top_tokens(strategy, teacher, local, KS[name], ["response_mask"])

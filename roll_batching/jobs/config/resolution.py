@@ -26,6 +26,8 @@ def resolve(job: JobKeys) -> dict[str, Any]:
         train = _update(train, "data_args", response="response")
     if job.max_grad_norm is not None and "max_grad_norm" not in train.training_args.model_fields_set:
         train = _update(train, "training_args", max_grad_norm=job.max_grad_norm)
+    if _loss_of(job) == "distill" and train.sequence_packing_args.share_prefixes == "auto":
+        train = _update(train, "sequence_packing_args", share_prefixes=False)  # each sample has its own candidates
     plan = logprob_plan_of(job) if job.task == "grpo" else "none"  # the other tasks have no old policy
     train = train.model_copy(update={"logprob_plan": plan})
     infer = _inherit(_derive_batching(job.actor_infer, sequence_length, job.actor_infer.infer_batch_size), train)
@@ -50,11 +52,14 @@ def resolve(job: JobKeys) -> dict[str, Any]:
         fields["max_steps"] = job.stream.max_num_steps
     if job.task == "distill" and "adv_estimator" not in job.model_fields_set:
         fields["adv_estimator"] = "reinforce"  # rewards are measured alone, without groups
-    if job.task != "grpo" and "loss_function" not in job.model_fields_set:
-        fields["loss_function"] = job.task
+    fields["loss_function"] = _loss_of(job)
     if train.model_args.model_name_or_path is not None:
         fields["tokenizer"] = _default_tokenizer(job.tokenizer, train.model_args.model_name_or_path)
     return fields
+
+
+def _loss_of(job: JobKeys) -> str:
+    return job.loss_function if job.task == "grpo" or "loss_function" in job.model_fields_set else job.task
 
 
 def _critic(job: JobKeys, train: WorkerConfig, sequence_length: int | None) -> WorkerConfig:
