@@ -40,7 +40,7 @@ from roll_batching.jobs.texts.texts import (
 )
 from roll_batching.jobs.texts.token_count_cache import FOLDER, TokenCountCache
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
-from roll_batching.jobs.texts.vocabularies import check_teacher_vocabulary
+from roll_batching.jobs.vocabularies import check_teacher_vocabulary
 from roll_batching.planning.arrays import Ints
 
 logger = logging.getLogger(__name__)

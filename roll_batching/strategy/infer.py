@@ -286,7 +286,7 @@ class MegatronInferStrategy(ModelIOMixin):
             facts.equal("needs and masks", (names, masks))
             packs = self._pack(facts, local, plan, masks)
         head = self._head()
-        results = self._collect(plan, packs, lambda *output: head.results(*output, names))
+        results = self._collect(plan, packs, lambda output, pack, chunk: head.results(output, pack, chunk, names))
         return self._require_finite(share_outputs(self.state, local, plan, packs, results, names))
 
     def _collect(self, plan: Plan, packs: Packs, compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ def top_log_probs(
         facts.equal("k and masks", (k, masks))
         packs = strategy._pack(facts, local, plan, masks)
     head = strategy._head()
-    results = strategy._collect(plan, packs, lambda *output: head.top_log_probs(*output, k))
+    results = strategy._collect(plan, packs, lambda output, pack, chunk: head.top_log_probs(output, pack, chunk, k))
     columns = share_columns(strategy.state, local, plan, packs, results, 2 * k)
     fields = {"top_log_probs": columns[:, :k].contiguous(), "top_ids": columns[:, k:].to(torch.int32)}
     return strategy._require_finite(

@@ -81,15 +81,18 @@ def _settings(job: JobKeys) -> Iterator[Problem]:
 
 
 def _rollouts(job: JobKeys) -> Iterator[Problem]:
-    if job.has_sampler:
-        key = ("async_generation_ratio",) if job.asynchronous else ("actor_infer", "device_mapping")
-        text = "lets older weights sample; a teacher corrects the current student's tokens, so leave it out"
-        yield Problem(key, text)
+    if job.asynchronous:
+        text = "lets older weights sample, and a teacher corrects the tokens of the current ones; leave it out"
+        yield Problem(("async_generation_ratio",), text)
+    elif job.has_sampler:
+        text = "differs from actor_train's: with a teacher the student samples on actor_train's devices for now, or an "
+        text += "engine does; leave it out here"
+        yield Problem(("actor_infer", "device_mapping"), text)
     if job.critic is not None:
         yield Problem(("critic",), "has no part in task: distill, whose loss reads no rewards; leave it out")
-    for key in ("drop_zero_advantage_groups", "add_token_level_kl", "whiten_advantages"):
-        if getattr(job, key):
-            yield Problem((key,), "concerns advantages, which task: distill does not have; set it to false")
+    for name in ("drop_zero_advantage_groups", "add_token_level_kl", "whiten_advantages"):
+        if getattr(job, name):
+            yield Problem((name,), "concerns advantages, which task: distill does not have; set it to false")
 
 
 def missing_for_distillation(job: JobKeys) -> Iterator[Problem]:

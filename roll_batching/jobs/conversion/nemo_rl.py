@@ -17,7 +17,8 @@ from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.nemo_rl_batching import convert_batching
 from roll_batching.jobs.conversion.nemo_rl_data import convert_data
 from roll_batching.jobs.conversion.nemo_rl_defaults import defaults_of
-from roll_batching.jobs.conversion.nemo_rl_file import NemoRlFile
+from roll_batching.jobs.conversion.nemo_rl_distillation import convert_distillation
+from roll_batching.jobs.conversion.nemo_rl_file import RL_TASKS, NemoRlFile
 from roll_batching.jobs.conversion.nemo_rl_generation import convert_devices, convert_generation
 from roll_batching.jobs.conversion.nemo_rl_grpo import check_forced_ratio, convert_algorithm, convert_loss
 from roll_batching.jobs.conversion.nemo_rl_supervised import convert_supervised, task_of
@@ -48,6 +49,9 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     if task == "grpo":
         convert_algorithm(file)
         convert_loss(file)
+        convert_generation(file)
+    elif task == "distill":
+        convert_distillation(file)
         convert_generation(file)
     else:
         convert_supervised(file, task)
@@ -161,7 +165,7 @@ def _optimizer(file: NemoRlFile, task: str) -> None:
     constant = file.peek(f"{scheduler}.lr_decay_style", "constant") == "constant"
     file.move(f"{scheduler}.lr_decay_style", (*_TRAIN, "lr_scheduler_type"))
     file.move(f"{scheduler}.lr_warmup_iters", (*_TRAIN, "warmup_steps"))
-    if constant or task != "grpo":
+    if constant or task not in RL_TASKS:
         why = "is constant" if constant else "ends with the job's last step"
         if file.take(f"{scheduler}.lr_decay_iters") is not None:
             key = f"{scheduler}.lr_decay_iters"
@@ -208,7 +212,7 @@ def _lengths(file: NemoRlFile, task: str) -> None:
         return
     file.draft.put(("sequence_length",), total, "policy.max_total_sequence_length")
     answer = file.take("policy.generation.max_new_tokens")
-    if task != "grpo":
+    if task not in RL_TASKS:
         return
     text = "prompts and responses have a limit each; in NeMo-RL they share max_total_sequence_length"
     prompt = longest if isinstance(longest, int) and longest < total else max(1, total // 4)

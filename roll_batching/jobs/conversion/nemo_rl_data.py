@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_batching.jobs.conversion.nemo_rl_file import REWARDS, STOP, NemoRlFile
+from roll_batching.jobs.conversion.nemo_rl_file import REWARDS, RL_TASKS, STOP, NemoRlFile
 
 _DATA = ("actor_train", "data_args")
 _TEXTS = {"prompt": ("input_key", "input"), "response": ("output_key", "output")}
@@ -18,11 +18,12 @@ _PAIRS = {
 _CHATS = {"messages": ("chat_key", "messages")}
 _KINDS: Mapping[str, Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "grpo": {"ResponseDataset": _TEXTS},
+    "distill": {"ResponseDataset": _TEXTS},
     "sft": {"ResponseDataset": _TEXTS, "openai_format": _CHATS},
     "dpo": {"BinaryPreferenceDataset": _PAIRS},
 }
 """By task and class of local data: our keys, each with NeMo-RL's key for it and that key's default."""
-_PROCESSORS = {"grpo": ("math_hf_data_processor",), "sft": ("sft_processor",), "dpo": ()}
+_PROCESSORS = {**dict.fromkeys(RL_TASKS, ("math_hf_data_processor",)), "sft": ("sft_processor",), "dpo": ()}
 """Processors that do the same as this package: a chat through the tokenizer's template."""
 _READ = (".json", ".jsonl", ".parquet")
 _RANKED = (
@@ -74,7 +75,7 @@ def convert_data(file: NemoRlFile, task: str) -> None:
             text = "the response follows the prompt as it is, and the end token follows both"
         key = "data" if template is not None else "policy.tokenizer.chat_template"
         file.draft.put((*_DATA, "chat"), template is not None, key, text)
-    if task == "grpo":
+    if task in RL_TASKS:
         text = "longer prompts are left out; in NeMo-RL they stay in the batch without loss"
         file.draft.put((*_DATA, "long_prompts"), "drop", "data.max_input_seq_length", text)
         _reward(file, environment)

@@ -67,6 +67,18 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
         "reference_policy_kl_penalty": 0.05,
         "preference_loss_weight": 1.0,
     },
+    "distillation": {
+        "num_prompts_per_step": 128,
+        "num_generations_per_prompt": 1,
+        "max_rollout_turns": 1,
+        "max_num_steps": 1000,
+        "max_num_epochs": 10,
+        "val_batch_size": 64,
+        "val_period": 20,
+        "max_val_samples": 512,
+        "topk_logits_k": 64,
+        "seed": 42,
+    },
     "async_rl": {"sampler.name": "in_order"},
     "env.math": {"verifier_type": "math", "math_verify_impl": "hf_math_verify"},
     "policy.dtensor_cfg": {"expert_parallel_size": 1},
@@ -83,6 +95,9 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
 """By section, the defaults in a file that has the section. Those of Megatron's optimizer and schedule come from
 classes of Megatron-Core and Megatron-Bridge, which NeMo-RL passes its settings to."""
 
+_DISTILLED: Mapping[str, Any] = {"kl_type": "mixed", "mixed_kl_weight": 0.5}
+"""Defaults of `loss_fn` in a file of distillation, instead of those above."""
+
 _TORCH: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
     "Adam": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
@@ -98,6 +113,9 @@ def defaults_of(data: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value_at(data, section), Mapping)
         for name, value in values.items()
     }
+    if isinstance(value_at(data, "distillation"), Mapping):
+        defaults = {key: value for key, value in defaults.items() if not key.startswith("loss_fn.")}
+        defaults |= {f"loss_fn.{name}": value for name, value in _DISTILLED.items()}
     if isinstance(value_at(data, "async_rl"), Mapping):
         kind = value_at(data, "async_rl.sampler.name") or "in_order"
         defaults[f"async_rl.sampler.max_{'lookahead' if kind == 'in_order' else 'staleness'}_versions"] = 1

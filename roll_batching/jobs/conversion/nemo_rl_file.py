@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from roll_batching.jobs.conversion.foreign_file import ForeignFile
 
+RL_TASKS = ("grpo", "distill")
+"""Tasks that sample."""
 REWARDS = "no such reward exists here: write a function, and name it in reward_function or rewards"
 ENGINE = "is for NeMo-RL's own workers; actor_infer configures engines here"
 MARKED = "tokens of tool calls and thoughts have no separate advantages: a reward function may score them"
@@ -71,12 +73,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("ppo", "refused", "critics are not converted for now (docs/ppo.md has the keys)"),
     ("value", "refused", "critics are not converted for now (docs/ppo.md has the keys)"),
     ("value_loss_fn", "refused", "critics are not converted for now (docs/ppo.md has the keys)"),
-    ("loss_fn.kl_type", "refused", "distillation is not supported for now"),
-    ("loss_fn.mixed_kl_weight", "refused", "distillation is not supported for now"),
-    ("distillation", "refused", "distillation is not supported for now"),
-    ("on_policy_distillation", "refused", "distillation is not supported for now"),
-    ("teacher", "refused", "distillation is not supported for now"),
-    ("teachers", "refused", "distillation is not supported for now"),
+    ("loss_fn.kl_type", "refused", "belongs to distillation, and the file has no section `distillation`"),
+    ("loss_fn.mixed_kl_weight", "refused", "belongs to distillation, and the file has no section `distillation`"),
+    ("on_policy_distillation", "refused", "task: distill has a teacher's distributions; rewards from it do not exist"),
+    ("teacher", "idle", "a frozen model: model_name, precision, parallel sizes and batching are read"),
+    ("teachers", "refused", "distillation has one teacher with the student's tokenizer (docs/distillation.md)"),
 )
 """By prefix of a key: kind and reason for leaving out the keys below it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll_batching.jobs.conversion.nemo_rl_file import STOP, NemoRlFile
+from roll_batching.jobs.conversion.nemo_rl_file import RL_TASKS, STOP, NemoRlFile
 
 _SECTION = "policy.generation"
 _ROLE = ("actor_infer", "strategy_args")
@@ -38,18 +38,18 @@ def convert_devices(file: NemoRlFile, task: str) -> None:
     """Devices of training, and of an engine with its own devices."""
     nodes, each = file.take("cluster.num_nodes", 1), file.take("cluster.gpus_per_node", 1)
     total, own = nodes * each, 0
-    if task == "grpo" and file.peek(f"{_SECTION}.colocated.enabled", True) is False:
+    if task in RL_TASKS and file.peek(f"{_SECTION}.colocated.enabled", True) is False:
         resources = file.peek(f"{_SECTION}.colocated.resources") or {}
         own = min(total - 1, (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or each))
     backend = file.peek(f"{_SECTION}.backend", "vllm")
     separate = own and (backend in _ENGINES or (backend == "megatron" and nodes == 1))
-    text = "the devices that train" + (" and generate" if task == "grpo" else "")
+    text = "the devices that train" + (" and generate" if task in RL_TASKS else "")
     if own:
         text = "the devices that train; generation has other devices"
         if not separate:
             text = "the devices that train, which also generate; in NeMo-RL generation has other devices"
     file.draft.put(("actor_train", "device_mapping"), f"list(range(0,{total - own}))", "cluster", text)
-    if task != "grpo" or not (backend in _ENGINES or separate):
+    if task not in RL_TASKS or not (backend in _ENGINES or separate):
         return
     key = f"{_SECTION}.colocated"
     if own:

@@ -47,7 +47,7 @@ def convert_algorithm(file: NemoRlFile) -> None:
         if file.take(f"grpo.{name}") is not None:
             file.draft.leave_out(f"grpo.{name}", "idle", "max_steps ends the job; rollouts have one turn")
     _clipped(file)
-    _evaluation(file)
+    convert_evaluation(file)
 
 
 def _clipped(file: NemoRlFile) -> None:
@@ -59,21 +59,22 @@ def _clipped(file: NemoRlFile) -> None:
         file.draft.leave_out("grpo.advantage_clip_high", "refused", text)
 
 
-def _evaluation(file: NemoRlFile) -> None:
-    period, most = file.take("grpo.val_period", 0), file.take("grpo.max_val_samples")
-    size = file.take("grpo.val_batch_size")
-    wanted = any([file.take("grpo.val_at_start"), file.take("grpo.val_at_end"), period and period > 0])
-    if file.take("grpo.val_start_at") not in (None, -1, 0):
-        file.draft.leave_out("grpo.val_start_at", "refused", "evaluation begins before the first step")
+def convert_evaluation(file: NemoRlFile, section: str = "grpo") -> None:
+    """Converts the evaluation in `section`."""
+    period, most = file.take(f"{section}.val_period", 0), file.take(f"{section}.max_val_samples")
+    size = file.take(f"{section}.val_batch_size")
+    wanted = any([file.take(f"{section}.val_at_start"), file.take(f"{section}.val_at_end"), period and period > 0])
+    if file.take(f"{section}.val_start_at") not in (None, -1, 0):
+        file.draft.leave_out(f"{section}.val_start_at", "refused", "evaluation begins before the first step")
     if not wanted:
-        file.draft.put(("eval_samples",), 0, "grpo.val_period", "there is no evaluation")
+        file.draft.put(("eval_samples",), 0, f"{section}.val_period", "there is no evaluation")
         return
     text = "the policy is also evaluated before the first step and after the last"
-    file.draft.put(("eval_steps",), max(0, period or 0), "grpo.val_period", text)
+    file.draft.put(("eval_steps",), max(0, period or 0), f"{section}.val_period", text)
     if isinstance(most, int) and most > 0:
         whole = most // size * size if isinstance(size, int) and 0 < size <= most else most
         text = "prompts of an evaluation, repeated if there are fewer; NeMo-RL stops at the last one"
-        file.draft.put(("eval_samples",), whole, "grpo.max_val_samples", text)
+        file.draft.put(("eval_samples",), whole, f"{section}.max_val_samples", text)
 
 
 def convert_loss(file: NemoRlFile) -> None:

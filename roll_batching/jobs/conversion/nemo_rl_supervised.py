@@ -11,13 +11,13 @@ ALL_TEXTS = 1_000_000_000
 
 
 def task_of(file: NemoRlFile) -> str:
-    """The task by the sections of the file: `sft`, `dpo`, else `grpo`."""
-    tasks = [task for task in ("sft", "dpo", "grpo") if isinstance(file.peek(task), dict)]
+    """The task by the sections of the file: `sft`, `dpo`, `distill`, else `grpo`."""
+    tasks = [task for task in ("sft", "dpo", "distillation", "grpo") if isinstance(file.peek(task), dict)]
     for other in tasks[1:]:
         file.take(other)
         text = f"the file also has a section {tasks[0]}, which is converted: put {other} into another file"
         file.draft.leave_out(other, "refused", text)
-    return tasks[0] if tasks else "grpo"
+    return {"distillation": "distill"}.get(tasks[0], tasks[0]) if tasks else "grpo"
 
 
 def convert_supervised(file: NemoRlFile, task: str) -> None:

@@ -21,7 +21,7 @@ from roll_batching.jobs.config.diagnostics import ConfigFileError, dotted
 from roll_batching.jobs.config.job import JobConfig
 
 FACTS = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
-ROLES = ("actor_train", "actor_infer", "reference")
+ROLES = ("actor_train", "actor_infer", "reference", "teacher")
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
