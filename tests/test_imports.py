@@ -33,7 +33,7 @@ PLUGIN: tuple[tuple[str, ...], ...] = (
 JOBS: tuple[tuple[str, ...], ...] = (
     ("jobs.observe", "jobs.seeds", "jobs.processes"),
     ("jobs.config", "jobs.texts"),
-    ("jobs.streams", "jobs.conversion", "jobs.rewards"),
+    ("jobs.streams", "jobs.conversion", "jobs.rewards", "jobs.vocabularies"),
     ("jobs.inputs", "jobs.engines"),
     ("jobs.objectives",),
     ("jobs.steps",),
