@@ -109,7 +109,8 @@ def _refused(name: str, why: str = "", *allowed: Any, instead: str = "") -> Fore
     return ForeignKey(name, Verdict.REFUSED, why, instead, allowed)
 
 
-DISTILLATION = "distillation is not supported"
+_STUDENT = "the student has the roles actor_train and actor_infer (docs/distillation.md)"
+_OPD = "a teacher's divergence is a loss here, task: distill, and not a reward (docs/distillation.md)"
 VLM = "vision-language models are not supported"
 _LORA = "LoRA is not supported: all parameters are trained"
 _FP8 = "FP8 training is not supported"
@@ -140,11 +141,10 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("error_max_len_clip", "it is not supported", False),
         _refused("difficulty_loss_weight", "it is not supported", False),
         _refused("length_loss_weight", "it is not supported", False),
-        _refused("teacher", DISTILLATION),
-        _refused("student_train", DISTILLATION),
-        _refused("student_infer", DISTILLATION),
-        _refused("is_pure_opd", DISTILLATION, False),
-        _refused("use_opd", DISTILLATION, False),
+        _refused("student_train", _STUDENT),
+        _refused("student_infer", _STUDENT),
+        _refused("is_pure_opd", _OPD, False),
+        _refused("use_opd", _OPD, False),
         _refused("reward", "rewards are Python functions, not workers", instead="reward_function"),
         _refused("sft_train", "write task: sft, and put its keys into actor_train"),
     ),
@@ -159,7 +159,7 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("model_update_frequency", "rollouts always use the current weights; use 1", 1),
         _refused("router_replay", _ROUTER_REPLAY, {}, {"mode": "disable"}),
         _refused("mtp_training_mode", _MTP, "disabled"),
-        _refused("opd_kl_coef", DISTILLATION),
+        _refused("opd_kl_coef", _OPD),
     ),
     DataArgs: (
         _no_effect("template", _CHAT_TEMPLATE),
