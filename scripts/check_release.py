@@ -84,6 +84,13 @@ installed_function()
     "hf": """
 import jinja2, safetensors, tokenizers, transformers, roll_batching.jobs.texts.tokenizers
 """,
+    "ifeval": """
+from roll_batching.jobs.rewards.contract import Completion
+from roll_batching.jobs.rewards.instructions import ifeval
+line = {"answer": '{"func_name": "validate_response_language", "language": "en"}'}
+answer = Completion(prompt="", response="The cat sat on the mat.", finished=True, tokens=6, record=line)
+assert ifeval(answer).reward == 1
+""",
     "math": """
 from roll_batching.jobs.rewards.contract import Completion
 from roll_batching.jobs.rewards.mathematics import math_verify

@@ -35,6 +35,18 @@ REWARDS: Registry[Entry] = Registry(
         summary="the share of its tests that the response's code passes. Runs what the model wrote: off until "
         "reward_args `run` says how (docs/rewards.md)",
     ),
+    Entry(
+        name="multiple_choice",
+        target="roll_batching.jobs.rewards.choices:multiple_choice",
+        summary="by the letter in the last box of the response; reward_args `grading` (boxed, loose, soft, strict), "
+        "`repetition_penalty`",
+    ),
+    Entry(
+        name="ifeval",
+        target="roll_batching.jobs.rewards.instructions:ifeval",
+        summary="1 when the response keeps the constraint in the answer of its prompt (IFEval); reward_args "
+        "`repetition_penalty`",
+    ),
 )
 
 

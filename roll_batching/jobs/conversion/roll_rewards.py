@@ -16,11 +16,19 @@ _RUN = (
     "is missing: how to run code that the model wrote (docs/rewards.md): subprocess, or a command that runs it in a "
     "container"
 )
+_CHOICE = "takes a letter that stands alone; ROLL: the first capital, also of a word or of several letters"
 _WORKERS: Mapping[str, tuple[str, str]] = {
     "MathRuleRewardWorker": ("math_verify", "compares the whole response; ROLL: the text after its last </think>"),
     "CodeSandboxRewardWorker": ("code_tests", "runs the tests of a response in processes of their own"),
+    "GeneralRuleRewardWorker": ("ifeval", "checks the 25 constraints of ROLL; docs/rewards.md lists the differences"),
+    "MultipleChoiceBoxedRuleRewardWorker": ("multiple_choice", _CHOICE),
+    "CrossThinkQARuleRewardWorker": ("multiple_choice", _CHOICE),
 }
 """By reward worker of ROLL, our reward and the difference."""
+_REPETITION_PENALTY = 0.5
+"""Source: ROLL 8eb27cc, `max_penalty=-0.5` of two reward workers."""
+_GRADINGS = ("loose", "soft", "strict")
+_NO_GRADING = "is missing: loose, soft or strict, as ROLL's reward_type, which has no default"
 _LINES_READ = 200
 """Lines of a data file that are read for tags."""
 _LONGEST_LINE = 1 << 20
@@ -57,16 +65,7 @@ def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, diff
     here: dict[str, Any] = {"reward_function": function}
     draft.origins["rewards", name, "reward_function"] = f"rewards.{name}.worker_cls"
     draft.meanings["rewards", name, "reward_function"] = f"{function} {difference}"
-    if function == "code_tests":
-        arguments = ("rewards", name, "reward_args")
-        here["reward_args"] = {"all_or_nothing": True}
-        draft.origins[*arguments, "all_or_nothing"] = f"rewards.{name}.worker_cls"
-        if worker.get("use_local") is True:  # only if the file says so: ROLL's default does not permit it here
-            here["reward_args"]["run"] = "subprocess"
-            draft.origins[*arguments, "run"] = f"rewards.{name}.use_local"
-            draft.meanings[*arguments, "run"] = "code that the model wrote runs on this machine, in a sandbox"
-        else:
-            draft.missing.append(f"rewards.{name}.reward_args.run: {_RUN}")
+    read = {"worker_cls", *_put_arguments(draft, name, worker, here)}
     for key, value in worker.items():
         where = f"rewards.{name}.{key}"
         if key == "tag_included":
@@ -75,9 +74,45 @@ def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, diff
             draft.leave_out(
                 where, "refused", "prompts are not resampled by their rewards; difficulty_mask leaves them out"
             )
-        elif key != "worker_cls" and not (key == "use_local" and value is True and function == "code_tests"):
+        elif key not in read:
             draft.leave_out(where, "idle", "rewards run in separate processes, reward_workers of them")
     return here
+
+
+def _put_arguments(draft: Draft, name: str, worker: dict[str, Any], here: dict[str, Any]) -> set[str]:
+    """Writes `reward_args` of a reward into `here`; returns the keys of `worker` that they hold."""
+    read: set[str] = set()
+    kind = str(worker["worker_cls"]).rpartition(".")[2]
+
+    def put(key: str, value: Any, origin: str = "worker_cls", meaning: str = "") -> None:
+        here.setdefault("reward_args", {})[key] = value
+        path = ("rewards", name, "reward_args", key)
+        draft.origins[path] = f"rewards.{name}.{origin}"
+        if meaning:
+            draft.meanings[path] = meaning
+        read.add(origin)
+
+    if here["reward_function"] == "code_tests":
+        put("all_or_nothing", True)
+        if worker.get("use_local") is True:  # only if the file says so: ROLL's default does not permit it here
+            put("run", "subprocess", "use_local", "code that the model wrote runs on this machine, in a sandbox")
+        else:
+            draft.missing.append(f"rewards.{name}.reward_args.run: {_RUN}")
+    if kind in ("GeneralRuleRewardWorker", "CrossThinkQARuleRewardWorker"):
+        put("repetition_penalty", _REPETITION_PENALTY, meaning="as in ROLL, where it is fixed")
+    if kind == "CrossThinkQARuleRewardWorker":
+        if worker.get("reward_type") in _GRADINGS:
+            put("grading", worker["reward_type"], "reward_type")
+        else:
+            draft.missing.append(f"rewards.{name}.reward_args.grading: {_NO_GRADING}")
+            if "reward_type" in worker:
+                draft.leave_out(f"rewards.{name}.reward_type", "refused", "is none of loose, soft and strict")
+                read.add("reward_type")
+        if worker.get("response_length_penalty_coef"):
+            why = "ROLL measures the padded length, which is the same for all responses"
+            draft.leave_out(f"rewards.{name}.response_length_penalty_coef", "refused", why)
+            read.add("response_length_penalty_coef")
+    return read
 
 
 def _drop_files(

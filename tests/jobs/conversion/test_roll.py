@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from roll_batching.cli import app
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import load_config
+from roll_batching.jobs.config.rewards import REWARDS
 from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file
+from roll_batching.jobs.rewards import load_reward
 
 RLVR = """
 defaults:
@@ -183,6 +185,39 @@ def test_code_runs_only_where_the_file_says_so(rlvr, said):
     done = converted(rlvr)
     assert "run" not in done.settings["rewards"]["code"]["reward_args"]
     assert "rewards.code.reward_args.run" in [text.split(":")[0] for text in done.missing]
+
+
+RULES = """rewards:
+  follow: {worker_cls: a.b.GeneralRuleRewardWorker, reward_type: soft, tag_included: [ifeval]}
+  qa: {worker_cls: a.b.CrossThinkQARuleRewardWorker, reward_type: soft, response_length_penalty_coef: 0.0, tag_included: [qa]}
+  strict: {worker_cls: a.b.CrossThinkQARuleRewardWorker, reward_type: TYPE, response_length_penalty_coef: 0.3, tag_included: [x]}
+  boxed: {worker_cls: a.b.MultipleChoiceBoxedRuleRewardWorker, tag_included: [gpqa]}
+"""
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("kind", ["strict", "loose", "other", "3"])
+def test_rewards_by_rules_are_kept_with_their_arguments(rlvr, tmp_path, kind):
+    text = RLVR[: RLVR.index("rewards:\n")] + RULES.replace("TYPE", kind) + RLVR[RLVR.index("validation:\n") :]
+    rlvr.write_text(text.replace("    domain_interleave_probs: {math: 0.5, code: 0.3, judge: 0.2}\n", ""))
+    done = converted(rlvr)
+    loads_quietly(done, tmp_path)
+    rewards = {name: (one["reward_function"], one.get("reward_args")) for name, one in done.settings["rewards"].items()}
+    known = kind in ("strict", "loose")
+    assert rewards == {
+        "follow": ("ifeval", {"repetition_penalty": 0.5}),
+        "qa": ("multiple_choice", {"repetition_penalty": 0.5, "grading": "soft"}),
+        "strict": ("multiple_choice", {"repetition_penalty": 0.5} | ({"grading": kind} if known else {})),
+        "boxed": ("multiple_choice", None),
+    }
+    assert ("rewards.strict.reward_args.grading" in [text.split(":")[0] for text in done.missing]) is not known
+    left = {one.key: one.why for one in done.left_out_as("refused")}
+    assert "padded length" in left["rewards.strict.response_length_penalty_coef"]
+    assert {"rewards.follow.reward_type", "rewards.qa.response_length_penalty_coef"} <= {
+        one.key for one in done.left_out_as("idle")
+    }
+    for one in done.settings["rewards"].values():
+        load_reward(REWARDS.get(one["reward_function"]).target, one.get("reward_args"))
 
 
 @pytest.mark.config
