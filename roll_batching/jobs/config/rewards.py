@@ -42,6 +42,12 @@ REWARDS: Registry[Entry] = Registry(
         "`repetition_penalty`",
     ),
     Entry(
+        name="llm_judge",
+        target="roll_batching.jobs.rewards.judge:llm_judge",
+        summary="by the verdict of a judge model behind an OpenAI-like URL; reward_args `url`, `model` and others "
+        "(docs/rewards.md)",
+    ),
+    Entry(
         name="ifeval",
         target="roll_batching.jobs.rewards.instructions:ifeval",
         summary="1 when the response keeps the constraint in the answer of its prompt (IFEval); reward_args "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,27 @@ _RUN = (
     "container"
 )
 _CHOICE = "takes a letter that stands alone; ROLL: the first capital, also of a word or of several letters"
+_JUDGE = (
+    "asks a server that you start about the text after the last </think>, and reads the last line of its reply; ROLL: "
+    "the whole response, and a YES anywhere in the reply"
+)
 _WORKERS: Mapping[str, tuple[str, str]] = {
     "MathRuleRewardWorker": ("math_verify", "compares the whole response; ROLL: the text after its last </think>"),
     "CodeSandboxRewardWorker": ("code_tests", "runs the tests of a response in processes of their own"),
     "GeneralRuleRewardWorker": ("ifeval", "checks the 25 constraints of ROLL; docs/rewards.md lists the differences"),
     "MultipleChoiceBoxedRuleRewardWorker": ("multiple_choice", _CHOICE),
     "CrossThinkQARuleRewardWorker": ("multiple_choice", _CHOICE),
+    "LLMJudgeRewardWorker": ("llm_judge", _JUDGE),
 }
 """By reward worker of ROLL, our reward and the difference."""
 _REPETITION_PENALTY = 0.5
 """Source: ROLL 8eb27cc, `max_penalty=-0.5` of two reward workers."""
 _GRADINGS = ("loose", "soft", "strict")
 _NO_GRADING = "is missing: loose, soft or strict, as ROLL's reward_type, which has no default"
+_NO_URL = "is missing: the address of a server of the judge's model that you start (vllm serve), http://host:port/v1"
+_KEY_VARIABLE = "JUDGE_API_KEY"
+_PROMPT = "is a text of ROLL's; the default template asks for YES or NO as well, and reward_args.template is your own"
+_SAMPLING = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 _LINES_READ = 200
 """Lines of a data file that are read for tags."""
 _LONGEST_LINE = 1 << 20
@@ -112,7 +121,32 @@ def _put_arguments(draft: Draft, name: str, worker: dict[str, Any], here: dict[s
             why = "ROLL measures the padded length, which is the same for all responses"
             draft.leave_out(f"rewards.{name}.response_length_penalty_coef", "refused", why)
             read.add("response_length_penalty_coef")
+    if kind == "LLMJudgeRewardWorker":
+        _put_judge(draft, name, worker, put)
     return read
+
+
+def _put_judge(draft: Draft, name: str, worker: dict[str, Any], put: Callable[..., None]) -> None:
+    """Writes the arguments of a judge with `put`. Its key is not kept."""
+    model_key = "judge_model_name" if worker.get("judge_model_name") else "model_args"
+    model = worker.get("judge_model_name") or section_at(worker, "model_args").get("model_name_or_path")
+    if isinstance(model, str):
+        put("model", model, model_key)
+    else:
+        draft.missing.append(f"rewards.{name}.reward_args.model: name of the judge's model")
+    url = worker.get("judge_api_url")
+    if isinstance(url, str) and url and not set("@?") & set(url):
+        put("url", url, "judge_api_url")
+    else:
+        draft.missing.append(f"rewards.{name}.reward_args.url: {_NO_URL}")
+    if worker.get("judge_api_key"):
+        put("auth_variable", _KEY_VARIABLE, "judge_api_key", "the key is not kept: set the variable of this name")
+    if worker.get("judge_prompt"):
+        draft.leave_out(f"rewards.{name}.judge_prompt", "refused", _PROMPT)
+    given = section_at(worker, "generating_args")
+    request = {ours: given[key] for key, ours in _SAMPLING.items() if isinstance(given.get(key), (int, float))}
+    if request and worker.get("judge_model_type") != "api":  # ROLL sends none of them to a URL
+        put("request", request, "generating_args")
 
 
 def _drop_files(

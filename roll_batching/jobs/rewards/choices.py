@@ -42,7 +42,9 @@ def multiple_choice(completion: Completion, grading: str = "boxed", *, repetitio
     """
     wanted = _chosen(str(completion.record["answer"]).strip()[:_MOST_READ])
     if wanted is None:
-        raise ValueError(f"the right answer {str(completion.record['answer'])[:60]!r} does not begin with a capital A-Z")
+        raise ValueError(
+            f"the right answer {str(completion.record['answer'])[:60]!r} does not begin with a capital A-Z"
+        )
     text = answer_text(completion.response)
     box = _last_box(text)
     if box is not None:

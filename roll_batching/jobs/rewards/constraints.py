@@ -192,14 +192,16 @@ def _enclosed(text: str, opening: str, closing: str) -> Iterator[str]:
 
 
 def _compare(count: int, wanted: int, quantifier: str, tolerance: int) -> bool:
-    """Whether `count` is `wanted` by `quantifier`; `around` allows `tolerance`. Raises ValueError for an unknown one."""
+    """Whether `count` is `wanted` by `quantifier`. Raises ValueError for an unknown one."""
     if quantifier == "at least":
         return count >= wanted
     if quantifier == "at most":
         return count <= wanted
     if quantifier == "around":
         return abs(count - wanted) <= tolerance
-    raise ValueError(f"the constraint of its prompt has the quantifier {quantifier[:40]!r}: at least, around or at most")
+    raise ValueError(
+        f"the constraint of its prompt has the quantifier {quantifier[:40]!r}: at least, around or at most"
+    )
 
 
 CONSTRAINTS: Mapping[str, Callable[..., bool]] = {

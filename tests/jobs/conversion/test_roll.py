@@ -56,7 +56,7 @@ actor_infer:
   strategy_args: {strategy_name: vllm, strategy_config: {block_size: 16}}
   device_mapping: list(range(0,6))
 rewards:
-  judge: {worker_cls: a.b.LLMJudgeRewardWorker, model_args: {model_name_or_path: "${reward_pretrain}"}}
+  judge: {worker_cls: a.b.DetectionRewardWorker, model_args: {model_name_or_path: "${reward_pretrain}"}}
   math: {worker_cls: a.b.MathRuleRewardWorker, tag_included: [aime], world_size: 8}
   code: {worker_cls: a.b.CodeSandboxRewardWorker, use_local: true, tag_included: [KodCode]}
 validation:
@@ -189,8 +189,12 @@ def test_code_runs_only_where_the_file_says_so(rlvr, said):
 
 RULES = """rewards:
   follow: {worker_cls: a.b.GeneralRuleRewardWorker, reward_type: soft, tag_included: [ifeval]}
-  qa: {worker_cls: a.b.CrossThinkQARuleRewardWorker, reward_type: soft, response_length_penalty_coef: 0.0, tag_included: [qa]}
-  strict: {worker_cls: a.b.CrossThinkQARuleRewardWorker, reward_type: TYPE, response_length_penalty_coef: 0.3, tag_included: [x]}
+  qa:
+    {worker_cls: a.b.CrossThinkQARuleRewardWorker, reward_type: soft, response_length_penalty_coef: 0.0,
+     tag_included: [qa]}
+  strict:
+    {worker_cls: a.b.CrossThinkQARuleRewardWorker, reward_type: TYPE, response_length_penalty_coef: 0.3,
+     tag_included: [x]}
   boxed: {worker_cls: a.b.MultipleChoiceBoxedRuleRewardWorker, tag_included: [gpqa]}
 """
 
@@ -218,6 +222,53 @@ def test_rewards_by_rules_are_kept_with_their_arguments(rlvr, tmp_path, kind):
     }
     for one in done.settings["rewards"].values():
         load_reward(REWARDS.get(one["reward_function"]).target, one.get("reward_args"))
+
+
+JUDGES = {
+    "a server of ROLL's": (
+        "judge_model_type: inference, judge_prompt: Qwen2.5-7B-Instruct-RLVR-prompt,"
+        "strategy_args: {strategy_name: vllm},"
+        "model_args: {model_name_or_path: a/b}, generating_args: {max_new_tokens: 100, top_p: 0.8, top_k: 50,"
+        "num_beams: 1, temperature: 0.8, num_return_sequences: 1}, device_mapping: 'list(range(24,32))'",
+        {"model": "a/b", "request": {"max_tokens": 100, "top_p": 0.8, "top_k": 50, "temperature": 0.8}},
+        {"url"},
+    ),
+    "a URL": (
+        "judge_model_type: api, judge_model_name: gpt, judge_api_url: 'https://x.test/v1', judge_api_key: sk-abcdef,"
+        "generating_args: {temperature: 0.9}",
+        {"model": "gpt", "url": "https://x.test/v1", "auth_variable": "JUDGE_API_KEY"},
+        set(),
+    ),
+    "a password in the URL": (
+        "judge_model_name: m, judge_api_url: 'https://me:sk-abcdef@x.test'",
+        {"model": "m"},
+        {"url"},
+    ),
+    "nothing": ("judge_api_key: null", None, {"url", "model"}),
+    "wrong types": (
+        "judge_model_name: [a], judge_api_url: 3, model_args: [], generating_args: 7",
+        None,
+        {"url", "model"},
+    ),
+}
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("case", JUDGES)
+def test_judges_keep_what_a_url_needs_and_no_key(rlvr, tmp_path, case):
+    keys, arguments, missing = JUDGES[case]
+    rlvr.write_text(RLVR.replace("DetectionRewardWorker, model_args: {model_name_or_path: \"${reward_pretrain}\"}",
+                                 f"LLMJudgeRewardWorker, tag_included: [RLVR], {keys}"))  # fmt: skip
+    done = converted(rlvr)
+    loads_quietly(done, tmp_path)
+    judge = done.settings["rewards"]["judge"]
+    assert judge["reward_function"] == "llm_judge" and judge.get("reward_args") == arguments
+    assert {text.split(":")[0] for text in done.missing if "judge" in text} == {
+        f"rewards.judge.reward_args.{key}" for key in missing
+    }
+    assert "sk-abcdef" not in done.to_yaml() + done.to_json()
+    assert ("rewards.judge.judge_prompt" in {one.key for one in done.left_out_as("refused")}) == ("prompt" in keys)
+    assert done.settings["actor_train"]["data_args"]["domain_interleave_probs"]["judge"] == 0.2
 
 
 @pytest.mark.config
@@ -250,7 +301,7 @@ def test_files_of_rewards_that_are_left_out_are_left_out_too(rlvr, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"tag": "opinions"}\n' * 3)
     (tmp_path / "y.jsonl").write_text('{"tag": "opinions"}\n{"tag": "aime"}\n')
     text = RLVR.replace("[data/a.jsonl]", FILES.replace("FOLDER", str(tmp_path)))
-    rlvr.write_text(text.replace("LLMJudgeRewardWorker,", "LLMJudgeRewardWorker, tag_included: [opinions],"))
+    rlvr.write_text(text.replace("DetectionRewardWorker,", "DetectionRewardWorker, tag_included: [opinions],"))
     done = converted(rlvr)
     kept = [Path(file).name for file in done.settings["actor_train"]["data_args"]["file_name"]]
     assert kept == ["aime.jsonl", "KodCode.jsonl", "other.jsonl", "y.jsonl"], "by their lines, else by their names"

@@ -84,7 +84,9 @@ def test_choices_have_the_values_of_roll_except_where_listed():
 def test_repetition_has_the_values_of_roll():
     for response, value in OF_ROLL["repeats"]:
         assert repeated_share(response) * -0.5 == pytest.approx(value)
-    assert ifeval(completion("a b c a b c", {"func_name": "validate_no_commas"}), repetition_penalty=0.5).reward == 0.875
+    assert (
+        ifeval(completion("a b c a b c", {"func_name": "validate_no_commas"}), repetition_penalty=0.5).reward == 0.875
+    )
     assert multiple_choice(completion("B b c b b c", "B"), "loose", repetition_penalty=2).reward == -1 - 2 * 0.25
 
 
@@ -111,7 +113,9 @@ def test_boxes(response, reward):
     assert graded(response)[0] == reward
 
 
-@pytest.mark.parametrize("response", ["İ" * 50 + " the answer is B", "Answer is: **B**.", "answer is\n\nB", "(B)", "B."])
+@pytest.mark.parametrize(
+    "response", ["İ" * 50 + " the answer is B", "Answer is: **B**.", "answer is\n\nB", "(B)", "B."]
+)
 def test_choices_without_a_box(response):
     assert graded(response) == [0, 1, 0.5, -1]
     assert multiple_choice(completion(response, "B"), "loose").marks == {"boxed": False, "right": True}
@@ -126,10 +130,7 @@ def test_blank_responses_keep_no_constraint(name):
 
 ARGUMENTS = [case[0] for case in OF_ROLL["ifeval"]]
 ARGUMENTS.append({"func_name": "validate_response_language", "language": "en"})
-LONG = [
-    unit * (1_000_000 // len(unit))
-    for unit in ("[", "<", "*", "* ", "\\boxed{", "{", "a.b", "A", "A_", "a, ", "\n", ". ", "** *", '[{"a":', "(B) ", "é")
-]
+LONG = [unit * (1_000_000 // len(unit)) for unit in ("[", "<", "* ", "\\boxed{", "{", "A_", ". ", '[{"a":')]
 
 
 @pytest.mark.parametrize("text", LONG, ids=lambda text: ascii(text[:6]))
