@@ -16,8 +16,8 @@ _NAME = "func_name"
 def ifeval(completion: Completion, *, repetition_penalty: float = 0.0) -> Score:
     """1 when the text after the last `</think>` keeps the constraint, else 0; mark `keeps_constraint`.
 
-    `record["answer"]` is the constraint as JSON: `func_name`, one of `constraints.CONSTRAINTS`, and its arguments. Other keys
-    are ignored: lines for ROLL (8eb27cc) and of the data set RLVR-IFeval have all of them. A blank text
+    `record["answer"]` is the constraint as JSON: `func_name`, one of `constraints.CONSTRAINTS`, and its arguments.
+    Other keys are ignored: lines for ROLL (8eb27cc) and of the data set RLVR-IFeval have all of them. A blank text
     keeps no constraint. `repetition_penalty` is subtracted times the share of the whole response's three-word sequences
     that are repeated (ROLL: 0.5).
 

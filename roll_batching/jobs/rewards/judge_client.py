@@ -109,6 +109,8 @@ class JudgeClient:
             connection.close()
         if len(body) > _LONGEST_REPLY:
             raise ValueError(f"its reply is longer than {_LONGEST_REPLY:,} bytes")
+        if response.length:  # `read` with a number of bytes does not raise
+            raise http.client.IncompleteRead(body, response.length)
         return response.status, response.headers.get("Retry-After"), body
 
     def _excerpt(self, text: str) -> str:
