@@ -291,7 +291,14 @@ def test_a_job_with_rewards_by_rules_and_a_judge(tmp_path):
                 "tag_included": ["judge"],
             },
         }
-        changes = {"warmup": None, "max_steps": 1, "reward_function": None, "rewards": rewards, "reward_workers": 2}
+        changes = {
+            "warmup": None,
+            "max_steps": 1,
+            "reward_function": None,
+            "rewards": rewards,
+            "reward_workers": 2,
+            "eval_samples": 0,
+        }
         shares = {"rule": 0.34, "letter": 0.33, "judge": 0.33}
         job = settings(
             tmp_path, **changes, rollout_batch_size=6, actor_train__data_args__domain_interleave_probs=shares
