@@ -53,7 +53,7 @@ class RolloutSizes:
 
 def sizes_of(config: JobConfig, dims: ParallelDims) -> RolloutSizes:
     """Rollouts of one data-parallel rank of `config` in a step."""
-    prompts, settings = -(-config.rollout_batch_size // dims.dp_size), sampling_of(config, None)
+    prompts, settings = -(-config.prompts_per_generation // dims.dp_size), sampling_of(config, None)
     return RolloutSizes(
         prompts=prompts,
         rows=prompts * settings.num_return_sequences,

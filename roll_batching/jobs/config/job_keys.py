@@ -13,6 +13,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.async_keys import AsyncKeys
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
 from roll_batching.jobs.config.distill_keys import DistillKeys
+from roll_batching.jobs.config.dynamic_sampling import DynamicSamplingKeys
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
 from roll_batching.jobs.config.rollout_keys import RolloutKeys
@@ -97,7 +98,7 @@ class WarmupConfig(Settings):
         return self.training_args.model_copy(update={"max_steps": steps})
 
 
-class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RolloutKeys, AsyncKeys):
+class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RolloutKeys, DynamicSamplingKeys, AsyncKeys):
     """The keys of a job."""
 
     task: Task = setting(
@@ -337,6 +338,12 @@ class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RolloutKeys, AsyncKeys):
     def samples_per_rollout(self) -> int:
         """Number of responses of an RL step."""
         return self.rollout_batch_size * self.group_size
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Prompts that are sampled at once: those of a step, or of a generation batch of dynamic sampling."""
+        size = self.dynamic_sampling_batch_size if self.dynamic_sampling else None
+        return self.rollout_batch_size if size is None else size
 
     def mini_batch_size(self, dp_size: int) -> int:
         """Sequences of one optimizer step, over all data-parallel ranks."""

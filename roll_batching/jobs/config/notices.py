@@ -8,6 +8,7 @@ from typing import Any
 
 from roll_batching.jobs.config.async_rules import async_notices
 from roll_batching.jobs.config.diagnostics import KeyPath, Notice, no_effect
+from roll_batching.jobs.config.dynamic_sampling import dynamic_sampling_notices
 from roll_batching.jobs.config.engine_rules import ignored_option, starts_servers, uses_engine
 from roll_batching.jobs.config.foreign_keys import Verdict, given_foreign_keys
 from roll_batching.jobs.config.job_keys import TRACKERS, JobKeys
@@ -178,6 +179,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
         if data.get("tracker_kwargs"):
             yield no_effect(("tracker_kwargs",), f"track_with is neither of {names}")
     yield from async_notices(job, data)
+    yield from dynamic_sampling_notices(job, data)
     sampling = data.get("actor_infer") or {}
     number = (sampling.get("generating_args") or {}).get("num_return_sequences")
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:

@@ -9,6 +9,7 @@ from roll_batching.jobs.config.async_rules import async_problems
 from roll_batching.jobs.config.critic_rules import critic_problems, uses_critic
 from roll_batching.jobs.config.device_rules import device_problems
 from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.dynamic_sampling import dynamic_sampling_problems
 from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
@@ -64,6 +65,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         shares = job.actor_train.data_args.domain_interleave_probs
         problems += share_problems(shares, job.rewards, job.rollout_batch_size)
     problems += async_problems(job)
+    problems += dynamic_sampling_problems(job)
     problems += engine_problems(job)
     problems += _lengths(job)
     for name, role in job.roles.items():

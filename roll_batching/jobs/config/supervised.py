@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
+from roll_batching.jobs.config.dynamic_sampling import DynamicSamplingKeys
 from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
 from roll_batching.jobs.config.losses import ROLLOUT_FIELDS
 from roll_batching.jobs.config.objective import ObjectiveKeys
@@ -33,6 +34,7 @@ _ROLLOUT_KEYS = (
     "validation",
     *RewardKeys.model_fields,
     *RolloutKeys.model_fields,
+    *DynamicSamplingKeys.model_fields,
     *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
 )
 _PROMPT_KEYS = ("tag", "domain_interleave_probs", "long_prompts")

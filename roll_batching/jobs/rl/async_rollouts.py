@@ -60,6 +60,8 @@ class AsyncRollouts:
         self.folder = parent / WEIGHTS
         self._num_requests = 0
         """Sent so far, those of completed steps included."""
+        self._num_more = 0
+        """Requests of further generation batches, sent so far."""
         self._prompts: list[Prompt] = []
         """Of the step of the last request."""
         self._pending: dict[int, Request] = {}
@@ -99,9 +101,10 @@ class AsyncRollouts:
                     self._send_request(self.client)
         return {"weights_seconds": time.perf_counter() - started}
 
-    def take(self, step: int) -> tuple[SampleBatch, StepScores, Metrics]:
+    def take(self, step: int, batch_number: int = 0) -> tuple[SampleBatch, StepScores, Metrics]:
         """This rank's responses of `step` (as `Rollouts.batch`), the scores of all ranks, metrics. Waits for them.
 
+        Under dynamic sampling they are those of one generation batch; those from 1 on are requested here.
         Responses of weights older than `max_staleness` are dropped and sampled again.
         """
         next(self.stream)  # advances the saved position; the prompts came from `_request_stream`
@@ -110,7 +113,11 @@ class AsyncRollouts:
         patience = answer_timeout(self.config, answers)
         with consensus(self.strategy.layout.host_group, "rollouts", patience=patience):
             if self.client is not None:
-                step_rollouts = [self._collect(self.client, step)]
+                if batch_number:
+                    numbers = [self._send_more(self.client, step, batch_number)]
+                else:
+                    numbers = list(range((step - 1) * self.parts, step * self.parts))
+                step_rollouts = [self._collect(self.client, numbers)]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(step_rollouts, src=0, group=self.strategy.layout.host_group)
         batch, scores, metrics = step_rollouts[0]
@@ -139,15 +146,25 @@ class AsyncRollouts:
         seed = step_seed(self.config.seed, step + 1, part)  # with one part per step: that of a synchronous run
         shown = self.config.rollout_samples  # of the whole step; -1: all
         shown = -(-shown // self.parts) if shown > 0 else shown
-        request = Request(number=self._num_requests, prompts=prompts, seed=seed, shown=shown)
-        self._pending[request.number] = request
-        client.ask(request)
+        self._send(client, Request(number=self._num_requests, prompts=prompts, seed=seed, shown=shown))
         self._num_requests += 1
 
-    def _collect(self, client: RoleClient, step: int) -> tuple[SampleBatch, StepScores, Metrics]:
-        """The rollouts of `step` on all ranks as one batch, with ids by place, and metrics. On rank 0."""
+    def _send_more(self, client: RoleClient, step: int, batch_number: int) -> int:
+        """Send the request of a further generation batch of `step`; returns its number."""
+        number = self.config.max_steps * self.parts + self._num_more  # beyond those of all steps
+        self._num_more += 1
+        seed = step_seed(self.config.seed, step, batch_number)
+        prompts, shown = next(self._request_stream), self.config.rollout_samples
+        self._send(client, Request(number=number, prompts=prompts, seed=seed, shown=shown))
+        return number
+
+    def _send(self, client: RoleClient, request: Request) -> None:
+        self._pending[request.number] = request
+        client.ask(request)
+
+    def _collect(self, client: RoleClient, numbers: Sequence[int]) -> tuple[SampleBatch, StepScores, Metrics]:
+        """The rollouts of these requests on all ranks as one batch, with ids by place, and metrics. On rank 0."""
         started, queue = time.monotonic(), QueueMetrics()
-        numbers = range((step - 1) * self.parts, step * self.parts)
         answers: dict[int, Answer] = {}
         while missing := [number for number in numbers if number not in answers]:
             for answer in client.take(missing):

@@ -23,6 +23,7 @@ from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rl.async_rollouts import AsyncRollouts
 from roll_batching.jobs.rl.comparison import ModeComparison
 from roll_batching.jobs.rl.critic import Critic
+from roll_batching.jobs.rl.dynamic_sampling import sample_full_step
 from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.roles.teacher import teacher_of
 from roll_batching.jobs.rollouts.evaluation import Evaluator
@@ -277,15 +278,14 @@ class Grpo:
 
     def _sample(self, step: int) -> tuple[SampleBatch, StepScores, np.ndarray | None]:
         """This rank's responses, the scores of all ranks, and rewards of greedy responses, if advantages need them."""
-        if self.async_rollouts is not None:
-            batch, scores, self._metrics = self.async_rollouts.take(step)
-            return batch, scores, None
         if self.sampler is not None:
             self.sampler.update(step - 1)
-        prompts, sampling = next(self.stream), replace(self.context.sampling, seed=step_seed(self.config.seed, step))
         if not self.advantages.greedy:
-            rollouts, scores = self._generate_and_score(prompts, sampling)
-            return rollouts.batch, scores, None
+            draw = partial(self._draw_batch, step)
+            sampled = sample_full_step(self.config, step, draw) if self.config.dynamic_sampling else draw(0)
+            batch, scores, self._metrics = sampled
+            return batch, scores, None
+        prompts, sampling = next(self.stream), replace(self.context.sampling, seed=step_seed(self.config.seed, step))
         _, baselines = self._generate_and_score(prompts, replace(sampling, greedy=True, num_return_sequences=1))
         rollouts, scores = self._generate_and_score(prompts, sampling)
         scores = scores.add_mean_seconds(baselines)
@@ -293,6 +293,14 @@ class Grpo:
         if self.config.reward_failure == "drop":  # an advantage needs both rewards
             scores = scores.fail_with(baselines)
         return rollouts.batch, scores, baselines.rewards
+
+    def _draw_batch(self, step: int, number: int) -> tuple[SampleBatch, StepScores, Metrics]:
+        """Generation batch `number` of a step: this rank's responses, scores of all ranks, the sampler's metrics."""
+        if self.async_rollouts is not None:
+            return self.async_rollouts.take(step, number)
+        sampling = replace(self.context.sampling, seed=step_seed(self.config.seed, step, number))
+        rollouts, scores = self._generate_and_score(next(self.stream), sampling)
+        return rollouts.batch, scores, {}
 
     def _generate_and_score(
         self, prompts: Sequence[Prompt], sampling: GenerationSettings

@@ -16,11 +16,11 @@ Prompts = PromptStream | MixedStream[Prompt]
 
 
 def prompt_stream(config: JobConfig, inputs: JobInputs) -> Prompts:
-    """Iterator over the prompts of each step, the same on all ranks."""
+    """Iterator over the prompts of each step or generation batch, the same on all ranks."""
     assert inputs.prompts is not None and inputs.reward is not None
     domains = prompts_by_domain(config, inputs.prompts, inputs.reward)
     if domains is None:
-        return PromptStream(inputs.prompts, config.rollout_batch_size, seed=config.seed)
+        return PromptStream(inputs.prompts, config.prompts_per_generation, seed=config.seed)
     counts = prompts_of_domains(config.actor_train.data_args.domain_interleave_probs or {}, config.rollout_batch_size)
     datasets = {name: PromptDataset(prompts) for name, prompts in domains.items()}
     return MixedStream(datasets, counts, seed=config.seed)

@@ -1,0 +1,137 @@
+"""Dynamic sampling: groups with equal rewards are replaced by those of further prompts, until a step is full.
+
+Source: DAPO (arXiv 2503.14476), as in NeMo-RL's `use_dynamic_sampling` and verl's `filter_groups`. Groups beyond a full
+step are discarded, as there, so that the data's position alone restores a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from roll_batching.errors import DataError
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.rollouts.rollout import StepScores
+from roll_batching.samples import SampleBatch
+
+_LEAST_DEVIATION = 1e-6
+"""Standard deviation of a group's rewards above which they differ. Source: slime, `check_reward_nonzero_std`."""
+_SUMMED = ("_seconds", "dropped_samples")
+"""Endings of the sampler's metrics that add up over the batches of a step; of others the last batch's counts."""
+
+DrawBatch = Callable[[int], tuple[SampleBatch, StepScores, Metrics]]
+"""Samples generation batch `number`, from 0: this rank's responses, scores of all ranks, metrics. Collective."""
+
+
+@dataclass
+class _Counts:
+    """What happened to the groups of a step."""
+
+    batches: int = 0
+    groups: int = 0
+    equal: int = 0
+    reward_sum: float = 0.0
+
+    def add(self, scores: StepScores, varied: np.ndarray) -> None:
+        self.batches += 1
+        self.groups += len(varied)
+        self.equal += int((~varied).sum())
+        self.reward_sum += float(scores.rewards.mean()) * len(varied)
+
+    def to_dict(self, used: int) -> Metrics:
+        """Metrics of a step that uses `used` groups."""
+        return {
+            "dynamic_sampling/batches": self.batches,
+            "dynamic_sampling/groups": self.groups,
+            "dynamic_sampling/equal_groups": self.equal,
+            "dynamic_sampling/surplus_groups": self.groups - self.equal - used,
+            "dynamic_sampling/sampled_reward": self.reward_sum / self.groups,
+        }
+
+
+def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[SampleBatch, StepScores, Metrics]:
+    """This rank's responses of a step whose groups all have different rewards, the scores of all ranks, metrics.
+
+    Groups are taken in the order of their prompts. All ranks see all rewards and decide alike. Ids are places among the
+    groups taken. A rank's number of responses differs from that of others, and may be 0.
+
+    Raises DataError, the same on all ranks, when `dynamic_sampling_max_batches` batches do not fill the step.
+    """
+    wanted, size, most = config.rollout_batch_size, config.group_size, config.dynamic_sampling_max_batches
+    counts, metrics = _Counts(), Metrics()
+    batches: list[SampleBatch] = []
+    kept: list[StepScores] = []
+    seconds = np.zeros(2)
+    taken = 0
+    while taken < wanted:
+        if most is not None and counts.batches == most:
+            raise DataError(_too_few(config, step, taken, counts))
+        batch, scores, figures = draw(counts.batches)
+        varied = varied_groups(scores.rewards, size)
+        counts.add(scores, varied)
+        metrics = _add_metrics(metrics, figures)
+        seconds += scores.generate_seconds.mean(), scores.reward_seconds.mean()
+        groups = np.flatnonzero(varied)[: wanted - taken]
+        new_ids = _new_ids(groups, size, first=taken * size)
+        batches.append(_take_samples(batch, new_ids))
+        kept.append(_take_scores(scores, new_ids))
+        taken += len(groups)
+    scores = StepScores.concat(kept)
+    count = len(scores.ids)
+    scores = replace(scores, generate_seconds=np.full(count, seconds[0]), reward_seconds=np.full(count, seconds[1]))
+    return SampleBatch.concat(batches), scores, metrics | counts.to_dict(taken)
+
+
+def varied_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """Whether the rewards of each group differ: bool `[groups]`."""
+    varied: np.ndarray = rewards.reshape(-1, group_size).std(axis=1) > _LEAST_DEVIATION
+    return varied
+
+
+def _new_ids(groups: np.ndarray, group_size: int, first: int) -> dict[int, int]:
+    """By the id of each response in `groups`, its id in the step, from `first` on."""
+    places = (groups[:, None] * group_size + np.arange(group_size)).ravel()
+    return dict(zip(places.tolist(), range(first, first + len(places)), strict=True))
+
+
+def _take_samples(batch: SampleBatch, new_ids: dict[int, int]) -> SampleBatch:
+    """The samples of `batch` that are in `new_ids`, under their new ids."""
+    ids = batch.ids.tolist()
+    rows = [row for row, number in enumerate(ids) if number in new_ids]
+    selected = batch.select(torch.tensor(rows, dtype=torch.int64))
+    return selected.with_ids(torch.tensor([new_ids[ids[row]] for row in rows], dtype=torch.int64))
+
+
+def _take_scores(scores: StepScores, new_ids: dict[int, int]) -> StepScores:
+    """The scores of the responses in `new_ids`, under their new ids."""
+    places = np.array(list(new_ids), dtype=np.int64)
+    columns = {
+        field.name: getattr(scores, field.name)[places]
+        for field in fields(scores)
+        if field.name not in ("ids", "marks", "sample_log")
+    }
+    lines = [{**line, "id": new_ids[line["id"]]} for line in scores.sample_log if line["id"] in new_ids]
+    marks = {name: mark[places] for name, mark in scores.marks.items()}
+    ids = np.array(list(new_ids.values()), dtype=np.int64)
+    return StepScores(ids=ids, marks=marks, sample_log=lines, **columns)
+
+
+def _add_metrics(total: Metrics, batch: Metrics) -> Metrics:
+    """Metrics of the sampler over the batches so far and one more."""
+    return total | {
+        name: total.get(name, 0) + value if name.endswith(_SUMMED) else value for name, value in batch.items()
+    }
+
+
+def _too_few(config: JobConfig, step: int, taken: int, counts: _Counts) -> str:
+    return (
+        f"step {step} has {taken} of {config.rollout_batch_size} prompts whose rewards differ, after "
+        f"{counts.batches} generation batches (dynamic_sampling_max_batches) with {counts.groups} prompts; the mean "
+        f"reward is {counts.reward_sum / counts.groups:.4g}. If the prompts are too hard or too easy for the model, "
+        "change them or the reward; otherwise raise dynamic_sampling_max_batches, dynamic_sampling_batch_size or "
+        "num_return_sequences_in_group"
+    )
