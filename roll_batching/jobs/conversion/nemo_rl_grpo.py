@@ -35,11 +35,8 @@ def convert_algorithm(file: NemoRlFile) -> None:
         file.draft.put(("adv_estimator",), "rloo" if others else "reinforce", key)
         if not others:
             file.draft.put(("norm_mean_type",), "group", f"{section}.normalize_rewards")
-    file.expect_off("grpo.use_dynamic_sampling", why="prompts are not resampled; drop_zero_advantage_groups is similar")
+    _dynamic_sampling(file)
     file.expect_off("grpo.reward_scaling", "grpo.reward_shaping", "reward_penalties", why=REWARDS)
-    for name in ("dynamic_sampling_max_gen_batches", "batch_multiplier"):
-        if file.take(f"grpo.{name}") is not None:
-            file.draft.leave_out(f"grpo.{name}", "idle", "belongs to use_dynamic_sampling")
     if file.peek("grpo.max_rollout_turns", 1) not in (None, 1):
         turns = file.take("grpo.max_rollout_turns")
         file.draft.leave_out("grpo.max_rollout_turns", "refused", f"{turns}: rollouts have one turn")
@@ -48,6 +45,23 @@ def convert_algorithm(file: NemoRlFile) -> None:
             file.draft.leave_out(f"grpo.{name}", "idle", "max_steps ends the job; rollouts have one turn")
     _clipped(file)
     convert_evaluation(file)
+
+
+def _dynamic_sampling(file: NemoRlFile) -> None:
+    most, multiplier = file.take("grpo.dynamic_sampling_max_gen_batches"), file.take("grpo.batch_multiplier")
+    if file.take("grpo.use_dynamic_sampling") is not True:
+        for name, value in (("dynamic_sampling_max_gen_batches", most), ("batch_multiplier", multiplier)):
+            if value is not None:
+                file.draft.leave_out(f"grpo.{name}", "idle", "belongs to use_dynamic_sampling")
+        return
+    file.draft.put(("dynamic_sampling",), True, "grpo.use_dynamic_sampling")
+    if isinstance(most, int):
+        text = "one more: NeMo-RL stops after the batch that follows its limit"
+        file.draft.put(("dynamic_sampling_max_batches",), most + 1, "grpo.dynamic_sampling_max_gen_batches", text)
+    prompts = file.draft.values.get("rollout_batch_size")
+    if isinstance(multiplier, (int, float)) and isinstance(prompts, int) and multiplier != 1:
+        text = "batch_multiplier x num_prompts_per_step"
+        file.draft.put(("dynamic_sampling_batch_size",), int(prompts * multiplier), "grpo.batch_multiplier", text)
 
 
 def _clipped(file: NemoRlFile) -> None:

@@ -81,7 +81,9 @@ def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, diff
             here[key] = value
         elif key == "query_filter_config":
             draft.leave_out(
-                where, "refused", "prompts are not resampled by their rewards; difficulty_mask leaves them out"
+                where,
+                "refused",
+                "dynamic_sampling replaces groups with equal rewards; it has no thresholds for their mean",
             )
         elif key not in read:
             draft.leave_out(where, "idle", "rewards run in separate processes, reward_workers of them")

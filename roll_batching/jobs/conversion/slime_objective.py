@@ -6,12 +6,30 @@ from roll_batching.jobs.conversion.report import Kind
 from roll_batching.jobs.conversion.slime_options import SlimeFile
 
 _ROLE = "actor_train"
+_FILTER = "check_reward_nonzero_std"
 
 
 def put_objective(file: SlimeFile) -> None:
     """Puts our keys for slime's estimator of advantages and for its loss."""
     _advantages(file)
     _loss(file)
+    _dynamic_sampling(file)
+
+
+def _dynamic_sampling(file: SlimeFile) -> None:
+    path, size = file.take("--dynamic-sampling-filter-path"), file.take("--over-sampling-batch-size")
+    if path is None or str(path).rpartition(".")[2] != _FILTER:
+        if path is not None:
+            text = f"{path}: dynamic_sampling leaves out groups with equal rewards, as slime's {_FILTER}"
+            file.draft.leave_out("--dynamic-sampling-filter-path", "refused", text)
+        if size is not None:
+            file.draft.leave_out("--over-sampling-batch-size", "idle", "belongs to dynamic sampling")
+        return
+    file.put(("dynamic_sampling",), True, "--dynamic-sampling-filter-path")
+    text = "slime samples without a limit"
+    file.draft.put(("dynamic_sampling_max_batches",), None, "--dynamic-sampling-filter-path", text)
+    text = "all responses are sampled to their end; slime aborts the rest when a step is full"
+    file.put(("dynamic_sampling_batch_size",), size, "--over-sampling-batch-size", text)
 
 
 def _advantages(file: SlimeFile) -> None:

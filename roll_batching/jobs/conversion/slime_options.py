@@ -42,7 +42,7 @@ TEXTS = _names(
     "hf-checkpoint load save ref-load prompt-data input-key label-key rm-type advantage-estimator loss-type "
     "kl-loss-type lr-decay-style optimizer recompute-granularity recompute-method wandb-project wandb-group "
     "rollout-function-path custom-generate-function-path custom-rm-path eval-config moe-token-dispatcher-type "
-    "pipeline-model-parallel-layout"
+    "pipeline-model-parallel-layout dynamic-sampling-filter-path"
 )
 LISTS = _names("eval-prompt-data recompute-modules rollout-stop rollout-stop-token-ids")
 FLAGS = _names(
@@ -137,7 +137,6 @@ _IDLE: Mapping[str, str] = {
     "the reference has the weights of the policy at its start": "ref-load",
     "the job's seed serves all roles": "rollout-seed",
     "no token is dropped": "moe-token-drop-policy",
-    "belongs to dynamic sampling": "over-sampling-batch-size",
     "rewards are called with the prompt, the response and the reference answer": "metadata-key",
     "rollouts have one turn": "tool-key",
     "requests are divided among the servers by the job": "sglang-router- router- sglang-server-concurrency",
@@ -163,7 +162,6 @@ _REFUSED: Mapping[str, str] = {
     "responses are sampled to their end with the weights of one step": (
         "partial-rollout mask-offpolicy-in-partial-rollout"
     ),
-    "prompts are not resampled; drop_zero_advantage_groups is similar": "dynamic-sampling-filter-path",
     "multi-token prediction (MTP) is not supported for now": "mtp- enable-mtp-training",
     "speculative decoding is not set up for now": "sglang-speculative-",
     "distillation is not supported for now": "use-opd opd-",

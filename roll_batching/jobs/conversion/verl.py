@@ -18,7 +18,7 @@ from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.mini_batch import context_ranks, data_parallel_ranks, put_mini_batch
 from roll_batching.jobs.conversion.value_types import wrong_types
 from roll_batching.jobs.conversion.verl_command import GROUPS, PROGRAM
-from roll_batching.jobs.conversion.verl_objective import convert_advantages, convert_loss
+from roll_batching.jobs.conversion.verl_objective import convert_advantages, convert_dynamic_sampling, convert_loss
 from roll_batching.jobs.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile, defaults_of
 from roll_batching.jobs.conversion.verl_rollouts import convert_data, convert_evaluation, convert_rollouts
 
@@ -84,6 +84,7 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
         convert_data(file)
         convert_rollouts(file, devices)
         convert_advantages(file)
+        convert_dynamic_sampling(file)
         convert_loss(file)
         convert_evaluation(file)
         _length(file)

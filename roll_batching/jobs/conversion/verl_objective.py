@@ -61,6 +61,29 @@ def convert_advantages(file: VerlFile) -> None:
         file.move("algorithm.kl_ctrl.horizon", ("kl_horizon",))
 
 
+def convert_dynamic_sampling(file: VerlFile) -> None:
+    """Converts `filter_groups`, of verl's recipes, and the size of their generation batches."""
+    section = "algorithm.filter_groups"
+    enabled, metric = file.take(f"{section}.enable"), file.take(f"{section}.metric")
+    most, size = file.take(f"{section}.max_num_gen_batches"), file.take("data.gen_batch_size")
+    if enabled is not True:
+        for key, value in ((f"{section}.enable", enabled), (f"{section}.metric", metric),
+                           (f"{section}.max_num_gen_batches", most), ("data.gen_batch_size", size)):  # fmt: skip
+            if value is not None:
+                file.draft.leave_out(key, "idle", "groups are not filtered")
+        return
+    text = f"compares rewards; verl: {metric}" if metric is not None else ""
+    file.put(("dynamic_sampling",), True, f"{section}.enable", text)
+    if metric is not None:
+        file.draft.leave_out(f"{section}.metric", "idle", "dynamic_sampling compares rewards")
+    has_limit = isinstance(most, int) and most > 0
+    text = "" if has_limit else "verl has no limit where max_num_gen_batches is 0"
+    file.draft.put(
+        ("dynamic_sampling_max_batches",), most if has_limit else None, f"{section}.max_num_gen_batches", text
+    )
+    file.put(("dynamic_sampling_batch_size",), size, "data.gen_batch_size")
+
+
 def convert_loss(file: VerlFile) -> None:
     """Converts the policy loss, its aggregation, the KL term and the rollout correction."""
     mode = file.take(f"{ACTOR}.policy_loss.loss_mode")

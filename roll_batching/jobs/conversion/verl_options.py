@@ -177,7 +177,7 @@ _IDLE: Mapping[str, str] = {
     "the layout and the caps of the reference are those of actor_train": "actor_rollout_ref.ref",
     "passes and the mini-batch are those of actor_train": f"{ACTOR}.rollout_n {ACTOR}.calculate_sum_pi_squared",
     "prompts are read by actor_train.data_args": (
-        "data.return_ data.reward_fn_key data.val_batch_size data.gen_batch_size data.image_ data.video_ data.audio_ "
+        "data.return_ data.reward_fn_key data.val_batch_size data.image_ data.video_ data.audio_ "
         "data.tokenizer data.use_shm data.validation_shuffle data.custom_cls.name data.ignore_input_ids_mismatch "
         "data.tools_key data.enable_thinking_ data.pad_mode data.mm_"
     ),
@@ -195,7 +195,6 @@ _ASYNC = "verl's asynchronous trainers are not converted: async_generation_ratio
 _REFUSED: Mapping[str, str] = {
     _ASYNC: "async_training rollout.nnodes rollout.n_gpus_per_node rollout.total_rollout_steps",
     "rollouts have one turn": f"{ROLLOUT}.multi_turn data.tool_config_path data.function_tool_path",
-    "prompts are not resampled; drop_zero_advantage_groups is similar": "algorithm.filter_groups",
     "samples are not weighted by their rewards like this": "algorithm.use_pf_ppo",
     "the optimizer is AdamW with the settings above": f"{ACTOR}.optim. optim.",
     f"{ROUTERS} are as the model's config.json says": (

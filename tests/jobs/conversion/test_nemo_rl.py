@@ -105,14 +105,10 @@ def test_checkpoints_are_written_as_there(tmp_path, enabled):
 
 
 def test_dtensors_layout_and_what_is_not_done_here(tmp_path):
-    child = (
-        "defaults: base.yaml\ngrpo: {use_dynamic_sampling: true}\npolicy: {dtensor_cfg: {lora_cfg: {enabled: true}}}\n"
-    )
+    child = "defaults: base.yaml\ngrpo: {max_rollout_turns: 2}\npolicy: {dtensor_cfg: {lora_cfg: {enabled: true}}}\n"
     done = converted(tmp_path, child)
     assert done.settings["actor_train"]["strategy_args"]["strategy_config"] == {"tensor_model_parallel_size": 1}
-    assert {"grpo.use_dynamic_sampling", "policy.dtensor_cfg.lora_cfg"} <= {
-        one.key for one in done.left_out_as("refused")
-    }
+    assert {"grpo.max_rollout_turns", "policy.dtensor_cfg.lora_cfg"} <= {one.key for one in done.left_out_as("refused")}
 
 
 RL = """

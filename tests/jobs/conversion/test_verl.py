@@ -270,7 +270,6 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     "aggregation": (f"{A}.loss_agg_mode=token-sum", f"{A}.loss_agg_mode", ""),
     "lora": ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank", "LoRA"),
     "turns": (f"{R}.multi_turn.enable=True", f"{R}.multi_turn", "one turn"),
-    "dynamic sampling": ("algorithm.filter_groups.enable=True", "algorithm.filter_groups", "resampled"),
     "sequence weights": (
         "algorithm.rollout_correction.rollout_is=sequence",
         "algorithm.rollout_correction.rollout_is",

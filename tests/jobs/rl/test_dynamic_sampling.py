@@ -178,7 +178,7 @@ def test_settings_that_exclude_it(tmp_path, changes, message):
 def test_keys_without_effect_are_noticed(tmp_path):
     job = job_of(tmp_path, dynamic_sampling=False, dynamic_sampling_batch_size=8, dynamic_sampling_max_batches=3)
     noticed = [notice.path for notice in config_from_dict(job).notices if "dynamic_sampling is false" in notice.text]
-    assert noticed == [("dynamic_sampling_max_batches",), ("dynamic_sampling_batch_size",)]
+    assert noticed == ["dynamic_sampling_max_batches", "dynamic_sampling_batch_size"]
     assert config_from_dict(job).prompts_per_generation == 4
 
 
@@ -188,7 +188,7 @@ def test_keys_without_effect_are_noticed(tmp_path):
 def drawn(
     rewards: list[list[float]], first: int, rows: list[int] | None = None
 ) -> tuple[SampleBatch, StepScores, dict]:
-    """A generation batch of these groups; response i has i + `first` in its tokens. This rank has the samples `rows`."""
+    """A generation batch of these groups, of which this rank has `rows`; response i has token i + `first`."""
     flat = np.array(rewards).ravel()
     count = len(flat)
     ids = torch.arange(count)
