@@ -13,7 +13,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.async_keys import AsyncKeys
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
 from roll_batching.jobs.config.distill_keys import DistillKeys
-from roll_batching.jobs.config.dynamic_sampling import DynamicSamplingKeys
+from roll_batching.jobs.config.dynamic_sampling_keys import DynamicSamplingKeys
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
 from roll_batching.jobs.config.rollout_keys import RolloutKeys

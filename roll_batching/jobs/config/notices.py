@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_batching.jobs.config.async_rules import async_notices
 from roll_batching.jobs.config.diagnostics import KeyPath, Notice, no_effect
-from roll_batching.jobs.config.dynamic_sampling import dynamic_sampling_notices
+from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_notices
 from roll_batching.jobs.config.engine_rules import ignored_option, starts_servers, uses_engine
 from roll_batching.jobs.config.foreign_keys import Verdict, given_foreign_keys
 from roll_batching.jobs.config.job_keys import TRACKERS, JobKeys

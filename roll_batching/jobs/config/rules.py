@@ -9,7 +9,7 @@ from roll_batching.jobs.config.async_rules import async_problems
 from roll_batching.jobs.config.critic_rules import critic_problems, uses_critic
 from roll_batching.jobs.config.device_rules import device_problems
 from roll_batching.jobs.config.diagnostics import Problem
-from roll_batching.jobs.config.dynamic_sampling import dynamic_sampling_problems
+from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_problems
 from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
-from roll_batching.jobs.config.dynamic_sampling import DynamicSamplingKeys
+from roll_batching.jobs.config.dynamic_sampling_keys import DynamicSamplingKeys
 from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
 from roll_batching.jobs.config.losses import ROLLOUT_FIELDS
 from roll_batching.jobs.config.objective import ObjectiveKeys
