@@ -48,6 +48,7 @@ def build_chunks(
     initialize: bool = True,
     groups: Any = None,
     value_head: bool = False,
+    value_head_std: float = 0.0,
 ) -> list[Any]:
     """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred or a value head, without DDP.
 
@@ -126,7 +127,7 @@ def build_chunks(
             if value_head:
                 from roll_batching.modeling.value_head import set_value_head  # only critics have one
 
-                set_value_head(gpt)
+                set_value_head(gpt, value_head_std, seed)
             gpt = gpt.to(device=layout.device, dtype=dtype)
             if not value_head:
                 defer_head(gpt)

@@ -12,12 +12,15 @@ from megatron.core import tensor_parallel
 class ValueHead(torch.nn.Module):
     """A linear layer from hidden states to one value per token, whole on every tensor-parallel rank.
 
-    It starts at 0, so that values do: the same in every parallel layout, without random numbers.
+    It starts at 0, or at random numbers of a seed with the standard deviation `std`: alike in every parallel layout.
     """
 
-    def __init__(self, config: Any, group: Any) -> None:
+    def __init__(self, config: Any, group: Any, std: float = 0.0, seed: int = 0) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        weight = torch.zeros(1, config.hidden_size)
+        if std:
+            weight.normal_(std=std, generator=torch.Generator().manual_seed(seed))
+        self.weight = torch.nn.Parameter(weight.to(config.params_dtype))
         # Under sequence parallelism a rank sees its shard of the tokens: Megatron then adds up gradients over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.bias = None
@@ -37,7 +40,7 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def set_value_head(gpt: Any) -> None:
+def set_value_head(gpt: Any, std: float, seed: int) -> None:
     """Replaces the output layer of `gpt`, if this stage has it, by a value head."""
     if gpt.post_process:
-        gpt.output_layer = ValueHead(gpt.config, gpt.pg_collection.tp)
+        gpt.output_layer = ValueHead(gpt.config, gpt.pg_collection.tp, std, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from roll_batching.rehearsal.task import PhasePeak, RankReport
+from roll_batching.rehearsal.task import PhasePeak, RankReport, TrainingBatch
 
 
 def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int, float]) -> RankReport:
@@ -30,6 +30,9 @@ def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int
             holders=by_key(a.holders, b.holders),
         )
 
+    def batch(a: TrainingBatch, b: TrainingBatch) -> TrainingBatch:
+        return replace(b, model_flops=extrapolate(a.model_flops, b.model_flops))
+
     calls = by_key({k: v[0] for k, v in few.collectives.items()}, {k: v[0] for k, v in more.collectives.items()})
     sizes = by_key({k: v[1] for k, v in few.collectives.items()}, {k: v[1] for k, v in more.collectives.items()})
     reads = by_key(dict(few.host_reads), dict(more.host_reads))
@@ -41,6 +44,7 @@ def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int
         flops=by_key(few.flops, more.flops),
         collectives={key: (round(calls[key]), sizes[key]) for key in calls},
         host_reads={key: round(count) for key, count in reads.items()},
-        training=replace(more.training, model_flops=extrapolate(few.training.model_flops, more.training.model_flops)),
+        training=batch(few.training, more.training),
+        critic=None if few.critic is None or more.critic is None else batch(few.critic, more.critic),
         seconds=few.seconds + more.seconds,
     )

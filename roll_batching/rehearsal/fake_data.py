@@ -48,6 +48,15 @@ def samples_of(plan: Plan, dp_rank: int, *, token_advantages: bool = False) -> S
     return SampleBatch(ids, lengths, fields, {name: FieldSpec(kind) for name, kind in kinds.items()})
 
 
+def samples_of_critic(plan: Plan, dp_rank: int) -> SampleBatch:
+    """The same samples with the fields of the critic's loss alone."""
+    local = samples_of(plan, dp_rank).only(("input_ids", "response_mask"))
+    names = ("returns", "old_values")
+    return local.with_fields(
+        {name: torch.zeros(local.num_tokens) for name in names}, {name: FieldSpec("next_token") for name in names}
+    )
+
+
 def fake_pack(pack: PackedBatch, device: torch.device) -> PackedBatch:
     """Copy of `pack` with a fake tensor of the same shape and dtype on `device` for every tensor.
 

@@ -8,26 +8,22 @@ from typing import Any, Literal
 
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.objectives.from_config import critic_mini_batch_size
 from roll_batching.planning import ParallelDims, PlanConstraints
 from roll_batching.rehearsal.experts import EXPERT_COUNT_READS
 from roll_batching.rehearsal.extrapolation import extrapolate_layers
 from roll_batching.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
 from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rollout import fault_of, has_local_rollouts
-from roll_batching.rehearsal.task import RankReport, RankTask
+from roll_batching.rehearsal.stages import FEW, MORE, rehearsed_depths, stages_of
+from roll_batching.rehearsal.task import CRITIC, RankReport, RankTask
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
-from roll_batching.settings.pipeline_split import ChunkLayers
 
 GIB = 1 << 30
-FEW, MORE = 2, 3
-"""Layers per chunk of the two shallow models from which a deep one is extrapolated."""
-WHOLE = 4
-"""Largest number of layers per chunk that is rehearsed without extrapolation."""
 _NOT_REHEARSED = ("flash_attn", "flash_attn_4")
 """Attention backends whose packages have no operators for fake tensors that the recorder counts."""
 
@@ -104,7 +100,7 @@ class StageReport:
     @property
     def reads_inside(self) -> dict[str, int]:
         """Host reads inside Megatron's schedule, each of which stalls the device; calls by place."""
-        inside = ("forward: ", "backward: ")
+        inside = tuple(f"{model}{name}: " for model in ("", CRITIC) for name in ("forward", "backward"))
         reads = self.report.host_reads.items()
         return {key: count for key, count in reads if key.startswith(inside) and EXPERT_COUNT_READS not in key}
 
@@ -171,9 +167,6 @@ def rehearse_job(
         ConfigError: the model's shape is unknown, the layout does not divide it, or the data have no lengths yet.
         RehearsalError: a rank failed.
     """
-    if uses_critic(config):
-        text = "is not rehearsed for now: set adv_estimator: reinforce, which rehearses the policy alone"
-        raise config.error(Problem(("critic",), text))
     if uses_teacher(config):
         text = "is not rehearsed for now: rehearse the student as task: grpo, or without loss_function: distill"
         raise config.error(Problem(("teacher",), text))
@@ -195,7 +188,7 @@ def rehearse_job(
     split = megatron.chunk_layers(architecture.num_layers)
     chunks = dims.pp_size * dims.vpp_size
     kinds = [
-        (cp_size, kind, depths_of(kind.chunk_layers, split, megatron, architecture))
+        (cp_size, kind, rehearsed_depths(config, kind, split, megatron, architecture))
         for cp_size in context_sizes(config, dims, lengths)
         for kind in stages_of(split)
     ]
@@ -221,7 +214,7 @@ def rehearse_job(
             report = extrapolate_layers(*pair, (*ends, kind.chunk_layers[0]))
             # The model's FLOPs are those of all stages.
             whole = extrapolate_layers(*pair, (*ends, architecture.num_layers / chunks))
-            report = replace(report, training=whole.training)
+            report = replace(report, training=whole.training, critic=whole.critic)
         name = kind.name if cp_size is None else f"{kind.name}, CP {cp_size}"
         stages.append(StageReport(name=name, report=report, stages=kind.stages, cp_size=cp_size))
     return Rehearsal(config=config, dims=dims, stages=_with_all_communicators(stages))
@@ -281,18 +274,23 @@ class StepTotals:
         return self.model / self.computed
 
 
-def totals_of(rehearsal: Rehearsal, cp_size: int | None = None) -> StepTotals:
-    """Totals of the training passes of a rehearsed job, with packs of `cp_size` where each pack has its own size."""
-    dims, config = rehearsal.dims, rehearsal.config
+def totals_of(rehearsal: Rehearsal, cp_size: int | None = None, *, critic: bool = False) -> StepTotals:
+    """Totals of the training passes of a rehearsed job, with packs of `cp_size` where each pack has its own size.
+
+    `critic`: those of the critic, which the job must have.
+    """
+    dims, config, name = rehearsal.dims, rehearsal.config, CRITIC if critic else ""
     stages = [stage for stage in rehearsal.stages if stage.cp_size == cp_size]
     computed = 0.0
     for stage in stages:
-        passes = stage.report.flops.get("forward", 0.0) + stage.report.flops.get("backward", 0.0)
+        passes = sum(stage.report.flops.get(f"{name}{phase}", 0.0) for phase in ("forward", "backward"))
         computed += stage.stages * passes / stage.report.micro_batches
-    training = stages[0].report.training
+    training = stages[0].report.critic if critic else stages[0].report.training
+    assert training is not None
     count = training.in_step
     if count is None and cp_size is None and config.stream is None:
-        count = -(-config.mini_batch_size(dims.dp_size) // dims.dp_size // training.samples)
+        size = critic_mini_batch_size(config, dims.dp_size) if critic else config.mini_batch_size(dims.dp_size)
+        count = -(-size // dims.dp_size // training.samples)
     return StepTotals(
         micro_batches=count,
         computed=computed * dims.tp_size * (cp_size or dims.cp_size),
@@ -308,61 +306,6 @@ def rehearse_timeline(rehearsal: Rehearsal) -> RankReport:
         config=rehearsal.config, rank=worst.report.rank, world_size=world, cp_size=worst.cp_size or 1, timeline=True
     )
     return run_tasks([task])[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageKind:
-    """Pipeline stages that need the same memory, or less than one of them, which is rehearsed."""
-
-    name: str
-    stage: int
-    """Number of the rehearsed one."""
-    stages: int
-    chunk_layers: tuple[int, ...]
-    """Layers of each of its model chunks."""
-
-
-def stages_of(split: ChunkLayers) -> list[StageKind]:
-    """Kinds of pipeline stages: the first, the last, and the middle ones by their layers.
-
-    The first middle stage of a kind represents it: under 1F1B it holds the activations of the most micro-batches.
-    """
-    last = len(split) - 1
-    if last == 0:
-        return [StageKind(name="the only stage", stage=0, stages=1, chunk_layers=split[0])]
-    middle: dict[tuple[int, ...], list[int]] = {}
-    for stage in range(1, last):
-        middle.setdefault(split[stage], []).append(stage)
-    numbers = [[0], *middle.values(), [last]]
-    return [StageKind(name=_name_of(one), stage=one[0], stages=len(one), chunk_layers=split[one[0]]) for one in numbers]
-
-
-def _name_of(stages: list[int]) -> str:
-    """Name of some stages, of which the first is rehearsed."""
-    if len(stages) == 1:
-        return f"stage {stages[0]}"
-    follow = stages[-1] - stages[0] == len(stages) - 1
-    listed = f"{stages[0]} to {stages[-1]}" if follow else ", ".join(map(str, stages))
-    return f"stages {listed} ({stages[0]})"
-
-
-def depths_of(
-    chunk_layers: tuple[int, ...], split: ChunkLayers, megatron: MegatronConfig, architecture: ArchitectureConfig
-) -> tuple[int | None, ...]:
-    """Layers per chunk to rehearse for a stage with `chunk_layers`; None: the job's own model.
-
-    Two small numbers where all layers and all chunks of a deep stage are equal. All stages of those shallow models have
-    the same number of layers, also where the job's have not.
-    """
-    are_equal = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
-    if architecture.moe is not None and architecture.moe.layer_freq != 1:
-        are_equal = False
-    if architecture.window_layers is not None or architecture.gated_delta_net is not None:
-        are_equal = False
-    if are_equal and len(set(chunk_layers)) == 1 and chunk_layers[0] > WHOLE:
-        return FEW, MORE
-    is_even = len({count for stage in split for count in stage}) == 1
-    return (chunk_layers[0] if is_even else None,)
 
 
 def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig, ArchitectureConfig]:

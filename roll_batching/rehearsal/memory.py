@@ -10,13 +10,19 @@ import numpy as np
 import torch
 
 from roll_batching.rehearsal.recorder import Block, Recorder
-from roll_batching.rehearsal.task import PhasePeak
+from roll_batching.rehearsal.task import CRITIC, PhasePeak
 
 _LAYER = re.compile(r"\blayers\.\d+\b")
 
 
-def kinds_of(recorder: Recorder, chunks: Sequence[Any], optimizer: Any, reference: Sequence[Any]) -> dict[int, str]:
-    """Kind of each storage that outlives a step, by its index in `recorder.blocks`."""
+def kinds_of(
+    recorder: Recorder, trained: Mapping[str, tuple[Sequence[Any], Any]], reference: Sequence[Any]
+) -> dict[int, str]:
+    """Kind of each storage that outlives a step, by its index in `recorder.blocks`.
+
+    `trained` has chunks and optimizer of the policy, under an empty text, and of the critic, each by the beginning of
+    its kinds' names.
+    """
     kinds: dict[int, str] = {}
 
     def mark(tensors: Iterable[Any], kind: str) -> None:
@@ -24,16 +30,18 @@ def kinds_of(recorder: Recorder, chunks: Sequence[Any], optimizer: Any, referenc
             if isinstance(tensor, torch.Tensor) and (index := recorder.block_of(tensor)) is not None:
                 kinds.setdefault(index, kind)
 
-    for chunk in chunks:
-        for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
-            mark([buffer.grad_data], "gradients")
-            mark([buffer.param_data], "weights")
-        mark(chunk.parameters(), "weights")
-        mark((getattr(p, "main_grad", None) for p in chunk.parameters()), "gradients")
+    for name, (chunks, _) in trained.items():
+        for chunk in chunks:
+            for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+                mark([buffer.grad_data], f"{name}gradients")
+                mark([buffer.param_data], f"{name}weights")
+            mark(chunk.parameters(), f"{name}weights")
+            mark((getattr(p, "main_grad", None) for p in chunk.parameters()), f"{name}gradients")
     for chunk in reference:
         mark(chunk.parameters(), "reference")
-    if optimizer is not None:
-        mark(_state_of(optimizer), "optimizer")
+    for name, (_, optimizer) in trained.items():
+        if optimizer is not None:
+            mark(_state_of(optimizer), f"{name}optimizer")
     return kinds
 
 
@@ -104,7 +112,7 @@ def timeline_of(
 
 
 def _kind(at: int, block: Block, kinds: Mapping[int, str]) -> str:
-    return kinds.get(at) or ("inputs" if block.phase == "inputs" else "activations")
+    return kinds.get(at) or ("inputs" if block.phase.removeprefix(CRITIC) == "inputs" else "activations")
 
 
 def _peak(phase: str, blocks: Sequence[Block], kinds: Mapping[int, str], alive: Any, total: int) -> PhasePeak:

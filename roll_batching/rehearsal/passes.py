@@ -13,10 +13,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from roll_batching.distributed import Facts
 from roll_batching.jobs.config import JobConfig, WorkerConfig
+from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.supervised import supervised
-from roll_batching.jobs.objectives.from_config import loss_of, schedule_of, supervised_schedule_of
+from roll_batching.jobs.objectives.from_config import (
+    critic_role,
+    loss_of,
+    schedule_of,
+    supervised_schedule_of,
+    value_loss_of,
+)
 from roll_batching.losses import SFTLoss, loss_spec
+from roll_batching.losses.contract import VALUES as VALUE_FIELD
 from roll_batching.losses.contract import LossSpec
 from roll_batching.modeling.cost import plan_flops
 from roll_batching.packing.batch import PackedBatch
@@ -25,7 +33,7 @@ from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.planning.prefixes import shared_positions
 from roll_batching.planning.role_planner import SMALLEST_SAVING
-from roll_batching.rehearsal.fake_data import fake_pack, real_pack, samples_of
+from roll_batching.rehearsal.fake_data import fake_pack, real_pack, samples_of, samples_of_critic
 from roll_batching.rehearsal.lengths import (
     Bin,
     fullest_bin,
@@ -39,7 +47,7 @@ from roll_batching.rehearsal.lengths import (
 )
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.rollout import has_local_rollouts, rehearse_rollout
-from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE, TrainingBatch
+from roll_batching.rehearsal.task import CRITIC, LOG_PROBS, REFERENCE, VALUES, TrainingBatch
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.context_sizes import pack_times_of
@@ -112,6 +120,7 @@ class Passes:
     policy: Policy
     reference: Reference | None
     loss: Any
+    critic: Policy | None
     lengths: tuple[int, ...] | None
     """Tokens of the samples of an optimizer step; None: samples as long as the job allows."""
     micro_batches: int | None
@@ -159,7 +168,14 @@ class Passes:
 
     def training(self) -> TrainingBatch:
         """The rehearsed training micro-batch and its optimizer step."""
-        policy, batching = self.policy, self.policy.batching.train
+        return self._training_of(self.policy)
+
+    def critic_training(self) -> TrainingBatch | None:
+        """The critic's, if there is one."""
+        return None if self.critic is None else self._training_of(self.critic)
+
+    def _training_of(self, policy: Policy) -> TrainingBatch:
+        batching = policy.batching.train
         constraints = _constraints(policy, batching)
         rehearsed = self.plan(policy, batching, legal_count(1, constraints))
         step = rehearsed if self.lengths is None else self._step_plan(policy, constraints)
@@ -174,10 +190,10 @@ class Passes:
             in_step=None if self.lengths is None else in_step,
         )
 
-    def small_plan(self) -> Plan:
-        """Plan of the smallest possible step."""
-        layout = self.policy.layout
-        constraints = _constraints(self.policy, self.policy.batching.train)
+    def small_plan(self, policy: Policy) -> Plan:
+        """Plan of the smallest possible step of the policy or the critic."""
+        layout = policy.layout
+        constraints = _constraints(policy, policy.batching.train)
         rows = constraints.rows if constraints.mode == "padded" and constraints.rows else self.unit
         return plan_of_equal_bins(constraints, Bin([2] * rows), layout.pp_size, self.cp_size)
 
@@ -191,8 +207,10 @@ class Passes:
         return layout.pp_size + 1 if layout.vpp_size == 1 else 2 * layout.pp_size
 
     def first_step(self) -> None:
-        """Run a small step, which creates the optimizer state."""
-        self._step(self.small_plan())
+        """Run a small step of every trained model, which creates the optimizer state."""
+        self._step(self.small_plan(self.policy))
+        if self.critic is not None:
+            self._train_critic(self.critic, self.small_plan(self.critic))
 
     def roll_out(self) -> tuple[str, ...]:
         """Rehearse rollouts of the training model; returns notes for the report."""
@@ -213,11 +231,32 @@ class Passes:
                     policy, policy.batching.train, self.count()
                 )  # SFT and DPO run the reference on the plan of the step
             tokens[REFERENCE] = self._log_probs(recorder, reference, plan, REFERENCE)
+        if self.critic is not None:
+            tokens |= self._run_critic(recorder, self.critic)
         plan = self.plan(policy, policy.batching.train, self.count())
         tokens["training"] = int(plan.tokens[0])
         with recorder.during("optimizer"):
             self._step(plan)
         return tokens
+
+    def _run_critic(self, recorder: Recorder, critic: Policy) -> dict[str, int]:
+        """Values and a training step of the critic; the tokens of a micro-batch of both."""
+        forward, train = (
+            self.plan(critic, batching, self.count()) for batching in (critic.batching.infer, critic.batching.train)
+        )
+        with recorder.during(VALUES):
+            masks = loss_spec(value_loss_of(self.config)).masks
+            critic.forward(_of_critic(critic, forward), forward, needs=(VALUE_FIELD,), masks=masks)
+        with recorder.prefixed(CRITIC), recorder.during("optimizer"):
+            self._train_critic(critic, train)
+        return {VALUES: int(forward.tokens[0]), f"{CRITIC}training": int(train.tokens[0])}
+
+    def _train_critic(self, critic: Policy, plan: Plan) -> None:
+        loss = value_loss_of(self.config)
+        with _disable_current_modes():
+            local = _of_critic(critic, plan)
+            counts = critic.count(local, loss)
+        critic.train_step(local, plan, loss, counts=counts)
 
     def _log_probs(self, recorder: Recorder, strategy: _RehearsedStrategy, plan: Plan, name: str) -> int:
         with recorder.during(name):
@@ -253,10 +292,17 @@ def passes_of(
         reference = Reference(config.reference, seed=config.seed, temperature=policy.temperature)
         reference.recorder, reference.with_values = recorder, with_values
         reference.initialize(weights=with_values)
+    critic = None
+    if uses_critic(config):
+        critic = Policy(critic_role(config, config.dp_size(dist.get_world_size())), seed=config.seed)
+        critic.recorder, critic.with_values = recorder, with_values
+        critic.initialize(weights=with_values)
+        critic.trace_gradient_sync()
     return Passes(
         config=config,
         policy=policy,
         reference=reference,
+        critic=critic,
         loss=loss_of(config) if config.max_steps else SFTLoss(),
         lengths=lengths,
         micro_batches=micro_batches,
@@ -293,6 +339,11 @@ def _on_host(check: Callable[..., None] | None) -> Callable[..., None] | None:
 def _local(strategy: MegatronInferStrategy, plan: Plan) -> SampleBatch:
     with _disable_current_modes():
         return samples_of(plan, strategy.layout.dp_rank)
+
+
+def _of_critic(critic: MegatronInferStrategy, plan: Plan) -> SampleBatch:
+    with _disable_current_modes():
+        return samples_of_critic(plan, critic.layout.dp_rank)
 
 
 def _constraints(strategy: MegatronInferStrategy, batching: BatchingSpec) -> PlanConstraints:

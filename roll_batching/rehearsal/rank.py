@@ -14,7 +14,7 @@ from roll_batching.rehearsal.experts import assume_balanced_routing, routing_not
 from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of
 from roll_batching.rehearsal.passes import Passes, passes_of
 from roll_batching.rehearsal.recorder import Recorder
-from roll_batching.rehearsal.task import REFERENCE, ROLLOUT, PhasePeak, RankReport, RankTask
+from roll_batching.rehearsal.task import CRITIC, REFERENCE, ROLLOUT, PhasePeak, RankReport, RankTask
 from roll_batching.rehearsal.variants import with_value
 from roll_batching.settings.megatron_config import SPLIT_KEYS
 
@@ -61,14 +61,15 @@ def _name_modules(recorder: Recorder, passes: Passes) -> None:
     chunks = passes.policy.chunks
     for number, chunk in enumerate(chunks):
         recorder.name_modules(chunk, f"chunk {number}" if len(chunks) > 1 else "")
-    if passes.reference is not None:
-        for chunk in passes.reference.chunks:
-            recorder.name_modules(chunk, "reference")
+    for name, model in (("reference", passes.reference), ("critic", passes.critic)):
+        for chunk in () if model is None else model.chunks:
+            recorder.name_modules(chunk, name)
 
 
 def _kinds(recorder: Recorder, passes: Passes) -> dict[int, str]:
     reference = [] if passes.reference is None else passes.reference.chunks
-    return kinds_of(recorder, passes.policy.chunks, passes.policy.optimizer, reference)
+    models = {"": passes.policy} | ({} if passes.critic is None else {CRITIC: passes.critic})
+    return kinds_of(recorder, {name: (one.chunks, one.optimizer) for name, one in models.items()}, reference)
 
 
 def _report(
@@ -104,13 +105,15 @@ def _report(
         tokens=tokens,
         notes=notes,
         training=passes.training(),
+        critic=passes.critic_training(),
         seconds=seconds,
     )
 
 
 def _without_offloaded(peak: PhasePeak) -> PhasePeak:
     """`peak` without the state that `jobs.rl.grpo` keeps on the host during the phase."""
-    offloaded = {"gradients", "optimizer", "reference"} if peak.phase in ROLLOUT else {"reference"}
+    states = {"gradients", "optimizer"}
+    offloaded = {"reference", *states, *(CRITIC + kind for kind in states)} if peak.phase in ROLLOUT else {"reference"}
     if peak.phase in (REFERENCE, "build"):
         return peak
     kinds = {kind: size for kind, size in peak.kinds.items() if kind not in offloaded}
@@ -120,7 +123,7 @@ def _without_offloaded(peak: PhasePeak) -> PhasePeak:
 def with_layers(config: JobConfig, layers: int) -> JobConfig:
     """Copy of `config` whose models have `layers` layers, equally many in all pipeline stages."""
     chunks = config.actor_train.strategy_args.strategy_config.vpp_size
-    for role in ("actor_train", "reference", "actor_infer"):
+    for role in ("actor_train", "reference", "critic", "actor_infer"):
         if getattr(config, role) is None:
             continue
         if role != "actor_infer":

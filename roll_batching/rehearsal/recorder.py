@@ -67,6 +67,7 @@ class Recorder(TorchDispatchMode):
         """Phase of every operation."""
         self.base_phase = "build"
         self._override: str | None = None
+        self._prefix = ""
         self._known: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
@@ -79,9 +80,19 @@ class Recorder(TorchDispatchMode):
         """Current phase; inside Megatron's schedule, forward or backward."""
         if self._override is not None:
             return self._override
-        if self.base_phase == "step" and torch._C._current_graph_task_id() != -1:
-            return "backward"
-        return "forward" if self.base_phase == "step" else self.base_phase
+        name = self.base_phase
+        if name == "step":
+            name = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        return self._prefix + name
+
+    @contextlib.contextmanager
+    def prefixed(self, prefix: str) -> Iterator[None]:
+        """Put `prefix` before the names of the phases inside."""
+        before, self._prefix = self._prefix, prefix
+        try:
+            yield
+        finally:
+            self._prefix = before
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:

@@ -8,14 +8,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.rehearsal.advice import Limit, TriedChange, largest_fitting_caps
 from roll_batching.rehearsal.job import GIB, Rehearsal, StageReport, StepTotals, totals_of
-from roll_batching.rehearsal.task import RankReport
+from roll_batching.rehearsal.task import CRITIC, RankReport
 
-KINDS = ("weights", "gradients", "optimizer", "reference", "inputs", "activations")
+_STATES = ("weights", "gradients", "optimizer")
+KINDS = (*_STATES, *(CRITIC + kind for kind in _STATES), "reference", "inputs", "activations")
 _LARGEST = 5
 """Number of holders of the peak in the text."""
-_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#c44e52")
+_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#a1b8dc", "#f0c3a8", "#a9d3b5", "#8172b3", "#937860", "#c44e52")
 
 
 def advice_lines(
@@ -69,7 +71,9 @@ def lines_of(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
         yield from _stage(stage)
     yield ""
     for size in rehearsal.cp_sizes or (None,):
-        yield _totals(totals_of(rehearsal, size), size)
+        yield _totals("training", totals_of(rehearsal, size), size)
+        if uses_critic(rehearsal.config):
+            yield _totals("training of the critic", totals_of(rehearsal, size, critic=True), size)
 
 
 def _micro_batches(rehearsal: Rehearsal, cp_size: int | None) -> str:
@@ -83,16 +87,16 @@ def _stage(stage: StageReport) -> Iterator[str]:
     report = stage.report
     yield f"{stage.name}: rank {report.rank}, {report.parameters / 1e9:,.3f}B parameters"
     kept = ", ".join(f"{kind} {_gib(report.kept[kind])}" for kind in KINDS if kind in report.kept)
-    yield f"  persistent          {_gib(sum(report.kept.values()))} GiB: {kept}"
+    yield f"  persistent           {_gib(sum(report.kept.values()))} GiB: {kept}"
     for peak in report.peaks.values():
         transient = peak.kinds.get("activations", 0) + peak.kinds.get("inputs", 0)
         mark = "  <- peak" if peak.phase == stage.peak_phase else ""
-        yield f"  {peak.phase:<19} {_gib(peak.bytes)} GiB, {_gib(transient)} of it transient{mark}"
+        yield f"  {peak.phase:<20} {_gib(peak.bytes)} GiB, {_gib(transient)} of it transient{mark}"
     highest = report.peaks[stage.peak_phase]
     for holder, size in sorted(highest.holders.items(), key=lambda pair: -pair[1])[:_LARGEST]:
         yield f"      {_gib(size):>8} GiB {holder}"
     for margin in stage.margins:
-        yield f"  margin              {_gib(margin.bytes)} GiB: {margin.reason}"
+        yield f"  margin               {_gib(margin.bytes)} GiB: {margin.reason}"
     flops = ", ".join(f"{phase} {count / report.micro_batches / 1e12:,.1f}" for phase, count in report.flops.items())
     yield f"  TFLOP computed per micro-batch: {flops}"
     yield "  collectives of the rehearsed passes, bytes sent by this rank:"
@@ -104,10 +108,10 @@ def _stage(stage: StageReport) -> Iterator[str]:
         yield f"      {count:>8,} {place}"
 
 
-def _totals(totals: StepTotals, cp_size: int | None) -> str:
+def _totals(name: str, totals: StepTotals, cp_size: int | None) -> str:
     of_what = "micro-batch and replica" if cp_size is None else f"micro-batch of CP {cp_size}"
     text = (
-        f"training, per {of_what}: {totals.computed / 1e12:,.1f} TFLOP computed, {totals.useful:.1%} "
+        f"{name}, per {of_what}: {totals.computed / 1e12:,.1f} TFLOP computed, {totals.useful:.1%} "
         f"of it model FLOPs of real tokens; {totals.padding:.1%} of the tokens are padding"
     )
     if (count := totals.micro_batches) is None:
@@ -138,6 +142,7 @@ def report_json(rehearsal: Rehearsal, gpu_memory: float) -> dict[str, Any]:
         "fault": rehearsal.fault,
         "training": [{"cp_size": size, **asdict(totals_of(rehearsal, size))} for size in rehearsal.cp_sizes]
         or asdict(totals_of(rehearsal)),
+        **({"critic": _critic_totals(rehearsal)} if uses_critic(rehearsal.config) else {}),
         "stages": [
             {
                 "name": stage.name,
@@ -160,6 +165,12 @@ def report_json(rehearsal: Rehearsal, gpu_memory: float) -> dict[str, Any]:
             for stage in rehearsal.stages
         ],
     }
+
+
+def _critic_totals(rehearsal: Rehearsal) -> Any:
+    return [
+        {"cp_size": size, **asdict(totals_of(rehearsal, size, critic=True))} for size in rehearsal.cp_sizes
+    ] or asdict(totals_of(rehearsal, critic=True))
 
 
 def draw_memory(report: RankReport, path: str | Path, *, title: str, gpu_memory: float) -> None:

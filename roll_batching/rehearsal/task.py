@@ -11,6 +11,10 @@ PREFILL, DECODING, COMPACTION = ROLLOUT = ("rollout prefill", "rollout decoding"
 LOG_PROBS, REFERENCE = "old log-probs", "reference"
 GRADIENTS = ("inputs", "forward", "backward", "gradient sync", "optimizer")
 """Phases of a training pass."""
+VALUES = "values"
+CRITIC = "critic "
+"""Begins the names of the phases and kinds of memory of the critic's training."""
+CRITIC_GRADIENTS = tuple(f"{CRITIC}{phase}" for phase in GRADIENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class PhasePeak:
     phase: str
     bytes: float
     kinds: dict[str, float] = field(default_factory=dict)
-    """Bytes by kind: weights, gradients, optimizer, reference, inputs, activations."""
+    """Bytes by kind: weights, gradients, optimizer, those of the critic, reference, inputs, activations."""
     holders: dict[str, float] = field(default_factory=dict)
     """Bytes of activations by module and tensor."""
 
@@ -85,6 +89,8 @@ class RankReport:
     """Tokens of the rehearsed micro-batch, by pass."""
     seconds: float
     training: TrainingBatch
+    critic: TrainingBatch | None = None
+    """That of the critic, if there is one."""
     notes: tuple[str, ...] = ()
     """Assumptions, such as balanced routing."""
     timeline: tuple[tuple[str, dict[str, float]], ...] = ()

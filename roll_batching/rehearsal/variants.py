@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.lengths import longest_sample
 from roll_batching.rehearsal.rollout import has_local_rollouts, sizes_of
-from roll_batching.rehearsal.task import GRADIENTS, LOG_PROBS, REFERENCE, ROLLOUT
+from roll_batching.rehearsal.task import CRITIC_GRADIENTS, GRADIENTS, LOG_PROBS, REFERENCE, ROLLOUT, VALUES
 from roll_batching.settings.fields import Pass
 
 _LAYOUT = "actor_train.strategy_args.strategy_config."
 _ROWS = "training_args.per_device_train_batch_size"
-_STEPS = "actor_train.training_args.gradient_accumulation_steps"
+_STEPS = "training_args.gradient_accumulation_steps"
 _KEYS: dict[tuple[str, Pass], str] = {
     ("packed", "train"): "sequence_packing_args.max_packed_sequence_length_train",
     ("packed", "infer"): "sequence_packing_args.max_packed_sequence_length_forward",
@@ -44,7 +45,7 @@ class Change:
         """Copy of `config` with this change."""
         for path, value in self.settings.items():
             config = with_value(config, path, value)
-            for role in ("actor_infer", "reference") if path.startswith(_LAYOUT) else ():
+            for role in ("actor_infer", "reference", "critic") if path.startswith(_LAYOUT) else ():
                 if getattr(config, role) is not None:
                     config = with_value(config, path.replace("actor_train", role, 1), value)
         return config
@@ -93,6 +94,8 @@ def caps_of(config: JobConfig, dims: ParallelDims) -> list[Cap]:
         caps.append(Cap(key=key, value=value, least=sizes.room, step=sizes.room, phases=ROLLOUT))
     if config.reference is not None:
         caps.append(_cap(config, "reference", "infer", (REFERENCE,)))
+    if uses_critic(config):
+        caps += [_cap(config, "critic", "train", CRITIC_GRADIENTS), _cap(config, "critic", "infer", (VALUES,))]
     return caps
 
 
@@ -122,12 +125,13 @@ def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Chang
     full = {"recompute_granularity": "full"} if megatron.recompute_granularity != "full" else {}
     if full:
         yield [_layout(full)]
-    accumulated = train.training_args.gradient_accumulation_steps
+    roles = ("actor_train", *(("critic",) if uses_critic(config) else ()))
+    steps = {f"{role}.{_STEPS}": getattr(config, role).training_args.gradient_accumulation_steps for role in roles}
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     factors = [factor for factor in (2, 4, 8, 16) if world_size % (factor * megatron.model_size) == 0]
     yield [
         _layout(
-            {"tensor_model_parallel_size": factor * tensor, "sequence_parallel": True, **full}, factor * accumulated
+            {"tensor_model_parallel_size": factor * tensor, "sequence_parallel": True, **full}, _times(factor, steps)
         )
         for factor in factors
         if model.kv_heads % (factor * tensor) == 0
@@ -137,12 +141,15 @@ def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Chang
     if megatron.has_uneven_stages:
         return  # another number of stages needs another split
     yield [
-        _layout({"pipeline_model_parallel_size": factor * pipeline, **full}, factor * accumulated)
+        _layout({"pipeline_model_parallel_size": factor * pipeline, **full}, _times(factor, steps))
         for factor in factors
         if model.num_layers % (factor * pipeline * megatron.vpp_size) == 0
     ]
 
 
-def _layout(settings: Mapping[str, Any], accumulated: int | None = None) -> Change:
-    steps = {} if accumulated is None else {_STEPS: accumulated}
-    return Change(settings={_LAYOUT + key: value for key, value in settings.items()} | steps)
+def _times(factor: int, steps: Mapping[str, int]) -> dict[str, int]:
+    return {key: factor * count for key, count in steps.items()}
+
+
+def _layout(settings: Mapping[str, Any], steps: Mapping[str, int] | None = None) -> Change:
+    return Change(settings={_LAYOUT + key: value for key, value in settings.items()} | dict(steps or {}))

@@ -185,6 +185,7 @@ class MegatronInferStrategy(ModelIOMixin):
             initialize=draw,
             groups=groups,
             value_head=value_head,
+            value_head_std=config.model_args.value_head_std,
         )
         if weights and pretrained is not None:
             from roll_batching.modeling.pretrained import load_pretrained

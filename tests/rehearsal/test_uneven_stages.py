@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from roll_batching.jobs.config import config_from_dict
-from roll_batching.rehearsal.job import StageReport, rehearse_job, stages_of, totals_of
+from roll_batching.rehearsal.job import StageReport, rehearse_job, totals_of
 from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rank import with_layers
+from roll_batching.rehearsal.stages import stages_of
 from roll_batching.rehearsal.task import RankTask
 from roll_batching.rehearsal.variants import candidate_changes
 from tests.rehearsal.jobs import job_of

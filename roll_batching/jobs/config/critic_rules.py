@@ -11,7 +11,7 @@ from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import differing_keys, layout_problems
 from roll_batching.jobs.config.supervised import supervised
 
-CRITIC_KEYS = ("lambd", "value_clip", "critic_warmup")
+CRITIC_KEYS = ("lambd", "value_clip", "critic_warmup", "critic_epochs")
 """Keys of the job that only adv_estimator: gae reads."""
 
 
@@ -26,6 +26,9 @@ def critic_problems(job: JobKeys) -> Iterator[Problem]:
         if name != "critic" and role.model_args.value_head:
             text = "is true; only the role `critic` has a value head: leave it out here"
             yield Problem((name, "model_args", "value_head"), text)
+        if name != "critic" and role.model_args.value_head_std:
+            text = "belongs to a value head, which only the role `critic` has: leave it out here"
+            yield Problem((name, "model_args", "value_head_std"), text)
     if job.adv_estimator == GAE and job.critic is None and not supervised(job):
         text = "gae needs the role `critic`; add that section (`critic: {}` takes actor_train's model), or choose "
         yield Problem(("adv_estimator",), f"{text}reinforce_plus_plus, grpo or rloo, which need no critic")

@@ -67,6 +67,7 @@ class ObjectiveKeys(Settings):
         gt=0,
     )
     critic_warmup: int = setting(0, help="gae: RL steps at the beginning in which only the critic is trained.", ge=0)
+    critic_epochs: int = setting(1, help="gae: passes of the critic over a step's samples.", ge=1)
     add_token_level_kl: bool = setting(
         False,
         help="Subtract the KL divergence from the reference from each token's reward, which counts for that token and "

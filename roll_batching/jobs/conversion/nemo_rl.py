@@ -12,15 +12,23 @@ from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.conversion.context_sizes import PACKING, ContextSizes, convert_context_sizes, put_rank_cap
+from roll_batching.jobs.conversion.critics import share_layout
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
-from roll_batching.jobs.conversion.nemo_rl_batching import convert_batching
+from roll_batching.jobs.conversion.nemo_rl_batching import convert_batching, steps_of_a_rollout
 from roll_batching.jobs.conversion.nemo_rl_data import convert_data
 from roll_batching.jobs.conversion.nemo_rl_defaults import defaults_of
 from roll_batching.jobs.conversion.nemo_rl_distillation import convert_distillation
 from roll_batching.jobs.conversion.nemo_rl_file import RL_TASKS, NemoRlFile
 from roll_batching.jobs.conversion.nemo_rl_generation import convert_devices, convert_generation
 from roll_batching.jobs.conversion.nemo_rl_grpo import check_forced_ratio, convert_algorithm, convert_loss
+from roll_batching.jobs.conversion.nemo_rl_ppo import (
+    convert_ppo,
+    put_value_model,
+    read_ppo_as_grpo,
+    restore_names,
+    value_as_policy,
+)
 from roll_batching.jobs.conversion.nemo_rl_supervised import convert_supervised, task_of
 from roll_batching.jobs.conversion.nemo_rl_types import check_types
 from roll_batching.settings.megatron_config import MegatronConfig
@@ -36,19 +44,25 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     if not isinstance(file.data.get("policy"), dict):
         raise ConfigError(f"{source} has no section `policy`")
     file.draft.defaults = fill_defaults(file.data, defaults_of(file.data))
+    has_critic = read_ppo_as_grpo(file)
     task = task_of(file)
     check_forced_ratio(file)
     _model(file)
     sizes = _layout(file)
+    steps = steps_of_a_rollout(file, "distillation" if task == "distill" else "grpo") if task in RL_TASKS else 1
     convert_devices(file, task)
     convert_batching(file, source, task)
     if sizes is not None:
         _caps_of_ranks(file, sizes)
-    _optimizer(file, task)
+    _optimizer(file, task, steps)
+    if has_critic:
+        _value_model(file, source)
     _lengths(file, task)
     if task == "grpo":
         convert_algorithm(file)
         convert_loss(file)
+        if has_critic:
+            convert_ppo(file)
         convert_generation(file)
     elif task == "distill":
         convert_distillation(file)
@@ -59,7 +73,26 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     _checkpoints(file)
     _tracker(file)
     file.leave_out_rest()
+    if has_critic:
+        restore_names(file.draft)
     return file.draft
+
+
+def _value_model(file: NemoRlFile, source: str) -> None:
+    """PPO's value model as the role `critic`: its settings are those of a policy, in another section."""
+    below = value_as_policy(file)
+    below.draft.defaults = fill_defaults(below.data, defaults_of(below.data))
+    megatron = bool(below.peek("policy.megatron_cfg.enabled"))
+    _model(below)
+    if _layout(below) is not None:
+        text = "packs of the critic have no context-parallel sizes of their own"
+        below.draft.leave_out("policy.megatron_cfg.dynamic_context_parallel", "refused", text)
+    share_layout(file.draft, below.draft)
+    steps = steps_of_a_rollout(file, "grpo", below.peek("policy.train_global_batch_size", 0))
+    convert_batching(below, source, "value")
+    _optimizer(below, "value", steps)
+    below.leave_out_rest()
+    put_value_model(file, below, megatron)
 
 
 def _model(file: NemoRlFile) -> None:
@@ -136,7 +169,8 @@ def _router_loss(file: NemoRlFile) -> None:
         file.draft.leave_out(f"{section}.moe_router_load_balancing_type", "idle", "moe_aux_loss_coeff is 0")
 
 
-def _optimizer(file: NemoRlFile, task: str) -> None:
+def _optimizer(file: NemoRlFile, task: str, steps: int) -> None:
+    """Optimizer and schedule; NeMo-RL's schedule counts passes over a rollout, of `steps` optimizer steps each."""
     megatron = "megatron_cfg" in file.data["policy"]
     if megatron:
         for name in ("optimizer", "scheduler"):
@@ -164,17 +198,20 @@ def _optimizer(file: NemoRlFile, task: str) -> None:
     scheduler = "policy.megatron_cfg.scheduler"
     constant = file.peek(f"{scheduler}.lr_decay_style", "constant") == "constant"
     file.move(f"{scheduler}.lr_decay_style", (*_TRAIN, "lr_scheduler_type"))
-    file.move(f"{scheduler}.lr_warmup_iters", (*_TRAIN, "warmup_steps"))
+    if (warmup := file.take(f"{scheduler}.lr_warmup_iters")) is not None:
+        text = f"{warmup} passes over a rollout, of {steps} optimizer steps each" if warmup and steps > 1 else ""
+        count = warmup * steps if isinstance(warmup, int) else warmup
+        file.draft.put((*_TRAIN, "warmup_steps"), count, f"{scheduler}.lr_warmup_iters", text)
     if constant or task not in RL_TASKS:
         why = "is constant" if constant else "ends with the job's last step"
         if file.take(f"{scheduler}.lr_decay_iters") is not None:
             key = f"{scheduler}.lr_decay_iters"
             file.draft.leave_out(key, "idle" if constant else "refused", f"the learning rate's schedule {why}")
-    file.move(f"{scheduler}.lr_decay_iters", (*_TRAIN, "max_steps"))
+    file.move(f"{scheduler}.lr_decay_iters", (*_TRAIN, "max_steps"), lambda count: count * steps)
     for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "lr_warmup_init"):
         if file.take(f"{scheduler}.{name}") is not None:
             file.draft.leave_out(f"{scheduler}.{name}", "idle", "weight decay is constant, warm-up begins at 0")
-    _torch_schedule(file)
+    _torch_schedule(file, steps)
 
 
 def _clipping(file: NemoRlFile, megatron: bool) -> None:
@@ -191,7 +228,7 @@ _LINEAR = {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
 """Defaults of torch.optim.lr_scheduler.LinearLR."""
 
 
-def _torch_schedule(file: NemoRlFile) -> None:
+def _torch_schedule(file: NemoRlFile, steps: int) -> None:
     """The list of torch schedules. A linear one that ends at 1 is a warm-up."""
     schedules = file.take("policy.scheduler")
     for one in schedules if isinstance(schedules, list) else [schedules]:
@@ -201,7 +238,8 @@ def _torch_schedule(file: NemoRlFile) -> None:
         linear = _LINEAR | settings
         if name.endswith("LinearLR") and linear["end_factor"] == 1.0 and isinstance(linear["total_iters"], int):
             text = f"{linear['total_iters']} steps of linear warm-up from 0; NeMo-RL: from {linear['start_factor']:.4g}"
-            file.draft.put((*_TRAIN, "warmup_steps"), linear["total_iters"], "policy.scheduler", text)
+            text = text if steps == 1 else f"{text}; each is {steps} optimizer steps, one pass over a rollout"
+            file.draft.put((*_TRAIN, "warmup_steps"), linear["total_iters"] * steps, "policy.scheduler", text)
         elif name and not (name.endswith("ConstantLR") and settings.get("factor") == 1.0):
             file.draft.leave_out(f"policy.scheduler ({name})", "refused", "set lr_scheduler_type, min_lr, max_steps")
 

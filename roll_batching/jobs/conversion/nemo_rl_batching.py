@@ -67,6 +67,18 @@ def _batch_sizes(file: NemoRlFile, layout: Mapping[str, Any], task: str) -> None
             file.draft.leave_out(f"policy.{name}", "idle", text)
 
 
+def steps_of_a_rollout(file: NemoRlFile, section: str, size: Any = None) -> int:
+    """Optimizer steps of one pass over the samples of a rollout.
+
+    `section` has their number, and mini-batches have `size` samples (default: the policy's).
+    """
+    size = file.peek("policy.train_global_batch_size") if size is None else size
+    numbers = [file.peek(f"{section}.num_{name}") for name in ("prompts_per_step", "generations_per_prompt")]
+    if not all(isinstance(number, int) and number > 0 for number in (*numbers, size)):
+        return 1
+    return max(1, int(numbers[0] * numbers[1]) // int(size))
+
+
 def _integers(value: Any) -> Any:
     """Whole floats, results of a division such as `${div:...}`, as integers."""
     if isinstance(value, dict):

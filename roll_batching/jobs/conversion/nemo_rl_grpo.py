@@ -95,7 +95,7 @@ def convert_loss(file: NemoRlFile) -> None:
     """Converts the policy loss, the reference and the engine correction."""
     weight = file.take("loss_fn.reference_policy_kl_penalty")
     if file.take("loss_fn.use_kl_in_reward") and weight:
-        weight = _kl_in_reward(file)
+        weight = _kl_in_reward(file, weight)
     if weight:
         file.draft.put(("use_kl_loss",), True, "loss_fn.reference_policy_kl_penalty")
         file.draft.put(("kl_loss_coef",), weight, "loss_fn.reference_policy_kl_penalty")
@@ -162,8 +162,23 @@ def _ratio(file: NemoRlFile) -> None:
             file.draft.put(("actor_train", "logprob_plan"), "none", key, text)
 
 
-def _kl_in_reward(file: NemoRlFile) -> float:
-    """Leaves out the KL term in the reward; returns its weight in the loss, 0."""
+def _kl_of_tokens(file: NemoRlFile, weight: float) -> float:
+    """PPO's KL term in the rewards of tokens; returns its weight in the loss, 0."""
+    key = "loss_fn.use_kl_in_reward"
+    if file.take("grpo.skip_reference_policy_logprobs_calculation"):
+        file.draft.leave_out(key, "idle", "skip_reference_policy_logprobs_calculation is on: there is no KL term")
+        return 0.0
+    file.draft.put(("add_token_level_kl",), True, key)
+    file.draft.put(("init_kl_coef",), weight, "loss_fn.reference_policy_kl_penalty")
+    file.draft.put(("reference",), {}, key)
+    file.move("loss_fn.reference_policy_kl_type", ("kl_penalty",))
+    return 0.0
+
+
+def _kl_in_reward(file: NemoRlFile, weight: float) -> float:
+    """Leaves out the KL term in the reward, but for PPO; returns its weight in the loss, 0."""
+    if file.draft.values.get("adv_estimator") == "gae":
+        return _kl_of_tokens(file, weight)
     if str(file.draft.values.get("adv_estimator", "")).startswith("reinforce_plus_plus"):
         text = "add_token_level_kl is similar: it also counts for earlier tokens; in NeMo-RL only for its own token"
         file.draft.leave_out("loss_fn.use_kl_in_reward", "refused", text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem, shortened
@@ -35,7 +35,9 @@ CORRECTIONS = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-
 
 def check_types(data: Mapping[str, Any], source: str) -> None:
     """Raises ConfigFileError with all values of a wrong type."""
-    problems = list(wrong_types(data, _SECTIONS, _COUNTS, _NUMBERS))
+    sections, counts, numbers = ((*names, *_of_ppo(names)) for names in (_SECTIONS, _COUNTS, _NUMBERS))
+    numbers += ("value_loss_fn.scale", "value_loss_fn.cliprange")
+    problems = list(wrong_types(data, (*sections, "value_loss_fn"), (*counts, "ppo.ppo_epochs"), numbers))
     kind = value_at(data, "loss_fn.truncated_importance_sampling_type")
     if not isinstance(kind, str | None) or kind not in CORRECTIONS:
         known = ", ".join(name for name in CORRECTIONS if name)
@@ -43,3 +45,10 @@ def check_types(data: Mapping[str, Any], source: str) -> None:
         problems.append((("loss_fn", "truncated_importance_sampling_type"), text))
     if problems:
         raise ConfigFileError([Problem(path, text, Place(source)) for path, text in problems])
+
+
+def _of_ppo(names: Sequence[str]) -> list[str]:
+    """The keys of a PPO file that are those of `policy` and `grpo` in `names`."""
+    value = [f"value{name.removeprefix('policy')}" for name in names if name.partition(".")[0] == "policy"]
+    own = [name.replace("async_grpo", "async_ppo") for name in names if name.partition(".")[0] == "grpo"]
+    return [*value, *(f"ppo{name.removeprefix('grpo')}" for name in own)]

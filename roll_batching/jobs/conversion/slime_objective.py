@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from roll_batching.jobs.conversion.report import Kind
+import copy
+
+from roll_batching.jobs.conversion.critics import HEAD, ROLE, put_critic, scale_loss
+from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.slime_options import SlimeFile
 
 _ROLE = "actor_train"
@@ -11,6 +14,8 @@ _FILTER = "check_reward_nonzero_std"
 
 def put_objective(file: SlimeFile) -> None:
     """Puts our keys for slime's estimator of advantages and for its loss."""
+    if file.peek("--advantage-estimator") == "ppo":
+        _critic(file)
     _advantages(file)
     _loss(file)
     _dynamic_sampling(file)
@@ -60,7 +65,12 @@ def _advantages(file: SlimeFile) -> None:
     if not str(name).startswith("reinforce_plus_plus"):
         file.put(("whiten_advantages",), bool(whitened), "--normalize-advantages")
     gamma, weight = file.take("--gamma"), file.take("--kl-coef")
-    if name == "reinforce_plus_plus":
+    if name == "ppo":
+        file.put(("gamma",), gamma, "--gamma")
+        if weight:
+            text = "slime takes KL from the policy's advantages, not from the critic's returns; use --use-kl-loss"
+            file.draft.leave_out("--kl-coef", "refused", text)
+    elif name == "reinforce_plus_plus":
         file.put(("gamma",), gamma, "--gamma")
         if weight:
             file.put(("add_token_level_kl",), True, "--kl-coef")
@@ -70,13 +80,36 @@ def _advantages(file: SlimeFile) -> None:
             file.put(("reference",), {}, "--kl-coef")
     else:
         if weight:
-            kind: Kind = "refused" if name in ("ppo", "reinforce_plus_plus_baseline") else "idle"
             why = "slime's advantages of this estimator do not read it"
-            if kind == "refused":
+            if name == "reinforce_plus_plus_baseline":
                 why = "KL in the advantages is converted for reinforce_plus_plus alone; use --use-kl-loss"
-            file.draft.leave_out("--kl-coef", kind, why)
+            file.draft.leave_out("--kl-coef", "refused" if name == "reinforce_plus_plus_baseline" else "idle", why)
         if gamma != 1:
             file.draft.leave_out("--gamma", "idle", "slime's advantages of this estimator do not read it")
+
+
+def _critic(file: SlimeFile) -> None:
+    """The critic, with the actor's model, optimizer and batching, and the keys that only it reads."""
+    below = Draft(file.draft.source, values={_ROLE: copy.deepcopy(file.draft.values[_ROLE])})
+    below.values["pretrain"] = file.draft.values.get("pretrain")
+    below.origins = {path: key for path, key in file.draft.origins.items() if path[:2] != (_ROLE, "data_args")}
+    below.meanings = {path: text for path, text in file.draft.meanings.items() if path[:2] != (_ROLE, "data_args")}
+    below.values[_ROLE].pop("data_args", None)
+    training = below.values[_ROLE].setdefault("training_args", {})
+    if training.pop("max_steps", None) is not None:
+        text = "the critic's schedule spans its own optimizer steps"
+        file.draft.leave_out("--lr-decay-iters (critic)", "refused", text)
+    scale_loss(below, (_ROLE, "training_args"), 2, "slime's loss of the critic, which is not halved")
+    put_critic(file.draft, below, str)
+    file.move("--value-clip", ("value_clip",))
+    file.move("--lambd", ("lambd",))
+    file.move("--num-critic-only-steps", ("critic_warmup",))
+    key = "the start of the value head in slime"
+    file.put(HEAD, 0.02, key, "slime's layer has a bias, too, which starts at 0")
+    file.draft.defaults.add(key)
+    if file.peek("--megatron-config-path") is not None:
+        text = f"{file.take('--megatron-config-path')}: write the critic's settings into the section `{ROLE}`"
+        file.draft.leave_out("--megatron-config-path", "refused", text)
 
 
 def _loss(file: SlimeFile) -> None:

@@ -13,11 +13,13 @@ from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.conversion.context_sizes import convert_context_sizes, put_rank_cap
+from roll_batching.jobs.conversion.critics import share_layout
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.mini_batch import context_ranks, data_parallel_ranks, put_mini_batch
 from roll_batching.jobs.conversion.value_types import wrong_types
 from roll_batching.jobs.conversion.verl_command import GROUPS, PROGRAM
+from roll_batching.jobs.conversion.verl_critic import convert_ppo, critic_as_actor, critic_defaults, has_critic
 from roll_batching.jobs.conversion.verl_objective import convert_advantages, convert_dynamic_sampling, convert_loss
 from roll_batching.jobs.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile, defaults_of
 from roll_batching.jobs.conversion.verl_rollouts import convert_data, convert_evaluation, convert_rollouts
@@ -28,7 +30,8 @@ _LAYOUT = (_ROLE, "strategy_args", "strategy_config")
 _SECTIONS = (
     f"actor_rollout_ref {ACTOR} {ACTOR}.optim {ACTOR}.megatron {ACTOR}.megatron.override_transformer_config "
     f"{ACTOR}.policy_loss {ACTOR}.fsdp_config actor_rollout_ref.ref {ROLLOUT} {ROLLOUT}.val_kwargs {MODEL} algorithm "
-    "algorithm.kl_ctrl algorithm.rollout_correction data trainer"
+    "algorithm.kl_ctrl algorithm.rollout_correction data trainer critic critic.optim critic.megatron critic.model "
+    "critic.megatron.override_transformer_config critic.model.fsdp_config"
 ).split()
 _COUNTS = (
     "trainer.nnodes trainer.n_gpus_per_node data.train_batch_size data.max_prompt_length data.max_response_length "
@@ -38,12 +41,16 @@ _COUNTS = (
     f"{ACTOR}.megatron.context_parallel_size {ACTOR}.megatron.max_seqlen_per_dp_cp_rank "
     f"{ACTOR}.ulysses_sequence_parallel_size "
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size {ACTOR}.ppo_epochs data.max_length "
+    "critic.ppo_mini_batch_size critic.ppo_micro_batch_size_per_gpu critic.ppo_max_token_len_per_gpu critic.ppo_epochs "
+    "critic.forward_max_token_len_per_gpu critic.forward_micro_batch_size_per_gpu "
     "data.micro_batch_size_per_gpu data.max_token_len_per_gpu"
 ).split()
 _NUMBERS = (
     f"trainer.save_freq trainer.test_freq {ACTOR}.optim.lr optim.lr {ACTOR}.kl_loss_coef algorithm.gamma "
     f"{ACTOR}.optim.lr_warmup_steps {ACTOR}.optim.min_lr_ratio {ROLLOUT}.temperature algorithm.kl_ctrl.kl_coef "
-    f"{ROLLOUT}.val_kwargs.temperature {ACTOR}.clip_ratio {ACTOR}.clip_ratio_low {ACTOR}.clip_ratio_high"
+    "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.min_lr_ratio critic.cliprange_value algorithm.lam "
+    f"trainer.critic_warmup {ROLLOUT}.val_kwargs.temperature {ACTOR}.clip_ratio {ACTOR}.clip_ratio_low "
+    f"{ACTOR}.clip_ratio_high"
 ).split()
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -80,22 +87,46 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     if supervised:
         _supervised(file, devices)
     else:
+        critic = _critic(file, devices, engine) if file.peek("algorithm.adv_estimator") == "gae" else None
         _batching(file, devices)
         convert_data(file)
         convert_rollouts(file, devices)
         convert_advantages(file)
         convert_dynamic_sampling(file)
+        if critic is not None:
+            convert_ppo(file, critic, engine == "megatron")
         convert_loss(file)
         convert_evaluation(file)
         _length(file)
     _trainer(file)
     file.expect_off("distillation.enabled", why="distillation is not supported for now")
-    if file.peek("critic.enable"):
-        file.take("critic")
-        file.draft.leave_out("critic.enable", "refused", "critics are not converted for now (docs/ppo.md has the keys)")
     _switched_off(file, model)
     file.leave_out_rest()
     return file.draft
+
+
+def _critic(file: VerlFile, devices: int, engine: str) -> VerlFile | None:
+    """The critic of adv_estimator: gae, translated as an actor that has the actor's devices and parallel sizes."""
+    if not has_critic(file.data):
+        file.draft.leave_out("critic.enable", "refused", "is false, but algorithm.adv_estimator: gae needs a critic")
+        return None
+    file.draft.defaults |= fill_defaults(file.data, critic_defaults(file))
+    below = critic_as_actor(file)
+    file.take("critic")
+    added = {key: value for key, value in defaults_of(False, engine == "megatron").items() if _is_engine(key)}
+    below.draft.defaults = fill_defaults(below.data, added)
+    below.move(f"{MODEL}.path", ("pretrain",))
+    _layout(below, f"{ACTOR}.{engine}", MODEL, engine)
+    share_layout(file.draft, below.draft)
+    _optimizer(below, f"{ACTOR}.optim", engine == "megatron")
+    _batching(below, devices)
+    _switched_off(below, MODEL)
+    return below
+
+
+def _is_engine(key: str) -> bool:
+    """Whether a default is one of the engine, the same for the actor and the critic."""
+    return key != f"{ACTOR}.optim.lr" and key.startswith((f"{ACTOR}.optim.", f"{ACTOR}.megatron.", f"{MODEL}."))
 
 
 def _switched_off(file: VerlFile, model: str) -> None:

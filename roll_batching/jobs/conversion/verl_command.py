@@ -11,6 +11,7 @@ from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.jobs.config.yaml_values import DEEPEST
 from roll_batching.jobs.conversion.composing import Composed, plain_data, require_hydra, resolvers
 from roll_batching.jobs.conversion.shell_script import Script, Value, read_script, training_command
+from roll_batching.jobs.conversion.verl_critic import has_critic
 from roll_batching.jobs.conversion.verl_options import VerlFile
 
 PROGRAM = "program"
@@ -60,7 +61,8 @@ def _compose_yaml(path: Path) -> Composed:
     except OmegaConfBaseException as error:
         raise _fault((), error, Place(str(path))) from None
     for key in [key for key in composed.failed if VerlFile.is_idle(dotted(key))]:
-        del composed.failed[key]
+        if not (_is_of_critic(dotted(key)) and has_critic(composed.data)):
+            del composed.failed[key]
     if foreign:
         text = f"names {shortened(', '.join(foreign))}, which is not followed: convert what verl composes (--cfg job)"
         composed.failed[("defaults",)] = text
@@ -84,7 +86,7 @@ def _compose_command(program: str, words: tuple[Value, ...], script: Script) -> 
             if key == "--config-name" and "megatron" in (word.text or ""):
                 groups.setdefault("model_engine", "megatron")
             continue
-        if (word.conditional or word.text is None) and VerlFile.is_idle(key):
+        if (word.conditional or word.text is None) and VerlFile.is_idle(key) and not _is_of_critic(key):
             continue
         if word.conditional:
             why = "a condition, which is not evaluated, decides whether it is given: set it here if it applies"
@@ -128,12 +130,19 @@ def _compose_command(program: str, words: tuple[Value, ...], script: Script) -> 
     if composed.data.pop("hydra", None) is not None:
         composed.failed[("hydra",)] = "chooses other files of settings, which are not followed"
     composed.data.update({PROGRAM: program, GROUPS: groups})
-    composed.failed.update(extra.failed)
+    trains_critic = has_critic(composed.data)
+    failed = {key: why for key, why in extra.failed.items() if trains_critic or not _is_of_critic(dotted(key))}
+    composed.failed.update(failed)
     composed.outside.update(extra.outside)
     composed.places.update(extra.places)
     for place, why in script.unread_sources:
         composed.failed[(f"source (line {place.line})",)] = why
     return composed
+
+
+def _is_of_critic(key: Any) -> bool:
+    """Whether `key`, or a path that begins with it, matters only in a job with a critic."""
+    return str(key).startswith(("critic", "trainer.critic_warmup", "algorithm.lam"))
 
 
 def _update(settings: Any, key: str, value: Any) -> None:

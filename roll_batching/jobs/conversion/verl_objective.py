@@ -39,7 +39,7 @@ def convert_advantages(file: VerlFile) -> None:
     else:
         file.put(("adv_estimator",), name, "algorithm.adv_estimator")
     gamma = file.take("algorithm.gamma")
-    if str(name) == "reinforce_plus_plus":
+    if str(name) in ("reinforce_plus_plus", "gae"):
         file.put(("gamma",), gamma, "algorithm.gamma")
     elif gamma not in (None, 1):
         file.draft.leave_out("algorithm.gamma", "idle", f"verl's {name} does not read it")
@@ -47,7 +47,7 @@ def convert_advantages(file: VerlFile) -> None:
     used = file.take("algorithm.use_kl_in_reward")
     if not used or (not weight and kind == "fixed"):
         return
-    if name != "reinforce_plus_plus":
+    if name not in ("reinforce_plus_plus", "gae"):
         text = "lowers the reward of a response by its KL before groups are compared; use_kl_loss puts KL into the loss"
         file.draft.leave_out("algorithm.use_kl_in_reward", "refused", text)
         return

@@ -163,9 +163,9 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
 
 
 def critic_role(config: JobConfig, dp_size: int) -> WorkerConfig:
-    """The role of the critic, with a schedule over its optimizer steps: one pass over the samples of each RL step."""
+    """The role of the critic, with a schedule over its optimizer steps: `critic_epochs` passes in each RL step."""
     assert config.critic is not None
-    per_step = -(-config.samples_per_rollout // critic_mini_batch_size(config, dp_size))
+    per_step = -(-config.samples_per_rollout // critic_mini_batch_size(config, dp_size)) * config.critic_epochs
     return config.critic.with_training(max_steps=config.max_steps * per_step)
 
 

@@ -26,19 +26,22 @@ class Critic:
     """The critic in training.
 
     It starts from the policy's weights at the start of RL if its role names no other model, from the model directory
-    that its role names, or at random for another architecture. Its head starts at 0. Building it is collective.
+    that its role names, or at random for another architecture. Its head starts as `value_head_std` says. Building it is
+    collective.
     """
 
     def __init__(self, config: JobConfig, policy: MegatronTrainStrategy) -> None:
         dp_size = policy.layout.dp_size
         role, trained = critic_role(config, dp_size), config.actor_train
         self.strategy = MegatronTrainStrategy(role, seed=config.seed)
-        copies = role.model_args.model_copy(update={"value_head": False}) == trained.model_args
+        without_head = role.model_args.model_copy(update={"value_head": False, "value_head_std": 0.0})
+        copies = without_head == trained.model_args
         self.strategy.initialize(weights=not copies)
         if copies:
             copy_trunk(policy, self.strategy)
         self._loss = value_loss_of(config)
         self._mini_batch_size = critic_mini_batch_size(config, dp_size)
+        self._epochs = config.critic_epochs
         self.plan: Plan | None = None
         """The plan of its last optimizer step."""
 
@@ -49,9 +52,8 @@ class Critic:
     def train(self, batch: SampleBatch, seed: int) -> Metrics:
         """Train on this rank's samples, which have `returns` and `old_values`; returns metrics. Collective."""
         local_batch = batch.only(_READ)
-        steps: list[Any] = list(
-            train_on_values(self.strategy, local_batch, self._loss, mini_batch_size=self._mini_batch_size, seed=seed)
-        )
+        size = {"mini_batch_size": self._mini_batch_size, "epochs": self._epochs}
+        steps: list[Any] = list(train_on_values(self.strategy, local_batch, self._loss, **size, seed=seed))
         self.plan = steps[-1][0]
         own = {name for _, result in steps for name in result.joined_metrics}
         metrics = update_metrics(steps)

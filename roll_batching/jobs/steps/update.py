@@ -149,9 +149,9 @@ def train_on_rollouts(
 
 
 def train_on_values(
-    critic: MegatronTrainStrategy, local_batch: SampleBatch, loss: Any, *, mini_batch_size: int, seed: int
+    critic: MegatronTrainStrategy, local_batch: SampleBatch, loss: Any, *, mini_batch_size: int, epochs: int, seed: int
 ) -> Iterator[tuple[Plan, StepResult]]:
-    """Train a critic on the samples of all ranks, once; yields plan and result of each optimizer step. Collective.
+    """Train a critic on the samples of all ranks; yields plan and result of each optimizer step. Collective.
 
     Arguments are those of `train_on_rollouts`; the samples have the fields that `loss` reads.
     """
@@ -159,7 +159,7 @@ def train_on_values(
     table = table.select(np.argsort(table.ids))
     has_gradient = np.ones(len(table), dtype=bool)
     planned = prefetch_items(
-        _plan_mini_batches(critic, table, has_gradient, None, mini_batch_size, epochs=1, seed=seed)
+        _plan_mini_batches(critic, table, has_gradient, None, mini_batch_size, epochs=epochs, seed=seed)
     )
     for batch in agree_on_each(critic, planned):
         yield batch.plan, critic.train_step(distribute(local_batch, batch.plan), batch.plan, loss)

@@ -4,7 +4,9 @@
     ... --list    omitted keys of every file, and errors that stop it
 
 A converted file starts once its model and data are there if it passes all that `roll-batching train` checks before it
-makes a process group or a model: `jobs.py` supplies each model's true config.json and lines of data.
+makes a process group or a model: `jobs.py` supplies each model's true config.json and lines of data. Where a file names
+a placeholder, such as /path/to/model, but its name or comments say which model it is for (`meant` in models.json), it
+is counted with that model, and once more on its own line.
 
 Counted are ROLL's files under examples/ that use a Megatron strategy, and NeMo-RL's under examples/ that switch
 sequence packing or dynamic batching on, both once their `defaults` are composed; of NeMo-RL's, those that switch it
@@ -27,7 +29,7 @@ from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.jobs.conversion import ORIGINS, Conversion, Origin, convert_file
 from roll_batching.known_warnings import hide_known_warnings
-from tests.campaigns.peer_configs.jobs import PeerModels, what_stops
+from tests.campaigns.peer_configs.jobs import PeerModels, is_placeholder, meant_model, what_stops, with_model
 
 NOT_HERE = "is neither a directory on this machine"
 BY_HAND = "actor_infer.engine_args.urls"
@@ -116,10 +118,14 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Pa
         lacking.update(lacking_of(missing))
         if origin.name == "verl" and done.settings.get("task") is None:  # verl chooses it by the data
             done.settings.setdefault("reward_function", "math_verify")
-        stopped = ["does not load"] if broken else what_stops(done.settings, models, scratch)
+        meant = meant_model(path.relative_to(root)) if is_placeholder(done.settings) else None
+        settings = done.settings if meant is None else with_model(done.settings, meant)
+        stopped = ["does not load"] if broken else what_stops(settings, models, scratch)
         stops.update(f"{kind}: {reason}" for reason in stopped)
         if not stopped:
             totals[f"{kind}: start once model and data are there"] += 1
+            if meant is not None:
+                totals[f"{kind}: of these, with the model that the file means"] += 1
             if BY_HAND in lacking_of(missing):
                 totals[f"{kind}: of these, with servers that are started by hand on other machines"] += 1
             if "actor_train.data_args.file_name" not in lacking_of(missing):
@@ -127,7 +133,7 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Pa
             if not done.left_out_as("refused", "unknown"):
                 totals[f"{kind}: of these, with nothing of effect left out"] += 1
         if listed:
-            _list(path.relative_to(root), done, stopped)
+            _list(path.relative_to(root), done, stopped, meant)
     print(f"{title}: {len(files)} files")
     for name, number in sorted(totals.items()):
         print(f"  {number:4} {name}")
@@ -151,8 +157,10 @@ def _general(key: str) -> str:
     return "rewards.*" if key.startswith("rewards.") else key
 
 
-def _list(path: Path, done: Conversion, stopped: list[str]) -> None:
+def _list(path: Path, done: Conversion, stopped: list[str], meant: str | None) -> None:
     print(path)
+    if meant is not None:
+        print(f"    with the model that the file means: {meant}")
     for reason in stopped:
         print(f"    does not start: {reason}")
     for one in done.left_out_as("refused", "unknown"):

@@ -7,10 +7,11 @@ tokenizer; data files hold a line for every tag that theirs have. No weights: th
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -21,7 +22,7 @@ from roll_batching.jobs.config.diagnostics import ConfigFileError, dotted
 from roll_batching.jobs.config.job import JobConfig
 
 FACTS = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
-ROLES = ("actor_train", "actor_infer", "reference", "teacher")
+ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -71,15 +72,33 @@ def _write_tokenizer(path: Path) -> None:
 
 def model_names(settings: dict[str, Any]) -> set[str]:
     """Models and tokenizers that the settings name."""
-    named = {settings.get("pretrain"), (settings.get("tokenizer") or {}).get("name_or_path")}
-    named |= {((settings.get(role) or {}).get("model_args") or {}).get("model_name_or_path") for role in ROLES}
-    return {name for name in named if name}
+    return {section[key] for section, key in _named_models(settings) if section.get(key)}
 
 
 def is_placeholder(settings: dict[str, Any]) -> bool:
     """Whether the name is a placeholder for the user's model."""
     names = model_names(settings)
-    return not names or any(name.startswith(tuple(FACTS["placeholders"])) for name in names)
+    return not names or any(map(is_unnamed, names))
+
+
+def meant_model(path: PurePath) -> str | None:
+    """The model that the file at `path` of a checkout means where it names a placeholder; None: it does not say."""
+    return next((one["model"] for one in FACTS["meant"] if fnmatch.fnmatch(str(path), one["files"])), None)
+
+
+def with_model(settings: dict[str, Any], model: str) -> dict[str, Any]:
+    """`settings` with `model` in place of every placeholder."""
+    settings = copy.deepcopy(settings)
+    for section, key in _named_models(settings):
+        if is_unnamed(section.get(key)):
+            section[key] = model
+    settings.setdefault("pretrain", model)
+    return settings
+
+
+def is_unnamed(name: Any) -> bool:
+    """Whether a model's name is a placeholder."""
+    return isinstance(name, str) and name.startswith(tuple(FACTS["placeholders"]))
 
 
 def what_stops(settings: dict[str, Any], models: PeerModels, folder: Path) -> list[str]:
@@ -124,14 +143,16 @@ def _start(job: JobConfig) -> None:
             advantages_of(job)
 
 
+def _named_models(settings: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Sections that may name a model or a tokenizer, each with the key."""
+    roles = [((settings.get(role) or {}).get("model_args") or {}, "model_name_or_path") for role in ROLES]
+    return [(settings, "pretrain"), (settings.get("tokenizer") or {}, "name_or_path"), *roles]
+
+
 def _supplied(settings: dict[str, Any], models: PeerModels, folder: Path) -> dict[str, Any]:
     """`settings` with model directories and data files for those that are named or must be filled in."""
     settings = copy.deepcopy(settings)
-    for section, key in [
-        (settings, "pretrain"),
-        (settings.get("tokenizer") or {}, "name_or_path"),
-        *(((settings.get(role) or {}).get("model_args") or {}, "model_name_or_path") for role in ROLES),
-    ]:
+    for section, key in _named_models(settings):
         if section.get(key):
             section[key] = str(models.path(section[key]))
     data = settings.setdefault("actor_train", {}).setdefault("data_args", {})

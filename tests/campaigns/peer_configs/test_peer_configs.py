@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,20 @@ def test_a_file_starts_where_its_job_would(tmp_path, case):
     stops = jobs.what_stops(settings, jobs.PeerModels(tmp_path / "models"), tmp_path)
     assert settings == before, "the settings that are counted stay as they are"
     assert (stops == []) if not reason else any(reason in one for one in stops), stops
+
+
+def test_a_placeholder_stands_for_the_model_that_the_file_means(tmp_path):
+    for one in jobs.FACTS["meant"]:
+        assert one["why"] and (one["model"] in jobs.FACTS["configs"] or "Ultra" in one["model"]), one
+    swe = Path("examples/nemo_gym/grpo_qwen3_30ba3b_thinking_swe2.yaml")
+    assert jobs.meant_model(swe) == "Qwen/Qwen3-30B-A3B-Thinking-2507"
+    assert jobs.meant_model(Path("examples/configs/grpo_math_1B.yaml")) is None
+    settings = {"pretrain": "/path/to/model", "tokenizer": {"name_or_path": "/path/to/model"}, "critic": {}}
+    filled = jobs.with_model(settings, "Qwen/Qwen2.5-7B")
+    assert jobs.model_names(filled) == {"Qwen/Qwen2.5-7B"} and settings["pretrain"] == "/path/to/model"
+    assert jobs.with_model({}, "Qwen/Qwen2.5-7B") == {"pretrain": "Qwen/Qwen2.5-7B"}, "a model that is left open"
+    other = {"pretrain": "/path/to/model", "critic": {"model_args": {"model_name_or_path": "Qwen/Qwen2.5-1.5B"}}}
+    assert jobs.model_names(jobs.with_model(other, "Qwen/Qwen2.5-7B")) == {"Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-1.5B"}
 
 
 def test_the_count_prints_nothing_that_its_reader_cannot_change(tmp_path):

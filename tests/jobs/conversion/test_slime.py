@@ -211,13 +211,13 @@ def test_supervised_fine_tuning(tmp_path):
 def test_nothing_is_dropped_silently(tmp_path):
     done = converted(
         tmp_path,
-        "--no-such-option 3 --advantage-estimator ppo --rm-type f1 --wandb-key sk-7f3a9 --lr 1e-5 --lr 2e-5 "
-        "--seed $(date +%s) ${EXTRA[@]} --custom-rm-path a.b",
+        "--no-such-option 3 --advantage-estimator ppo --kl-coef 0.1 --rm-type f1 --wandb-key sk-7f3a9 --lr 1e-5 "
+        "--lr 2e-5 --seed $(date +%s) ${EXTRA[@]} --custom-rm-path a.b",
         before="if [ -n x ]; then\n  EXTRA=(--lr-decay-iters 7)\nfi\nsource gone.sh",
     )
     refused, unknown = left_out(done, "refused"), left_out(done, "unknown")
     assert set(unknown) == {"--no-such-option"}
-    assert "critic" in refused["--advantage-estimator"] and "secret" in refused["--wandb-key"]
+    assert "the critic's returns" in refused["--kl-coef"] and "secret" in refused["--wandb-key"]
     assert "line 8" in refused["--seed"] and "condition" in refused["--lr-decay-iters (line 3)"]
     assert "line 8" in refused["--lr (line 8)"] and "not there" in refused["source (line 5)"]
     assert "a.b" in refused["--custom-rm-path"]

@@ -265,7 +265,12 @@ def test_supervised_fine_tuning(tmp_path):
 
 
 REFUSED: dict[str, tuple[str, str, str]] = {
-    "critic": ("algorithm.adv_estimator=gae", "algorithm.adv_estimator", "critic"),
+    "critic": ("algorithm.adv_estimator=gae critic.enable=False", "critic.enable", "needs a critic"),
+    "critic's aggregation": (
+        "algorithm.adv_estimator=gae critic.loss_agg_mode=seq-mean-token-mean",
+        "critic.loss_agg_mode",
+        "both losses",
+    ),
     "loss": (f"{A}.policy_loss.loss_mode=dppo_tv", f"{A}.policy_loss.loss_mode", "no such loss"),
     "aggregation": (f"{A}.loss_agg_mode=token-sum", f"{A}.loss_agg_mode", ""),
     "lora": ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank", "LoRA"),

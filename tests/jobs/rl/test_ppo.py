@@ -106,6 +106,53 @@ def test_a_critic_learns_from_its_first_step_and_the_policy_after_the_warm_up(tm
     report(f"critic: squared error {[round(row['critic_error'], 3) for row in rows]}")
 
 
+def head_of_the_critic(payload: dict[str, Any]) -> list[list[float]]:
+    """On a rank: the value head of the job's critic as it is built, if this rank has it."""
+    import torch
+
+    from roll_batching.jobs.config.loader import config_from_dict
+    from roll_batching.jobs.objectives.from_config import critic_role
+    from roll_batching.modeling.head import gpt_of
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    strategy = MegatronTrainStrategy(critic_role(config_from_dict(payload), 1), seed=payload["seed"])
+    strategy.initialize()
+    named = [pair for chunk in strategy.chunks for pair in gpt_of(chunk).named_parameters()]
+    heads = [parameter for name, parameter in named if name == "output_layer.weight"]
+    return [head.detach().to(torch.float64)[0].tolist() for head in heads]
+
+
+def test_a_random_value_head_is_the_same_in_every_layout(tmp_path) -> None:
+    job = ppo(tmp_path, critic=CRITIC | {"model_args": {"value_head_std": 0.5}}, seed=3)
+    ((whole,),) = run_ranks(1, HERE + "head_of_the_critic", job)
+    assert 0.3 < torch_std(whole) < 0.7, "normal, with the given deviation"
+    for sizes in ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}):
+        job["actor_train"]["strategy_args"] = {"strategy_config": sizes}
+        heads = [head for found in run_ranks(2, HERE + "head_of_the_critic", job) for head in found]
+        assert heads and all(head == whole for head in heads)
+    job["seed"] = 4
+    assert whole not in [head for found in run_ranks(2, HERE + "head_of_the_critic", job) for head in found]
+
+
+def torch_std(values: list[float]) -> float:
+    import torch
+
+    return float(torch.tensor(values).std())
+
+
+def test_the_critic_makes_the_passes_of_critic_epochs(tmp_path) -> None:
+    """Each pass makes its 4 mini-batches, of the same samples, and the schedule spans all of them."""
+    write_data(tmp_path)
+    for name, epochs in (("once", 1), ("thrice", 3)):
+        run_ranks(1, "tests.jobs.rl.jobs:run", ppo(tmp_path, name, critic_epochs=epochs, max_steps=2))
+    once, thrice = (next(row for row in rows_of(tmp_path, name) if row["phase"] == "rl") for name in ("once", "thrice"))
+    assert thrice["critic_tokens"] == 3 * once["critic_tokens"]
+    config = config_from_dict(ppo(tmp_path, critic_epochs=3))
+    from roll_batching.jobs.objectives.from_config import critic_role
+
+    assert critic_role(config, 1).training_args.max_steps == 48, "4 RL steps of 3 passes of 4 mini-batches"
+
+
 def test_resumed_to_the_bit_on_two_ranks(tmp_path) -> None:
     """A critic with its optimizer sharded, warm-up, and the KL divergence in the reward; resumed in its warm-up."""
     write_data(tmp_path)
@@ -179,6 +226,17 @@ REFUSED = {
         "actor_train.model_args.value_head",
         "only the role `critic`",
     ),
+    "a deviation of the policy's head": (
+        {"actor_train__model_args__value_head_std": 0.02},
+        "actor_train.model_args.value_head_std",
+        "only the role `critic`",
+    ),
+    "a negative deviation": (
+        {"critic__model_args": {"value_head_std": -0.1}},
+        "critic.model_args.value_head_std",
+        "at least 0",
+    ),
+    "no pass": ({"critic_epochs": 0}, "critic_epochs", "at least 1"),
     "a warm-up without end": ({"critic_warmup": 4}, "critic_warmup", "no step would train the policy"),
     "a lambda above 1": ({"lambd": 1.5}, "lambd", "it must be at most 1"),
     "no number": ({"value_clip": float("nan")}, "value_clip", "finite"),
