@@ -319,11 +319,7 @@ class ModelArgs(Settings):
         help="One output per token, its value, in place of the vocabulary: the model of a critic. The role `critic` "
         "has it, and no other role.",
     )
-    value_head_std: float = setting(
-        0.0,
-        help="Standard deviation of the normal distribution that the value head starts from. 0: it starts at 0.",
-        ge=0,
-    )
+    value_head_std: float = setting(0.0, help="Standard deviation of a value head's random start; 0: it is 0.", ge=0)
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = setting(
         "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
     )
