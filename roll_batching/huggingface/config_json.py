@@ -48,6 +48,10 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     if family.image_axes and isinstance(config.get("rope_parameters"), Mapping):
         rope = {name: value for name, value in config["rope_parameters"].items() if name not in IMAGE_AXES}
         config = {**config, "rope_parameters": rope}
+    if family.hybrid:
+        from roll_batching.huggingface.hybrid_fields import translate_hybrid  # one family needs it
+
+        config = translate_hybrid(config, result)
     values = {**family.defaults, **config}
     _translate_renamed(values, family, result)
     share = values["partial_rotary_factor"] if family.partial_rope else 1.0

@@ -81,7 +81,7 @@ def translate_sigmoid_experts(values: Mapping[str, Any], result: Translation) ->
             result.problems.append(f"{name}: {values[name]!r} is not supported, it must be a number")
     if values.get("output_router_logits"):
         result.problems.append("output_router_logits: true is not supported: set it to false")
-    _translate_groups(values, moe, result)
+    translate_groups(values, moe, result)
     dense, layers = values["first_k_dense_replace"], values.get("num_hidden_layers")
     if (kinds := values.get("mlp_layer_types")) is not None:  # precedes first_k_dense_replace, as in transformers
         if not isinstance(kinds, list) or set(kinds) - {"dense", "sparse"} or len(kinds) != layers:
@@ -98,7 +98,7 @@ def translate_sigmoid_experts(values: Mapping[str, Any], result: Translation) ->
     result.architecture["moe"] = moe
 
 
-def _translate_groups(values: Mapping[str, Any], moe: dict[str, Any], result: Translation) -> None:
+def translate_groups(values: Mapping[str, Any], moe: dict[str, Any], result: Translation) -> None:
     """Translates the choice of groups of experts, which has no effect where all groups are chosen."""
     groups, chosen, topk = values["n_group"], values["topk_group"], values.get("num_experts_per_tok")
     if groups == chosen or not all(isinstance(one, int) for one in (groups, chosen, topk)):

@@ -38,6 +38,7 @@ from roll_batching.huggingface.layer_rules import (
     latent_attention,
     mixture,
 )
+from roll_batching.huggingface.nemotron_h import NEMOTRON_H, hybrid_layer
 from roll_batching.huggingface.tensors import TensorRule
 from roll_batching.registry import load_dotted
 
@@ -292,6 +293,7 @@ FAMILIES: Mapping[str, Family] = {
             prefixes=_VISION_BEFORE,
             untrained=_MULTIMODAL,
         ),
+        NEMOTRON_H,
         _DEEPSEEK_V3,
         dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
         dataclasses.replace(
@@ -353,6 +355,9 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
         attention = (*GATED_QKV, *norm)
     rules, delta = [EMBEDDING], architecture.gated_delta_net
     for layer in range(architecture.num_layers):
+        if architecture.hybrid is not None:
+            rules += hybrid_layer(family, architecture, layer)
+            continue
         with_attention = (*attention, *OUTPUT_PROJECTION, *output)
         is_delta = delta is not None and delta.layers[layer]
         rules += [rule.at(layer) for rule in (family.delta_net if is_delta else with_attention)]

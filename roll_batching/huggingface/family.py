@@ -48,6 +48,8 @@ class Family:
     """Whether mixture layers have a shared expert with a gate, `shared_expert_intermediate_size` wide."""
     delta_net: tuple[TensorRule, ...] = ()
     """Rules of a layer with a gated delta net; empty for families without the fields `DELTA_NET_FIELDS`."""
+    hybrid: Mapping[str, tuple[TensorRule, ...]] = field(default_factory=dict)
+    """Rules of layers with one part each, by their letters in `HybridConfig.pattern`; empty for other families."""
     untrained: tuple[str, ...] = ()
     """Beginnings of names of tensors that are not trained, such as layers of multi-token prediction."""
     image_axes: bool = False

@@ -192,8 +192,8 @@ _DELTA = (
     _INPUT_NORM,
     _layer(
         "self_attention.conv_weight",
-        "by_key_head",
-        ("linear_attn.conv1d.weight", ("delta_mixed", "one", "delta_kernel")),
+        "by_unit",
+        ("linear_attn.conv1d.weight", ("delta_mixed", "one", "conv_kernel")),
         parts=(_MIXED,),
     ),
     _layer("self_attention.A_log", "rows", ("linear_attn.A_log", ("delta_value_heads",))),
@@ -205,7 +205,7 @@ DELTA_NET = (
     *_DELTA,
     _layer(
         "self_attention.in_proj.weight",
-        "by_key_head",
+        "by_unit",
         ("linear_attn.in_proj_qkvz.weight", ("delta_gated", "hidden")),
         ("linear_attn.in_proj_ba.weight", ("delta_rates", "hidden")),
         parts=(("delta_gated",), ("delta_rates",)),
@@ -216,7 +216,7 @@ SPLIT_DELTA_NET = (
     *_DELTA,
     _layer(
         "self_attention.in_proj.weight",
-        "by_key_head",
+        "by_unit",
         ("linear_attn.in_proj_qkv.weight", ("delta_mixed", "hidden")),
         ("linear_attn.in_proj_z.weight", ("delta_values", "hidden")),
         ("linear_attn.in_proj_b.weight", ("delta_value_heads", "hidden")),
@@ -239,3 +239,60 @@ GATED_SHARED_EXPERT = (
     ),
     _layer("mlp.shared_experts.gate_weight", "copy", ("mlp.shared_expert_gate.weight", ("one", "hidden"))),
 )
+
+_MAMBA_MIXED = ("mamba_inner", "mamba_states", "mamba_states")
+MAMBA = (
+    _layer("input_layernorm.weight", "copy", ("norm.weight", ("hidden",))),
+    _layer(
+        "self_attention.in_proj.weight",
+        "by_unit",
+        ("mixer.in_proj.weight", ("mamba_projected", "hidden")),
+        parts=(("mamba_inner", *_MAMBA_MIXED, "mamba_heads"),),
+    ),
+    _layer(
+        "self_attention.conv_weight",
+        "by_unit",
+        ("mixer.conv1d.weight", ("mamba_mixed", "one", "conv_kernel")),
+        parts=(_MAMBA_MIXED,),
+    ),
+    _layer("self_attention.conv_bias", "by_unit", ("mixer.conv1d.bias", ("mamba_mixed",)), parts=(_MAMBA_MIXED,)),
+    *(
+        _layer(f"self_attention.{name}", "rows", (f"mixer.{name}", ("mamba_heads",)))
+        for name in ("A_log", "D", "dt_bias")
+    ),
+    _layer("self_attention.norm_weight", "rows", ("mixer.norm.weight", ("mamba_inner",))),
+    _layer("self_attention.out_proj.weight", "columns", ("mixer.out_proj.weight", ("hidden", "mamba_inner"))),
+)
+PLAIN_ATTENTION = (
+    _layer("input_layernorm.weight", "copy", ("norm.weight", ("hidden",))),
+    _layer(
+        "self_attention.linear_qkv.weight",
+        "qkv",
+        ("mixer.q_proj.weight", ("queries", "hidden")),
+        ("mixer.k_proj.weight", ("keys", "hidden")),
+        ("mixer.v_proj.weight", ("keys", "hidden")),
+    ),
+    _layer("self_attention.linear_proj.weight", "columns", ("mixer.o_proj.weight", ("hidden", "values"))),
+)
+
+
+def _plain(ours: str, theirs: str, inputs: str, width: str) -> tuple[TensorRule, ...]:
+    return (
+        _layer(f"{ours}.linear_fc1.weight", "rows", (f"{theirs}.up_proj.weight", (width, inputs))),
+        _layer(f"{ours}.linear_fc2.weight", "columns", (f"{theirs}.down_proj.weight", (inputs, width))),
+    )
+
+
+_PLAIN_NORM = _layer("pre_mlp_layernorm.weight", "copy", ("norm.weight", ("hidden",)))
+PLAIN_MIXTURE = (
+    _PLAIN_NORM,
+    _layer("mlp.router.weight", "copy", ("mixer.gate.weight", ("experts", "hidden"))),
+    _layer("mlp.router.expert_bias", "copy", ("mixer.gate.e_score_correction_bias", ("experts",))),
+    *_plain("mlp.experts.local_experts.{expert}", "mixer.experts.{expert}", inputs="expert_hidden", width="expert_ffn"),
+    *_plain("mlp.shared_experts", "mixer.shared_experts", inputs="hidden", width="shared_ffn"),
+)
+LATENT_EXPERTS = (
+    _layer("mlp.fc1_latent_proj.weight", "copy", ("mixer.fc1_latent_proj.weight", ("latent", "hidden"))),
+    _layer("mlp.fc2_latent_proj.weight", "copy", ("mixer.fc2_latent_proj.weight", ("hidden", "latent"))),
+)
+PLAIN_MLP = (_PLAIN_NORM, *_plain("mlp", "mixer", inputs="hidden", width="ffn"))

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Join = Literal[
-    "copy", "rows", "columns", "gated", "qkv", "gated_qkv", "by_key_head", "vocabulary", "expert", "expert_gated"
+    "copy", "rows", "columns", "gated", "qkv", "gated_qkv", "by_unit", "vocabulary", "expert", "expert_gated"
 ]
 """copy: replicated. rows, columns: sharded along the first or second dimension. gated: two tensors, each sharded by
 rows, concatenated. qkv: three tensors, sharded by query groups; each group's queries, key and value are adjacent.
 gated_qkv: the same, with a gate behind each query head, which the parameter has behind the group's queries.
-by_key_head: parts of tensors, sharded by the key heads of gated delta nets; each head's rows of all parts are adjacent.
+by_unit: parts of tensors, sharded by the units of recurrent layers (key heads of gated delta nets, groups of Mamba);
+each unit's rows of all parts are adjacent.
 vocabulary: sharded by rows, whose number is rounded up. expert: an expert's part of a tensor of all experts, matrices
 transposed, not sharded. expert_gated: the same, gate and up projection interleaved."""
 
@@ -36,7 +37,7 @@ class TensorRule:
     expert: int | None = None
     """The expert, for joins of a tensor of all experts."""
     parts: tuple[tuple[str, ...], ...] = ()
-    """by_key_head: rows of the parts of each tensor, in fields of `Sizes`."""
+    """by_unit: rows of the parts of each tensor, in fields of `Sizes`."""
 
     def at(self, layer: int | None = None, expert: int | None = None) -> TensorRule:
         """The rule for one layer, and one of its experts."""
@@ -96,9 +97,11 @@ class Sizes:
     gated_queries: int = 0
     """Query heads x head dimension, with as many channels of gates."""
     one: int = 1
-    delta_heads: int = 0
-    """Gated delta nets: key heads; then value heads, and rows of the parts of their projections."""
+    recurrent_units: int = 0
+    """Key heads of gated delta nets, or groups of Mamba layers."""
+    conv_kernel: int = 0
     delta_value_heads: int = 0
+    """Gated delta nets: value heads, then rows of the parts of their projections."""
     delta_rates: int = 0
     """Rates and decays of all value heads."""
     delta_keys: int = 0
@@ -108,18 +111,29 @@ class Sizes:
     delta_gated: int = 0
     """The same with gates."""
     delta_value_dim: int = 0
-    delta_kernel: int = 0
+    mamba_heads: int = 0
+    mamba_inner: int = 0
+    """Heads x channels."""
+    mamba_states: int = 0
+    """Groups x states."""
+    mamba_mixed: int = 0
+    """Convolved channels."""
+    mamba_projected: int = 0
+    latent: int = 0
+    """Width of the latent of experts."""
+    expert_hidden: int = 0
+    """Width of the inputs of experts."""
 
     @classmethod
     def of(cls, architecture: Any) -> Sizes:
         """The dimensions of an `ArchitectureConfig`."""
         moe, latent = architecture.moe, architecture.multi_latent_attention
         heads = architecture.num_attention_heads
-        of_latents: dict[str, int] = {}
+        of_parts: dict[str, int] = {}
         if (delta := architecture.gated_delta_net) is not None:
             keys, values = delta.num_key_heads * delta.key_head_dim, delta.num_value_heads * delta.value_head_dim
-            of_latents = {
-                "delta_heads": delta.num_key_heads,
+            of_parts = {
+                "recurrent_units": delta.num_key_heads,
                 "delta_value_heads": delta.num_value_heads,
                 "delta_rates": 2 * delta.num_value_heads,
                 "delta_keys": keys,
@@ -127,10 +141,24 @@ class Sizes:
                 "delta_mixed": 2 * keys + values,
                 "delta_gated": 2 * keys + 2 * values,
                 "delta_value_dim": delta.value_head_dim,
-                "delta_kernel": delta.conv_kernel_dim,
+                "conv_kernel": delta.conv_kernel_dim,
+            }
+        if (hybrid := architecture.hybrid) is not None:
+            inner = hybrid.mamba_num_heads * hybrid.mamba_head_dim
+            states = hybrid.mamba_num_groups * hybrid.mamba_state_dim
+            of_parts = {
+                "recurrent_units": hybrid.mamba_num_groups,
+                "conv_kernel": hybrid.mamba_conv_kernel_dim,
+                "mamba_heads": hybrid.mamba_num_heads,
+                "mamba_inner": inner,
+                "mamba_states": states,
+                "mamba_mixed": inner + 2 * states,
+                "mamba_projected": 2 * inner + 2 * states + hybrid.mamba_num_heads,
+                "latent": hybrid.moe_latent_size or 0,
+                "expert_hidden": hybrid.moe_latent_size or architecture.hidden_size,
             }
         if latent is not None:
-            of_latents = {
+            of_parts = {
                 "q_latent": latent.q_lora_rank or 0,
                 "kv_latent": latent.kv_lora_rank,
                 "kv_latent_and_rope": latent.kv_lora_rank + latent.qk_pos_emb_head_dim,
@@ -151,7 +179,7 @@ class Sizes:
             heads=heads,
             gated_queries=2 * heads * architecture.head_dim,
             shared_ffn=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
-            **of_latents,
+            **of_parts,
         )
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -214,8 +242,8 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
                     yield Piece(first, one, slice(half, None, 2), at, of_expert=True)
         case "gated_qkv":
             yield from _gated_qkv_pieces(shapes, sizes, rank, ranks)
-        case "by_key_head":
-            yield from _key_head_pieces(rule, shapes, sizes, rank, ranks)
+        case "by_unit":
+            yield from _unit_pieces(rule, shapes, sizes, rank, ranks)
         case "qkv":
             start = 0
             for group in range(rank * sizes.groups // ranks, (rank + 1) * sizes.groups // ranks):
@@ -243,10 +271,10 @@ def _gated_qkv_pieces(
             start += sizes.head
 
 
-def _key_head_pieces(
+def _unit_pieces(
     rule: TensorRule, shapes: list[tuple[str, tuple[int, ...]]], sizes: Sizes, rank: int, ranks: int
 ) -> Iterator[Piece]:
-    start, heads = 0, sizes.delta_heads
+    start, heads = 0, sizes.recurrent_units
     for head in range(rank * heads // ranks, (rank + 1) * heads // ranks):
         for (name, _), parts in zip(shapes, rule.parts, strict=True):
             first = 0

@@ -83,10 +83,13 @@ def build_chunks(
             "gated delta nets are tested beside Megatron's local layers and attention that rotates only: set "
             "transformer_impl: local, and choose an attention_backend that rotates (dense, varlen or flash_attn)"
         )
-    delta, ranks = architecture.gated_delta_net, layout.tp_size * layout.cp_size
-    if delta is not None and delta.num_key_heads % ranks:
-        text = f"{delta.num_key_heads} key heads of gated delta nets do not divide among TP x CP = {ranks} ranks"
-        problems.append(f"{text}: lower tensor_model_parallel_size or context_parallel_size")
+    if architecture.hybrid is not None and (engine_layers or not kernels.attention.rotates):
+        problems.append(
+            "layers with one part each (architecture.hybrid) are tested beside Megatron's local layers and attention "
+            "that can rotate itself only: set transformer_impl: local, and choose attention_backend dense, varlen or "
+            "flash_attn"
+        )
+    problems += _indivisible(architecture, layout)
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
     strategy.chunk_layers(architecture.num_layers)  # raises where they do not divide
@@ -138,6 +141,21 @@ def build_chunks(
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
             keep_expert_biases_in_fp32(gpt)
     return chunks
+
+
+def _indivisible(architecture: ArchitectureConfig, layout: ParallelLayout) -> list[str]:
+    """Units of recurrent layers that tensor- and context-parallel ranks cannot divide."""
+    delta, hybrid, ranks = architecture.gated_delta_net, architecture.hybrid, layout.tp_size * layout.cp_size
+    units = {
+        "key heads of gated delta nets": ranks if delta is None else delta.num_key_heads,
+        "groups of Mamba layers": ranks if hybrid is None else hybrid.mamba_num_groups,
+    }
+    return [
+        f"{count} {name} do not divide among TP x CP = {ranks} ranks: lower tensor_model_parallel_size or "
+        "context_parallel_size"
+        for name, count in units.items()
+        if count % ranks
+    ]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.modeling.layers import has_delta_nets, has_uneven_stages, is_mixture
+from roll_batching.modeling.layers import has_uneven_stages, is_mixture, recurrent_layers
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
 from roll_batching.planning.pack_times import Cluster, PackTimes
 
@@ -35,6 +35,10 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
 
     With a key for pipeline stages of unequal size they are known by model chunk, too, with the head in the last one.
     """
+    if getattr(config, "layer_kinds", None):
+        from roll_batching.modeling.layer_layout import hybrid_model_cost
+
+        return hybrid_model_cost(config, vocab_size, layout)
     experts = config.num_moe_experts
     layers = range(config.num_layers)
     chunk_layers = None
@@ -63,23 +67,11 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         cp_size=layout.cp_size,
         chunk_layers=chunk_layers,
     )
-    if has_delta_nets(config) or getattr(config, "attention_output_gate", False):
-        from roll_batching.settings.model_cost import with_delta_nets_of  # few models need it
+    if config.multi_latent_attention or recurrent_layers(config) or getattr(config, "attention_output_gate", False):
+        from roll_batching.settings.model_cost import with_parts_of  # few models need it
 
-        return with_delta_nets_of(config, cost, ranks=layout.tp_size * layout.cp_size)
-    if not config.multi_latent_attention:
-        return cost
-    # Imported here: other models do not need it.
-    from roll_batching.settings.model_cost import with_latent_attention
-
-    return with_latent_attention(
-        cost,
-        num_layers=config.num_layers,
-        heads=config.num_attention_heads,
-        hidden_size=config.hidden_size,
-        latent=config,
-        ranks=layout.tp_size * layout.cp_size,
-    )
+        return with_parts_of(config, cost, ranks=layout.tp_size * layout.cp_size)
+    return cost
 
 
 def model_pack_times(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> PackTimes:

@@ -109,17 +109,20 @@ def delta_step(
     return (query.unsqueeze(-2) @ state).squeeze(-2), state
 
 
-def causal_convolution(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def causal_convolution(
+    x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """SiLU of a convolution over each channel of x [tokens, channels] that stays inside sequences.
 
-    weight [channels, 1, width], the last entry for the token itself; positions [tokens] in the sequences.
+    weight [channels, 1, width], the last entry for the token itself; positions [tokens] in the sequences; bias
+    [channels].
     """
     width = weight.shape[-1]
     padded, out = F.pad(x, (0, 0, width - 1, 0)), x * weight[:, 0, -1]
     for back in range(1, width):
         shifted = padded[width - 1 - back : width - 1 - back + len(x)]
         out = out + shifted * weight[:, 0, -1 - back] * (positions >= back).unsqueeze(-1)
-    return F.silu(out)
+    return F.silu(out if bias is None else out + bias)
 
 
 def inputs_before(x: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:

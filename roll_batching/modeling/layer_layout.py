@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.planning import FlopsCost
 
 
 class RankLayerLayout(PipelineParallelLayerLayout):
@@ -53,3 +54,12 @@ def layers_of_all_chunks(config: Any) -> list[range]:
                 first = found[-1].stop if found else 0
                 found.append(range(first, first + table.layout[rank][chunk].count(LayerType.decoder)))
     return found
+
+
+def hybrid_model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCost:
+    """`modeling.cost.model_cost` of a `HybridTransformerConfig`, whose model chunks differ in any pipeline."""
+    from roll_batching.settings.hybrid_cost import HybridSizes, hybrid_cost  # few models need it
+
+    chunks = layers_of_all_chunks(config) if layout.pp_size > 1 else None
+    sizes = HybridSizes.of_config(config, vocab_size)
+    return hybrid_cost(sizes, ranks=layout.tp_size * layout.cp_size, chunks=chunks)

@@ -39,9 +39,11 @@ def is_mixture(layer_freq: int | Sequence[int], layer: int) -> bool:
     return layer % layer_freq == 0 if isinstance(layer_freq, int) else bool(layer_freq[layer])
 
 
-def has_delta_nets(config: Any) -> bool:
-    """Whether some layers of a model with this TransformerConfig are gated delta nets."""
-    return bool(getattr(config, "linear_attention_freq", None))
+def recurrent_layers(config: Any) -> str | None:
+    """Name of the layers with a state per sequence in a model with this TransformerConfig; None without such layers."""
+    if getattr(config, "linear_attention_freq", None):
+        return "gated delta nets"
+    return "Mamba layers" if getattr(config, "layer_kinds", None) else None
 
 
 def has_window(config: TransformerConfig, layer_number: int) -> bool:

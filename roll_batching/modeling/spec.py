@@ -260,6 +260,10 @@ def packed_block_spec(
     with a 1 in the list. A list `linear_attention_freq` selects those with gated delta nets.
     """
     held = range(first, first + layers)
+    if getattr(config, "layer_kinds", None):
+        from roll_batching.modeling.hybrid import hybrid_block_spec  # few models need it
+
+        return hybrid_block_spec(config, held, PackedRMSNorm, core_attention(config, None, attention=attention))
     delta_nets = getattr(config, "linear_attention_freq", None) or [0] * (first + layers)
     held_kinds = [(is_mixture(config.moe_layer_freq, index), bool(delta_nets[index])) for index in held]
     kinds = {

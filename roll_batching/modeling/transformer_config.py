@@ -128,6 +128,10 @@ def transformer_config(
         from roll_batching.modeling.latent_attention import latent_options
 
         kind, options = MLATransformerConfig, options | latent_options(architecture)
+    if architecture.hybrid is not None:
+        from roll_batching.modeling.hybrid import HybridTransformerConfig, hybrid_options
+
+        kind, options = HybridTransformerConfig, options | hybrid_options(architecture)
     known = {field.name for field in dataclasses.fields(kind)}
     # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
     return kind(**{name: value for name, value in options.items() if name in known})

@@ -18,7 +18,7 @@ from roll_batching.rehearsal.extrapolation import extrapolate_layers
 from roll_batching.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
 from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rollout import fault_of, has_local_rollouts
-from roll_batching.rehearsal.stages import FEW, MORE, rehearsed_depths, stages_of
+from roll_batching.rehearsal.stages import FEW, MORE, letters_of, rehearsed_depths, stages_of
 from roll_batching.rehearsal.task import CRITIC, RankReport, RankTask
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
@@ -190,7 +190,7 @@ def rehearse_job(
     kinds = [
         (cp_size, kind, rehearsed_depths(config, kind, split, megatron, architecture))
         for cp_size in context_sizes(config, dims, lengths)
-        for kind in stages_of(split)
+        for kind in stages_of(split, letters_of(split, architecture))
     ]
     tasks = [
         RankTask(

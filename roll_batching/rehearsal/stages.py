@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roll_batching.jobs.config import JobConfig
@@ -27,17 +28,29 @@ class StageKind:
     """Layers of each of its model chunks."""
 
 
-def stages_of(split: ChunkLayers) -> list[StageKind]:
-    """Kinds of pipeline stages: the first, the last, and the middle ones by their layers.
+def letters_of(split: ChunkLayers, architecture: ArchitectureConfig) -> tuple[str, ...]:
+    """The letters of each stage's layers, in one order, where the layers have one part each; else empty texts."""
+    if architecture.hybrid is None:
+        return ("",) * len(split)
+    pattern, first, letters = architecture.hybrid.pattern, 0, [""] * len(split)
+    for chunk in range(len(split[0])):
+        for stage, counts in enumerate(split):
+            letters[stage] += "".join(sorted(pattern[first : first + counts[chunk]])) + "|"
+            first += counts[chunk]
+    return tuple(letters)
+
+
+def stages_of(split: ChunkLayers, letters: Sequence[str] | None = None) -> list[StageKind]:
+    """Kinds of pipeline stages: the first, the last, and the middle ones by their layers and the `letters` of these.
 
     The first middle stage of a kind represents it: under 1F1B it holds the activations of the most micro-batches.
     """
     last = len(split) - 1
     if last == 0:
         return [StageKind(name="the only stage", stage=0, stages=1, chunk_layers=split[0])]
-    middle: dict[tuple[int, ...], list[int]] = {}
+    middle: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for stage in range(1, last):
-        middle.setdefault(split[stage], []).append(stage)
+        middle.setdefault((split[stage], letters[stage] if letters else ""), []).append(stage)
     numbers = [[0], *middle.values(), [last]]
     return [StageKind(name=_name_of(one), stage=one[0], stages=len(one), chunk_layers=split[one[0]]) for one in numbers]
 
@@ -62,7 +75,7 @@ def depths_of(
     are_equal = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
     if architecture.moe is not None and architecture.moe.layer_freq != 1:
         are_equal = False
-    if architecture.window_layers is not None or architecture.gated_delta_net is not None:
+    if any(one is not None for one in (architecture.window_layers, architecture.gated_delta_net, architecture.hybrid)):
         are_equal = False
     if are_equal and len(set(chunk_layers)) == 1 and chunk_layers[0] > WHOLE:
         return FEW, MORE

@@ -90,6 +90,18 @@ class DeltaNetConfig(Settings):
         return self
 
 
+class HybridConfig(Settings):
+    """Layers of one part each: a Mamba-2 mixer, attention without RoPE, an MLP with squared ReLU or experts."""
+
+    pattern: str = setting(help="A letter per layer: M (Mamba), * (attention), - (MLP) or E (experts).")
+    mamba_num_heads: int = setting(help="Heads of a Mamba layer.", gt=0, le=_MOST_PARTS)
+    mamba_head_dim: int = setting(help="Channels of a head.", gt=0, le=_MOST_PARTS)
+    mamba_num_groups: int = setting(help="Groups of heads that share B and C.", gt=0, le=_MOST_PARTS)
+    mamba_state_dim: int = setting(help="States per channel.", gt=0, le=_MOST_PARTS)
+    mamba_conv_kernel_dim: int = setting(4, help="Tokens that the convolution before spans.", ge=2, le=_MOST_PARTS)
+    moe_latent_size: int | None = setting(None, help="Width of experts' latent; default: none.", gt=0, le=_WIDEST)
+
+
 class MoEConfig(Settings):
     """Mixture-of-experts layers. Absent: every layer is dense."""
 
@@ -220,6 +232,7 @@ class ArchitectureConfig(Settings):
     gated_delta_net: DeltaNetConfig | None = setting(
         None, help="Layers with a gated delta net in place of attention; default: none."
     )
+    hybrid: HybridConfig | None = setting(None, help="Layers with one part each, as in Nemotron-H; default: none.")
     init_std: float = setting(0.02, help="Standard deviation of the random initial weights.", gt=0)
     sliding_window: int | None = setting(
         None,
@@ -253,22 +266,12 @@ class ArchitectureConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_latent_attention(self) -> ArchitectureConfig:
-        latent = self.multi_latent_attention
-        if latent is None:
-            return self
-        if self.kv_channels not in (None, latent.qk_head_dim + latent.qk_pos_emb_head_dim):
-            raise ValueError("kv_channels has no effect with multi_latent_attention: leave it out")
-        if self.kv_heads != self.num_attention_heads:
-            raise ValueError("num_query_groups has no effect with multi_latent_attention: leave it out")
-        for name in (
-            "qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks", "query_pre_attn_scalar",
-            "rotary_local_base", "zero_centered_norms", "sandwich_norms", "attention_output_gate", "gated_delta_net",
-        ):  # fmt: skip
-            if getattr(self, name):
-                raise ValueError(f"{name} has no effect with multi_latent_attention: leave it out")
-        if self.rotary_percent != 1:
-            raise ValueError("rotary_percent has no effect with multi_latent_attention: leave it out")
+    def _check_parts(self) -> ArchitectureConfig:
+        if self.multi_latent_attention is not None or self.hybrid is not None:
+            from roll_batching.settings.model_parts import problem_of_parts  # few models have them
+
+            if (problem := problem_of_parts(self)) is not None:
+                raise ValueError(problem)
         return self
 
     @property

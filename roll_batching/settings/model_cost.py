@@ -12,6 +12,10 @@ from roll_batching.settings.model import ArchitectureConfig
 
 def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1, cp_size: int = 1) -> FlopsCost:
     """Training FLOPs by length, per tensor- and context-parallel rank; equals `modeling.cost.model_cost`."""
+    if model.hybrid is not None:
+        from roll_batching.settings.hybrid_cost import HybridSizes, hybrid_cost  # few models need it
+
+        return hybrid_cost(HybridSizes.of_settings(model), ranks=tp_size * cp_size)
     moe = model.moe
     cost = FlopsCost.from_model(
         hidden_size=model.hidden_size,
@@ -120,8 +124,17 @@ def with_delta_nets(
     return dataclasses.replace(cost, linear=linear, quadratic=quadratic, fixed=fixed)
 
 
-def with_delta_nets_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:
-    """`with_delta_nets` for Megatron's TransformerConfig."""
+def with_parts_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:
+    """`with_latent_attention` or `with_delta_nets`, for Megatron's TransformerConfig."""
+    if config.multi_latent_attention:
+        return with_latent_attention(
+            cost,
+            num_layers=config.num_layers,
+            heads=config.num_attention_heads,
+            hidden_size=config.hidden_size,
+            latent=config,
+            ranks=ranks,
+        )
     layers = config.linear_attention_freq
     return with_delta_nets(
         cost,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.cost import model_pack_times
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.layers import has_delta_nets
+from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.planning.pack_times import PackTimes
 from roll_batching.strategy.model_state import ModelState
 
@@ -49,8 +49,8 @@ def context_size_obstacle(state: ModelState) -> str | None:
             f"the model rotates positions itself ({embedding}), by the layout's context-parallel size: build it with "
             "packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"
         )
-    if has_delta_nets(gpt_of(state.chunks[0]).config):
-        return "gated delta nets divide their heads by the layout's size: set one context_parallel_size"
+    if (layers := recurrent_layers(gpt_of(state.chunks[0]).config)) is not None:
+        return f"{layers} divide their heads by the layout's size: set one context_parallel_size"
     if state.settings.rows_form:
         return "rows_form passes rectangles without a context-parallel group: leave it out"
     if state.settings.pipeline_shapes == "shared":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import tell
-from roll_batching.modeling.layers import has_delta_nets
+from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.planning.role_planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
 from roll_batching.strategy.model_state import ModelState
@@ -32,8 +32,8 @@ def sharing_obstacle(state: ModelState) -> str | None:
         )
     if gpt.config.hidden_dropout:
         return "samples with a common prefix would share its dropout too: set hidden_dropout to 0"
-    if has_delta_nets(gpt.config):
-        return "the model has gated delta nets, whose state starts anew in every segment"
+    if (layers := recurrent_layers(gpt.config)) is not None:
+        return f"the model has {layers}, whose state starts anew in every segment"
     return None
 
 

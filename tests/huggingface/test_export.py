@@ -50,12 +50,21 @@ def check_equal(written, read):
     [
         (["qwen3", "qwen2"], LAYOUTS),
         (["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"], EXPERT_LAYOUTS),
+        (["nemotron_h", "nemotron_h_latent"], EXPERT_LAYOUTS),
         (["qwen3", "qwen2"], UNEVEN),
         (["gpt_oss"], [Layout(pp=2, dp=2, ep=2, moe=True)]),
         (["gemma3", "gemma3_vision", "qwen3_5_vision"], [Layout(tp=2, pp=2)]),
         (["qwen3_5_moe_vision"], EXPERT_LAYOUTS),
     ],
-    ids=["dense", "experts", "uneven stages", "stacked experts", "vision encoders", "vision encoders and experts"],
+    ids=[
+        "dense",
+        "experts",
+        "hybrid",
+        "uneven stages",
+        "stacked experts",
+        "vision encoders",
+        "vision encoders and experts",
+    ],
 )
 def test_what_was_read_is_written_to_the_bit(tmp_path, names, layouts, report):
     for name in names:
@@ -119,15 +128,16 @@ def test_what_an_uneven_pipeline_trained_is_written_to_the_bit(tmp_path, report)
     assert gap < 1e-5 and moved > 1e-2
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h_latent"])
 def test_a_checkpoint_has_expert_biases_and_attention_sinks(name, tmp_path, report):
     """Saved with expert parallelism, loaded into pipeline stages over the untrained model.
 
-    Gated delta nets are divided over tensor-parallel ranks, of which the other layout has none.
+    Recurrent layers are divided over tensor-parallel ranks, of which the other layout has none.
     """
     tiny.write_model(tmp_path / "model", name)
     tiny.write_tokenizer(tmp_path / "model")
-    first_layout = Layout(tp=2, sp=True, moe=True) if name == "qwen3_next" else Layout(dp=2, ep=2, moe=True)
+    is_recurrent = name in ("qwen3_next", "nemotron_h_latent")
+    first_layout = Layout(tp=2, sp=True, moe=True) if is_recurrent else Layout(dp=2, ep=2, moe=True)
     for place, layout in (("one", first_layout), ("other", Layout(pp=2))):
         payload = (str(tmp_path / "model"), layout, str(tmp_path / "saved"), str(tmp_path / place), place == "other")
         run_ranks(2, "tests.huggingface.ranks:checkpointed", payload)

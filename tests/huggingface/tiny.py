@@ -73,6 +73,23 @@ _DELTA_NETS = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+_MAMBA = {
+    "layer_norm_epsilon": 1e-3,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 4,
+    "ssm_state_size": 10,
+}
+_UNGATED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 28,
+}
 _SHARED = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -175,6 +192,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "nemotron_h": ("NemotronH", {**_MAMBA, "hybrid_override_pattern": "M-*-M*M-"}),
+    "nemotron_h_moe": ("NemotronH", {**_MAMBA, **_UNGATED_EXPERTS, "hybrid_override_pattern": "ME*EMEM*"}),
+    "nemotron_h_latent": (
+        "NemotronH",
+        {
+            **_MAMBA,
+            **_UNGATED_EXPERTS,
+            "moe_latent_size": 20,
+            "n_group": 1,
+            "topk_group": 1,
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        },
+    ),
     "qwen2_yarn": ("Qwen2", {"rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False}}),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
@@ -215,6 +245,8 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, mod
 
     prefix, beside = model or MODELS[name]
     fields, kind = {**_SHAPE, **beside, "eos_token_id": 5, "bos_token_id": 1}, "CausalLM"
+    if prefix == "NemotronH":  # its layers and its epsilon have other names
+        fields = {name: value for name, value in fields.items() if name not in ("num_hidden_layers", "rms_norm_eps")}
     if "text_config" in beside:  # beside a vision encoder
         text = {**_SHAPE, **beside["text_config"], "eos_token_id": 5, "bos_token_id": 1}
         fields, kind = {**beside, "text_config": text}, "ConditionalGeneration"

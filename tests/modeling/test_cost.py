@@ -75,6 +75,41 @@ LATENT = {
 }
 
 
+HYBRID_LAYERS = {
+    "num_layers": 4,
+    "hybrid": {
+        "pattern": "ME*-",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 6,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 5,
+        "moe_latent_size": 10,
+    },
+    "moe": {**MIXTURE["moe"], "layer_freq": [0, 1, 0, 0]},  # type: ignore[dict-item]
+}
+
+
+def cost_of_a_strategy(architecture: dict[str, Any]) -> tuple[ArchitectureConfig, Any]:
+    """The architecture and the planner's cost of a strategy with two pipeline stages, the first of one layer."""
+    from roll_batching.strategy import MegatronInferStrategy
+    from tests.support.experts import let_experts_run
+    from tests.support.models import ARCHITECTURE, worker_config
+
+    let_experts_run()
+    layout = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}
+    config = worker_config("packed", 64, architecture=ARCHITECTURE | architecture, megatron=layout)
+    strategy = MegatronInferStrategy(config, seed=1)
+    strategy.initialize()
+    assert config.model_args.architecture is not None
+    return config.model_args.architecture, strategy.planner.cost
+
+
+def test_the_cost_of_settings_is_that_of_a_built_model_with_one_part_per_layer() -> None:
+    for built, cost in run_ranks(2, "tests.modeling.test_cost:cost_of_a_strategy", HYBRID_LAYERS):
+        assert replace(cost, chunks=None) == architecture_cost(built)
+        assert len(cost.chunks.linear) == 2 and cost.chunks.quadratic[0] == 0 < cost.chunks.quadratic[1]
+
+
 @pytest.mark.parametrize("architecture", [{}, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
 def test_times_of_settings_are_those_of_the_built_model(architecture: dict[str, Any]) -> None:
     """The rates are those of the key `cluster`."""
@@ -129,3 +164,23 @@ def test_the_cost_of_gated_delta_nets_counts_their_projections_and_states(gate: 
     assert cost.linear == 6 * (attention + 2 * net + 3 * 3 * 32 * 48 + 32 * 100)
     assert cost.quadratic == 6 * 2 * 32 // 2
     assert architecture_cost(settings) == cost
+
+
+def test_the_cost_of_layers_with_one_part_each_counts_each_by_its_letter() -> None:
+    """Nemotron 3 Nano: 3.2 billion parameters that a token visits beside the embedding; its publisher says 3.6 with."""
+    from roll_batching.settings.hybrid_cost import HybridSizes, hybrid_cost
+    from tests.huggingface.published_nemotron import NEMOTRON
+    from tests.huggingface.test_config_json import architecture_of
+
+    settings = architecture_of(NEMOTRON["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
+    mamba = 2688 * (2 * 4096 + 2 * 1024 + 64) + 4096 * 2688 + (4096 + 2048) * 4 + 2 * 4096 * 128
+    experts = 2688 * 128 + 2 * 2688 * (6 * 1856 + 3712)
+    attention = 2688 * (2 * 4096 + 2 * 256)
+    parameters = 23 * (mamba + experts) + 6 * attention + 2688 * 131072
+    cost = architecture_cost(settings)
+    assert cost.linear == 6 * parameters and round(parameters / 1e9, 1) == 3.2
+    assert cost.quadratic == 6 * 6 * 4096
+    sizes = HybridSizes.of_settings(settings)
+    halves = hybrid_cost(sizes, ranks=1, chunks=[range(26), range(26, 52)]).chunks
+    assert halves is not None and sum(halves.linear) == 2 * parameters and sum(halves.quadratic) == 2 * 6 * 4096
+    assert halves.linear[1] - halves.linear[0] > 2688 * 131072  # the head is in the last one

@@ -106,6 +106,27 @@ DELTA_NETS = {
 }
 """Qwen3-Next's layers."""
 
+HYBRID = {
+    "hybrid": {
+        "pattern": "ME*M",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 32,
+        "moe_latent_size": 48,
+    },
+    "moe": {
+        "num_experts": 8,
+        "router_topk": 2,
+        "ffn_hidden_size": 96,
+        "shared_expert_ffn_hidden_size": 64,
+        "layer_freq": [0, 1, 0, 0],
+        "router_score_function": "sigmoid",
+        "router_expert_bias": True,
+    },
+}
+"""The layers of Nemotron-H."""
+
 
 def job_of(
     *,

@@ -8,7 +8,7 @@ import pytest
 
 from roll_batching.rehearsal.extrapolation import extrapolate_layers
 from roll_batching.rehearsal.task import PREFILL, REFERENCE, RankReport, RankTask
-from tests.rehearsal.jobs import DELTA_NETS, DYNAMIC, EXPERTS, LATENT, PADDED, SANDWICH, SINKS, job_of, task_of
+from tests.rehearsal.jobs import DELTA_NETS, DYNAMIC, EXPERTS, HYBRID, LATENT, PADDED, SANDWICH, SINKS, job_of, task_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.rehearse
@@ -39,6 +39,7 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "attention sinks and windows": (job_of(architecture=SINKS), 1),
     "norms behind layers, two RoPEs": (job_of(architecture=SANDWICH), 1),
     "gated delta nets": (job_of(architecture=DELTA_NETS), 1),
+    "layers with one part each": (job_of(architecture=HYBRID), 1),
     "experts, EP2": (job_of(architecture=EXPERTS, megatron={"expert_model_parallel_size": 2}), 2),
     "shared prompts": (job_of(**GROUPS), 1),
     "shared prompts, TP2": (job_of(megatron=TP2, **GROUPS), 2),

@@ -10,9 +10,10 @@ from roll_batching.jobs.config import config_from_dict
 from roll_batching.rehearsal.job import StageReport, rehearse_job, totals_of
 from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rank import with_layers
-from roll_batching.rehearsal.stages import stages_of
+from roll_batching.rehearsal.stages import letters_of, stages_of
 from roll_batching.rehearsal.task import RankTask
 from roll_batching.rehearsal.variants import candidate_changes
+from roll_batching.settings import ArchitectureConfig
 from tests.rehearsal.jobs import job_of
 
 pytestmark = pytest.mark.rehearse
@@ -34,6 +35,17 @@ def test_stages_are_represented_by_those_with_equal_layers() -> None:
         ("stages 2, 4 (2)", 2, 2),
         ("stage 5", 5, 1),
     ]
+
+
+def test_stages_with_other_parts_are_other_kinds() -> None:
+    """Four stages of two chunks; the middle ones have as many layers, and not the same letters."""
+    hybrid = {"pattern": "MMM*MM*M" + "MMMMMMMM", "mamba_num_heads": 4, "mamba_head_dim": 4, "mamba_num_groups": 2}
+    shape = {"vocab_size": 9, "hidden_size": 8, "num_layers": 16, "num_attention_heads": 2}
+    architecture = ArchitectureConfig.model_validate({**shape, "hybrid": {**hybrid, "mamba_state_dim": 4}})
+    split = ((2, 2),) * 4
+    assert letters_of(split, architecture) == ("MM|MM|", "*M|MM|", "MM|MM|", "*M|MM|")
+    names = [kind.name for kind in stages_of(split, letters_of(split, architecture))]
+    assert names == ["stage 0", "stage 1", "stage 2", "stage 3"]
 
 
 def _by_name(stages: tuple[StageReport, ...]) -> dict[str, Any]:

@@ -112,6 +112,8 @@ def choices(_: None) -> dict[str, Any]:
     config.linear_attention_freq = [1, 0]
     found["delta nets"] = refusal(lambda: shared(True))
     found["auto, delta nets"] = shared("auto")
+    config.linear_attention_freq, config.layer_kinds = None, "M*"
+    found["Mamba"] = refusal(lambda: shared(True))
     return found
 
 
@@ -128,6 +130,7 @@ def test_who_shares() -> None:
     assert "samples of the plan share prefixes, but the attention (mine)" in found["plan for a model that cannot"]
     assert "hidden_dropout" in found["dropout"]
     assert "gated delta nets, whose state starts anew" in found["delta nets"] and found["auto, delta nets"] == 0
+    assert "Mamba layers, whose state starts anew" in found["Mamba"]
 
 
 def test_a_core_with_one_run_of_keys_refuses_the_pack() -> None:

@@ -205,11 +205,13 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
                 rest = " + qk_pos_emb_head_dim" if key == "kv_lora_rank" else ""
                 text = f"{key}{rest} = {width} does not divide among TP = {tp} ranks"
                 yield Problem((*path, "multi_latent_attention", key), text)
-    if (delta := model.gated_delta_net) is not None:
-        ranks = tp * layout.context_parallel_size if isinstance(layout.context_parallel_size, int) else tp
-        if delta.num_key_heads % ranks:
-            text = f"{delta.num_key_heads} key heads do not divide among TP x CP = {ranks} ranks; use fewer ranks"
-            yield Problem((*path, "gated_delta_net", "num_key_heads"), text)
+    ranks = tp * layout.context_parallel_size if isinstance(layout.context_parallel_size, int) else tp
+    if (delta := model.gated_delta_net) is not None and delta.num_key_heads % ranks:
+        text = f"{delta.num_key_heads} key heads do not divide among TP x CP = {ranks} ranks; use fewer ranks"
+        yield Problem((*path, "gated_delta_net", "num_key_heads"), text)
+    if (hybrid := model.hybrid) is not None and hybrid.mamba_num_groups % ranks:
+        text = f"{hybrid.mamba_num_groups} groups do not divide among TP x CP = {ranks} ranks; use fewer ranks"
+        yield Problem((*path, "hybrid", "mamba_num_groups"), text)
     if model.ffn_width % tp:
         yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
     if model.add_bias_linear and model.moe is not None and tp > 1:

@@ -1,0 +1,83 @@
+"""Models whose layers have one part each: a Mamba-2 mixer, attention without RoPE, an MLP or experts, as in Nemotron-H.
+
+One Megatron layer per letter of the pattern, so that pipelines are divided by layers as for other models. Megatron's
+own MambaModel (0.16) needs CUDA and TransformerEngine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from roll_batching.modeling.latent_mixture import LatentMixtureLayer
+from roll_batching.modeling.mamba import PackedMamba
+from roll_batching.settings import ArchitectureConfig
+
+
+@dataclass
+class HybridTransformerConfig(TransformerConfig):
+    """Megatron's config with the kinds of the layers and the sizes that it has no names for."""
+
+    layer_kinds: str = ""
+    """M, *, - or E for each layer of the whole model."""
+    mamba_conv_kernel_dim: int = 4
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The square of ReLU. Megatron's own is compiled, anew for numbers of tokens of experts."""
+    return F.relu(x).square()
+
+
+def hybrid_options(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Options of `HybridTransformerConfig` beside those of other models."""
+    hybrid = architecture.hybrid
+    assert hybrid is not None
+    return {
+        "is_hybrid_model": True,
+        "layer_kinds": hybrid.pattern,
+        "mamba_num_heads": hybrid.mamba_num_heads,
+        "mamba_head_dim": hybrid.mamba_head_dim,
+        "mamba_num_groups": hybrid.mamba_num_groups,
+        "mamba_state_dim": hybrid.mamba_state_dim,
+        "mamba_conv_kernel_dim": hybrid.mamba_conv_kernel_dim,
+        "gated_linear_unit": False,
+        "activation_func": squared_relu,
+        "no_rope_freq": [1] * architecture.num_layers,
+        "moe_layer_freq": [int(kind == "E") for kind in hybrid.pattern],  # a list also separates layers in checkpoints
+        "moe_latent_size": hybrid.moe_latent_size,
+    }
+
+
+def hybrid_block_spec(config: Any, layers: range, norm: type[torch.nn.Module], core: Any) -> TransformerBlockSubmodules:
+    """The spec of a pipeline chunk with these layers of the whole model; `core` is the core attention."""
+    kinds = {kind: _layer_spec(config, kind, norm, core) for kind in set(config.layer_kinds)}
+    return TransformerBlockSubmodules(layer_specs=[kinds[config.layer_kinds[n]] for n in layers], layer_norm=norm)
+
+
+def _layer_spec(config: Any, kind: str, norm: type[torch.nn.Module], core: Any) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if kind == "E" else None, moe_grouped_gemm=False, normalization="RMSNorm"
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    if kind in "M*":
+        parts.pre_mlp_layernorm = parts.mlp = IdentityOp
+        parts.mlp_bda = IdentityFuncOp
+    else:
+        parts.input_layernorm = parts.self_attention = IdentityOp
+        parts.self_attn_bda = IdentityFuncOp
+    if kind == "M":
+        parts.self_attention = ModuleSpec(module=PackedMamba)
+    elif kind == "*":
+        parts.self_attention.submodules.core_attention = core
+    elif kind == "E" and config.moe_latent_size is not None:
+        layer.module = LatentMixtureLayer
+    return layer

@@ -1,0 +1,183 @@
+"""Layers with a recurrent state per sequence over packs, which take the place of `self_attention`.
+
+Their projections and convolutions are Megatron's linear layers and plain torch; subclasses compute the recurrence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+
+from roll_batching.errors import LayoutError
+from roll_batching.modeling.decode import DecodeParams
+from roll_batching.modeling.delta_rule import Chunks, causal_convolution, inputs_before
+from roll_batching.packing.params import PackedParams
+
+Weights = dict[str, torch.Tensor]
+"""This rank's rows of the parameters `sharded`, by name."""
+
+
+class RecurrentLayer(MegatronModule):
+    """Projection, causal convolution, recurrence, output projection; every sequence of a pack starts anew.
+
+    Rows of `in_proj`, channels of the convolution and heads are grouped into units, which tensor parallelism divides.
+    Under context parallelism each rank computes all tokens of its part of these units, which an all-to-all before and
+    one behind brings about.
+    """
+
+    sharded: ClassVar[tuple[str, ...]]
+    """Parameters with rows of each unit."""
+    replicated: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: Any, *, units: int, width: int, out: int
+    ) -> None:
+        """`units` of all ranks, each with `width` projected and `out` output channels."""
+        super().__init__(config=config)
+        self.layer_number, self.pg_collection = layer_number, pg_collection
+        self.units = units // pg_collection.tp.size()
+        """Units of this tensor-parallel rank."""
+        self.width = width
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, units * width, init_method=config.init_method, gather_output=False, **linear
+        )
+        self.out_proj = RowParallelLinear(
+            units * out, config.hidden_size, input_is_parallel=True, skip_bias_add=True,
+            init_method=config.output_layer_init_method, **linear,
+        )  # fmt: skip
+        self.conv_weight: torch.Tensor
+        self.conv_bias: torch.Tensor | None = None
+
+    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Channels to convolve [..., channels], and the other inputs of the recurrence."""
+        raise NotImplementedError
+
+    def scan(
+        self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, chunks: Chunks,
+        real: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Outputs [tokens, channels] and the states after each sequence; tokens that are not `real` change no state."""
+        raise NotImplementedError
+
+    def step(
+        self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [rows, channels] and states of one more token per row."""
+        raise NotImplementedError
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **unused: Any
+    ) -> tuple[torch.Tensor, None]:
+        """The output [tokens / cp, 1, hidden] of a pack, or [positions, rows, hidden] of a pass with a cache."""
+        params = packed_seq_params
+        projected, _ = self.in_proj(hidden_states)
+        if isinstance(params, DecodeParams):
+            out = self._decode(projected, params)
+        elif isinstance(params, PackedParams):
+            out = self._pack(projected.squeeze(1), params).unsqueeze(1)
+        else:
+            raise LayoutError("a recurrent layer takes packs only: pass packed_seq_params=packed_params(layout, ...)")
+        output, _ = self.out_proj(out)
+        return output, None
+
+    def _weights(self) -> Weights:
+        return {name: getattr(self, name) for name in self.sharded}
+
+    def _pack(self, projected: torch.Tensor, params: PackedParams) -> torch.Tensor:
+        """[tokens / cp, units * width] -> [tokens / cp, units * output channels]."""
+        group = None if params.local_tokens is None else params.context_group(self.pg_collection.cp)
+        weights = self._weights()
+        if group is not None:
+            size, rank = group.size(), group.rank()
+            projected = _gather_tokens_split_heads(projected, group)[params.restore]
+            weights = {name: weight.chunk(size)[rank] for name, weight in weights.items()}
+        if params.chunks is None:
+            params.chunks = Chunks.of(params.cu_seqlens_q, len(projected))
+        chunks: Chunks = params.chunks
+        mixed, others = self.split(projected)
+        mixed = causal_convolution(mixed, weights["conv_weight"], chunks.positions, weights.get("conv_bias"))
+        out, _ = self.scan(mixed, others, weights, chunks)
+        if group is None:
+            return out
+        assert params.restore is not None
+        gathered = torch.empty_like(out).index_copy(0, params.restore, out)
+        return _split_tokens_gather_heads(gathered, group)
+
+    def _decode(self, projected: torch.Tensor, params: DecodeParams) -> torch.Tensor:
+        """[positions, rows, units * width] -> [positions, rows, channels]; the state is in the cache."""
+        weights, conv = self._weights(), self.conv_weight
+        if params.visible is not None:  # one position per row, perhaps repeated
+            mixed, others = self.split(projected[0])
+            inputs, state = params.cache.states(self.layer_number)
+            window = torch.cat([inputs, mixed.unsqueeze(1)], 1)
+            mixed = (window * conv[:, 0].t()).sum(1)
+            mixed = F.silu(mixed if self.conv_bias is None else mixed + self.conv_bias)
+            out, state = self.step(mixed, others, weights, state)
+            params.cache.set_states(self.layer_number, window[:, 1:], state)
+            return out.expand(len(projected), *out.shape)
+        positions, rows = projected.shape[:2]
+        assert params.lengths is not None
+        mixed, others = self.split(projected.transpose(0, 1).reshape(rows * positions, -1))
+        starts = torch.arange(rows + 1, device=projected.device) * positions
+        chunks = Chunks.of(starts, rows * positions)
+        inputs = inputs_before(mixed.view(rows, positions, -1), params.lengths, conv.shape[-1] - 1)
+        mixed = causal_convolution(mixed, conv, chunks.positions, self.conv_bias)
+        # Padding behind a row leaves its state as it is.
+        real = (chunks.positions < params.lengths.repeat_interleave(positions)).unsqueeze(-1)
+        out, state = self.scan(mixed, others, weights, chunks, real)
+        params.cache.set_states(self.layer_number, inputs, state)
+        return out.view(rows, positions, -1).transpose(0, 1)
+
+    def _shard(self, *shape: int) -> torch.nn.Parameter:
+        device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = torch.nn.Parameter(torch.empty(*shape, device=device, dtype=self.config.params_dtype))
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        return parameter
+
+    def _draw(self, shard: torch.Tensor, low: float, high: float) -> None:
+        """Fills this rank's part of a parameter whose values do not depend on the number of ranks."""
+        group = self.pg_collection.tp
+        whole = shard.new_empty(len(shard) * group.size(), *shard.shape[1:]).uniform_(low, high)
+        shard.copy_(whole.chunk(group.size())[group.rank()])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The parameters for Megatron's checkpoints; rows are grouped by unit, so that any size divides them."""
+        own = {name: getattr(self, name) for name in (*self.sharded, *self.replicated)}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(self.sharded, 0), sharded_offsets,
+            tp_group=self.pg_collection.tp, dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )  # fmt: skip
+        for name, module in self.named_children():
+            sharded |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.pg_collection.tp
+            )
+        return sharded
+
+
+def _gather_tokens_split_heads(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """[tokens / cp, heads * width] -> [tokens, heads / cp * width], tokens in the order of ranks."""
+    size = group.size()
+    parts = x.view(len(x), size, -1).transpose(0, 1).contiguous()
+    return all_to_all(group, parts.view(size * len(x), -1)).view(size * len(x), -1)
+
+
+def _split_tokens_gather_heads(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """[tokens, heads / cp * width], tokens in the order of ranks -> [tokens / cp, heads * width]."""
+    size = group.size()
+    tokens = len(x) // size
+    parts = all_to_all(group, x.contiguous()).view(size, tokens, -1)
+    return parts.transpose(0, 1).reshape(tokens, -1)

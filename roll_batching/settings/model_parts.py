@@ -1,0 +1,63 @@
+"""Contradictions of settings in `ArchitectureConfig`: of multi-latent attention, and of layers with one part each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def problem_of_parts(model: Any) -> str | None:
+    """What contradicts `multi_latent_attention` or `hybrid` in an `ArchitectureConfig`; None if nothing does."""
+    return _latent_problem(model) if model.hybrid is None else _hybrid_problem(model)
+
+
+def _latent_problem(model: Any) -> str | None:
+    latent, ending = model.multi_latent_attention, "has no effect with multi_latent_attention: leave it out"
+    if model.kv_channels not in (None, latent.qk_head_dim + latent.qk_pos_emb_head_dim):
+        return f"kv_channels {ending}"
+    if model.kv_heads != model.num_attention_heads:
+        return f"num_query_groups {ending}"
+    for name in (
+        "qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks", "query_pre_attn_scalar",
+        "rotary_local_base", "zero_centered_norms", "sandwich_norms", "attention_output_gate", "gated_delta_net",
+    ):  # fmt: skip
+        if getattr(model, name):
+            return f"{name} {ending}"
+    return f"rotary_percent {ending}" if model.rotary_percent != 1 else None
+
+
+_ELSEWHERE: dict[str, Any] = {
+    "activation": "silu",
+    **dict.fromkeys(
+        (
+            "add_qkv_bias", "add_bias_linear", "attention_output_gate", "attention_sinks", "gated_delta_net",
+            "multi_latent_attention", "qk_layernorm", "query_pre_attn_scalar", "rope_scaling", "rotary_local_base",
+            "sandwich_norms", "scaled_embedding", "sliding_window", "swiglu_limit", "zero_centered_norms",
+        )
+    ),
+    "rotary_percent": 1.0,
+}  # fmt: skip
+"""Settings of models without `hybrid`, with their values where they are off."""
+
+
+def _hybrid_problem(model: Any) -> str | None:
+    """What contradicts `hybrid` in an `ArchitectureConfig`; None if nothing does."""
+    pattern, hybrid = model.hybrid.pattern, model.hybrid
+    if set(pattern) - set("M*-E") or "M" not in pattern:
+        return "hybrid.pattern must have letters M, *, - and E only, and M at least once"
+    if hybrid.mamba_num_heads % hybrid.mamba_num_groups:
+        return f"hybrid.mamba_num_heads must be a multiple of mamba_num_groups={hybrid.mamba_num_groups}"
+    if len(pattern) != model.num_layers:
+        return f"hybrid.pattern has {len(pattern)} letters for {model.num_layers} layers"
+    for name, off in _ELSEWHERE.items():
+        if (getattr(model, name) or None) != off:
+            return f"{name} has no effect with hybrid: leave it out"
+    mixtures = tuple(int(kind == "E") for kind in pattern)
+    if (model.moe is None) == any(mixtures):
+        return "moe and the letter E of hybrid.pattern belong together: give both, or neither"
+    if model.moe is not None and model.moe.layer_freq != mixtures:
+        return "moe.layer_freq must have 1 for each letter E of hybrid.pattern and 0 for the others"
+    if model.moe is not None and model.moe.shared_expert_gate:
+        return "moe.shared_expert_gate has no effect with hybrid: leave it out"
+    if model.moe is None and model.hybrid.moe_latent_size is not None:
+        return "hybrid.moe_latent_size has no effect without moe: leave it out"
+    return None

@@ -1,0 +1,77 @@
+"""Chunks of Mamba-2's state space against its recurrence, token by token and sequence by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from roll_batching.modeling.delta_rule import Chunks, causal_convolution
+from roll_batching.modeling.state_space import state_space, state_space_step
+
+LENGTHS = (1, 64, 65, 130, 7, 200)
+"""Around the size of a chunk, and several chunks."""
+GROUPS, HEADS, CHANNELS, STATES = 2, 3, 5, 4
+
+
+def bounds() -> list[int]:
+    return [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+
+
+@pytest.fixture
+def inputs() -> list[torch.Tensor]:
+    """Inputs, decays, B and C of 2 groups of 3 heads, fp64."""
+    draw, tokens = torch.Generator().manual_seed(3), sum(LENGTHS)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(tokens, GROUPS, *shape, dtype=torch.float64, generator=draw)
+
+    x, decay, B, C = normal(HEADS, CHANNELS), -normal(HEADS).abs() * 0.3, normal(STATES), normal(STATES)
+    return [one.requires_grad_() for one in (x, decay, B, C)]
+
+
+def recurrence(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs, states = [], []
+    for start, end in zip(bounds()[:-1], bounds()[1:], strict=True):
+        state = torch.zeros(1, GROUPS, STATES, HEADS, CHANNELS, dtype=torch.float64)
+        for token in range(start, end):
+            x, decay, B, C = (one[token : token + 1] for one in inputs)
+            out, state = state_space_step(x, decay, B, C, state)
+            outputs.append(out)
+        states.append(state)
+    return torch.cat(outputs), torch.cat(states)
+
+
+def test_chunks_equal_the_recurrence_and_every_sequence_starts_anew(
+    inputs: list[torch.Tensor], report: Callable[[str], None]
+) -> None:
+    chunks = Chunks.of(torch.tensor(bounds(), dtype=torch.int32), sum(LENGTHS))
+    x, decay, B, C = inputs
+    found, expected = state_space(x, decay, B, C, chunks), recurrence(inputs)
+    weights = [torch.randn(one.shape, dtype=one.dtype, generator=torch.Generator().manual_seed(4)) for one in expected]
+
+    def gradients(results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(sum((one * w).sum() for one, w in zip(results, weights, strict=True)), inputs)
+
+    pairs = zip((*found, *gradients(found)), (*expected, *gradients(expected)), strict=True)
+    gap = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    report(f"state space in chunks, fp64: outputs, states and gradients within {gap:.1e}")
+    assert gap < 1e-12
+
+
+def test_heads_of_a_group_share_B_and_C() -> None:
+    """One token: the output is (C B) x, whatever the decay."""
+    draw = torch.Generator().manual_seed(5)
+    x, B, C = (torch.randn(1, GROUPS, *shape, generator=draw) for shape in ((HEADS, CHANNELS), (STATES,), (STATES,)))
+    out, state = state_space(x, -torch.ones(1, GROUPS, HEADS), B, C, Chunks.of(torch.tensor([0, 1]), 1))
+    torch.testing.assert_close(out, (C * B).sum(-1)[..., None, None] * x)
+    torch.testing.assert_close(state[0, 1, :, 2], torch.outer(B[0, 1], x[0, 1, 2]))
+
+
+def test_the_convolution_has_a_bias() -> None:
+    draw = torch.Generator().manual_seed(5)
+    x, weight, bias = (torch.randn(*shape, generator=draw) for shape in ((9, 5), (5, 1, 4), (5,)))
+    expected = F.silu(F.conv1d(F.pad(x.t()[None], (3, 0)), weight, bias, groups=5)[0].t())
+    torch.testing.assert_close(causal_convolution(x, weight, torch.arange(9), bias), expected)
