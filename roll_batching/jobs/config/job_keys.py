@@ -15,6 +15,7 @@ from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shor
 from roll_batching.jobs.config.distill_keys import DistillKeys
 from roll_batching.jobs.config.dynamic_sampling_keys import DynamicSamplingKeys
 from roll_batching.jobs.config.objective import ObjectiveKeys
+from roll_batching.jobs.config.reward_shaping_keys import RewardShapingKeys
 from roll_batching.jobs.config.rewards import RewardKeys
 from roll_batching.jobs.config.rollout_keys import RolloutKeys
 from roll_batching.jobs.config.stream import TrainSection
@@ -98,7 +99,7 @@ class WarmupConfig(Settings):
         return self.training_args.model_copy(update={"max_steps": steps})
 
 
-class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RolloutKeys, DynamicSamplingKeys, AsyncKeys):
+class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, RolloutKeys, DynamicSamplingKeys, AsyncKeys):
     """The keys of a job."""
 
     task: Task = setting(

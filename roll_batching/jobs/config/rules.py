@@ -23,6 +23,7 @@ from roll_batching.jobs.config.layout_rules import (
 )
 from roll_batching.jobs.config.objective_rules import objective_problems, reward_norm_of, whitens
 from roll_batching.jobs.config.pretrained import missing_model, model_problems
+from roll_batching.jobs.config.reward_shaping_rules import reward_shaping_problems
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
 from roll_batching.jobs.config.rollout_keys import rollout_problems
 from roll_batching.jobs.config.stream_rules import stream_problems
@@ -66,6 +67,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += share_problems(shares, job.rewards, job.rollout_batch_size)
     problems += async_problems(job)
     problems += dynamic_sampling_problems(job)
+    problems += reward_shaping_problems(job)
     problems += engine_problems(job)
     problems += _lengths(job)
     for name, role in job.roles.items():

@@ -10,6 +10,7 @@ from roll_batching.jobs.config.dynamic_sampling_keys import DynamicSamplingKeys
 from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
 from roll_batching.jobs.config.losses import ROLLOUT_FIELDS
 from roll_batching.jobs.config.objective import ObjectiveKeys
+from roll_batching.jobs.config.reward_shaping_keys import RewardShapingKeys
 from roll_batching.jobs.config.rewards import RewardKeys
 from roll_batching.jobs.config.rollout_keys import RolloutKeys
 
@@ -33,6 +34,7 @@ _ROLLOUT_KEYS = (
     "actor_infer",
     "validation",
     *RewardKeys.model_fields,
+    *RewardShapingKeys.model_fields,
     *RolloutKeys.model_fields,
     *DynamicSamplingKeys.model_fields,
     *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),

@@ -36,7 +36,8 @@ def convert_algorithm(file: NemoRlFile) -> None:
         if not others:
             file.draft.put(("norm_mean_type",), "group", f"{section}.normalize_rewards")
     _dynamic_sampling(file)
-    file.expect_off("grpo.reward_scaling", "grpo.reward_shaping", "reward_penalties", why=REWARDS)
+    _reward_shaping(file)
+    file.expect_off("reward_penalties", why=REWARDS)
     if file.peek("grpo.max_rollout_turns", 1) not in (None, 1):
         turns = file.take("grpo.max_rollout_turns")
         file.draft.leave_out("grpo.max_rollout_turns", "refused", f"{turns}: rollouts have one turn")
@@ -62,6 +63,22 @@ def _dynamic_sampling(file: NemoRlFile) -> None:
     if isinstance(multiplier, (int, float)) and isinstance(prompts, int) and multiplier != 1:
         text = "batch_multiplier x num_prompts_per_step"
         file.draft.put(("dynamic_sampling_batch_size",), int(prompts * multiplier), "grpo.batch_multiplier", text)
+
+
+def _reward_shaping(file: NemoRlFile) -> None:
+    scaling, shaping = "grpo.reward_scaling", "grpo.reward_shaping"
+    if file.peek(f"{scaling}.enabled") is True:
+        file.take(f"{scaling}.enabled")
+        for name in ("source_min", "source_max", "target_min", "target_max"):
+            file.move(f"{scaling}.{name}", ("reward_scaling", name))
+    file.expect_off(scaling, why=REWARDS)
+    coefficient = file.take(f"{shaping}.stop_properly_penalty_coef")
+    if file.peek(f"{shaping}.enabled") is True and coefficient is None:
+        file.take(f"{shaping}.enabled")
+        for name, ours in (("overlong_buffer_length", "length"), ("overlong_buffer_penalty", "penalty"),
+                           ("max_response_length", "response_length")):  # fmt: skip
+            file.move(f"{shaping}.{name}", ("overlong_buffer", ours))
+    file.expect_off(shaping, why=REWARDS)
 
 
 def _clipped(file: NemoRlFile) -> None:

@@ -18,6 +18,7 @@ from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.objectives.advantages import outside_difficulty, shuffled, zero_groups
 from roll_batching.jobs.objectives.from_config import Advantages, sampling_of
+from roll_batching.jobs.objectives.reward_shaping import shape_rewards
 from roll_batching.jobs.objectives.stateful import CompositeState
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rl.async_rollouts import AsyncRollouts
@@ -254,8 +255,12 @@ class Grpo:
         if self.config.rollout_function is not None:
             self._metrics["turns_mean"] = float(scores.turns.mean())
         masked = self._masked_samples(scores)
-        advantages = self._compute_advantages(scores, masked, step, baselines)
-        batch = _with_scores(batch, scores, advantages)
+        shaped = scores
+        if self.config.shapes_rewards:
+            shaped = replace(scores, rewards=shape_rewards(self.config, scores.rewards, scores.response_tokens))
+            self._metrics["shaped_reward"] = float(shaped.rewards.mean())
+        advantages = self._compute_advantages(shaped, masked, step, baselines)
+        batch = _with_scores(batch, shaped, advantages)
         # The id of a sample is its place among all samples of the step.
         batch = mask_overlong(batch, torch.from_numpy(masked[batch.ids.numpy()]))
         idle = masked
