@@ -18,6 +18,7 @@ from roll_batching.packing.params import PackedParams, packed_params
 from roll_batching.packing.prefetch import copy_to_cuda, prefetch
 from roll_batching.planning import MicroBatch, Plan
 from roll_batching.samples import SampleBatch
+from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.samples.token_masks import mask_of
 
 
@@ -56,6 +57,8 @@ class PackedBatch:
     """Kind of each field: token, next_token, sample or static."""
     ids: IntArray
     """[samples] global ids, in pack order."""
+    routed_experts: torch.Tensor | None = None
+    """[tokens that this rank routes, layers of this stage with experts, top-k]; -1: the router chooses. None: always"""
 
     @property
     def samples(self) -> int:
@@ -115,6 +118,8 @@ class StepPacks:
         attention: backend of the model's layers; see `packed_params`.
         is_first_stage: whether this rank reads `input_ids`, as the first pipeline stage.
         is_last_stage: whether this rank computes logits, as the last pipeline stage.
+        routed_experts: experts to replay, [tokens of `local`, layers of this stage with experts, top-k].
+        token_part: (number, count): routers of this rank see this part of its tokens, under sequence parallelism.
 
     Raises:
         DataError: when local samples and plan disagree, or a field is missing or has the wrong kind.
@@ -133,6 +138,8 @@ class StepPacks:
         attention: AttentionBackend | str | None = "auto",
         is_first_stage: bool = True,
         is_last_stage: bool = True,
+        routed_experts: torch.Tensor | None = None,
+        token_part: tuple[int, int] = (0, 1),
     ) -> None:
         names = () if masks is None else tuple(masks)
         if is_last_stage or local.origin is None:
@@ -147,6 +154,7 @@ class StepPacks:
         self._masks = {name: mask_of(local, name) for name in names} if is_last_stage else {}
         self._count_all, self._is_first_stage, self._is_last_stage = masks is None, is_first_stage, is_last_stage
         self._backend = None if attention is None else attention_backend(attention, device.type)
+        self.routed_experts, self._token_part = routed_experts, token_part
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))
         self._packing_device = torch.device("cpu") if on_host else device
         self._timer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda wait: wait
@@ -210,8 +218,17 @@ class StepPacks:
             padding_mask=(~real if has_all_tokens else (~real)[local_tokens]).to(device)[None],
             kinds={name: spec.kind for name, spec in local.schema.items()},
             ids=np.asarray(ids),
+            routed_experts=self._route(source, real, local_tokens),
             **vars(loss_inputs),
         )
+
+    def _route(self, source: torch.Tensor, real: torch.Tensor, local_tokens: torch.Tensor) -> torch.Tensor | None:
+        """Experts of the tokens that this rank routes; -1 for padding."""
+        if self.routed_experts is None:
+            return None
+        number, count = self._token_part
+        tokens = local_tokens.chunk(count)[number]
+        return _gather_tokens(self.routed_experts, source[tokens], real[tokens], -1, self._packing_device)
 
     def _make_loss_inputs(
         self,
@@ -234,7 +251,7 @@ class StepPacks:
         fields: dict[str, Any] = {}
         for name, spec in local.schema.items():
             values = local.fields[name]
-            if name == "input_ids":
+            if name in ("input_ids", ROUTED_EXPERTS):
                 continue
             if spec.per_token:
                 fields[name] = _gather_tokens(values, index[spec.kind], predicts, spec.pad, device)

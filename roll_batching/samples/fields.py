@@ -11,6 +11,8 @@ import torch
 
 from roll_batching.errors import DataError
 
+ROUTED_EXPERTS = "routed_experts"
+"""A token field [tokens, layers with experts, top-k]: routers take these experts instead of their own choice."""
 FieldKind = Literal["token", "next_token", "sample", "static"]
 
 
@@ -79,6 +81,9 @@ def _holds(dtype: torch.dtype, pad: int | float | bool) -> bool:
         return is_whole and torch.iinfo(dtype).min <= pad <= torch.iinfo(dtype).max
     return (isinstance(pad, float) and not math.isfinite(pad)) or abs(pad) <= torch.finfo(dtype).max
 
+
+EXPERTS_SPEC = FieldSpec("token", pad=-1)
+"""Spec of `ROUTED_EXPERTS`. A token with -1 in all places is routed by the router."""
 
 Schema = dict[str, FieldSpec]
 SchemaLike = Mapping[str, "FieldSpec | FieldKind"]

@@ -19,17 +19,17 @@ from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.kernels import choose_kernels, tell
-from roll_batching.packing.batch import PackedBatch
+from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
 from roll_batching.samples import LengthTable, SampleBatch
+from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.settings import BatchingConfig, RoleSettings
-from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.nan_checks import require_finite_outputs
 from roll_batching.strategy.prefix_sharing import gather_table, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
-from roll_batching.strategy.schedule import Packs, run_schedule
+from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.step_inputs import count_local, pack_inputs
 from roll_batching.strategy.step_result import join_results, share_outputs
 
@@ -68,6 +68,8 @@ class MegatronInferStrategy(ModelIOMixin):
 
         Arguments and errors are those of `MegatronTrainStrategy.from_parts`.
         """
+        from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
+
         require_process_group()
         strategy = MegatronInferStrategy(None, temperature=temperature)
         strategy.state = state_from_parts(
@@ -176,17 +178,9 @@ class MegatronInferStrategy(ModelIOMixin):
         draw = weights and pretrained is None
         value_head = config.model_args.value_head
         chunks = build_chunks(
-            architecture,
-            megatron,
-            layout,
-            dtype,
-            kernels=kernels,
-            seed=self.seed,
-            initialize=draw,
-            groups=groups,
-            value_head=value_head,
-            value_head_std=config.model_args.value_head_std,
-        )
+            architecture, megatron, layout, dtype, kernels=kernels, seed=self.seed, initialize=draw, groups=groups,
+            value_head=value_head, value_head_std=config.model_args.value_head_std,
+        )  # fmt: skip
         if weights and pretrained is not None:
             from roll_batching.modeling.pretrained import load_pretrained
 
@@ -270,7 +264,8 @@ class MegatronInferStrategy(ModelIOMixin):
         Args:
             local: this rank's samples, as `distribute` returns them.
             plan: a plan over all ranks' samples.
-            needs: any of "log_probs" and "entropy"; with a value head, "values".
+            needs: any of "log_probs" and "entropy"; with a value head, "values"; beside them "routed_experts", the
+                token field of the experts that routers chose.
             masks: names of fields; tokens that none of them counts read 0. None: all tokens that predict.
 
         Returns:
@@ -281,23 +276,25 @@ class MegatronInferStrategy(ModelIOMixin):
         """
         with self._consensus("forward") as facts:
             names = [name for name in ("log_probs", "entropy", VALUES) if name in needs]
-            if not names or len(names) != len(set(needs)):
+            if not names or len(names) != len(set(needs) - {ROUTED_EXPERTS}):
                 raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both; a critic: values")
             self._head().require(names, "forward")
-            facts.equal("needs and masks", (names, masks))
+            facts.equal("needs and masks", (names, ROUTED_EXPERTS in needs, masks))
+            experts = self._experts_to_record(plan) if ROUTED_EXPERTS in needs else None
             packs = self._pack(facts, local, plan, masks)
         head = self._head()
-        results = self._collect(plan, packs, lambda output, pack, chunk: head.results(output, pack, chunk, names))
-        return self._require_finite(share_outputs(self.state, local, plan, packs, results, names))
+        results = self._collect(plan, packs, lambda out, pack, chunk: head.results(out, pack, chunk, names), experts)
+        outputs = self._require_finite(share_outputs(self.state, local, plan, packs, results, names))
+        return outputs if experts is None else experts.add_recorded(outputs, plan, layouts_of(packs), self.layout)
 
-    def _collect(self, plan: Plan, packs: Packs, compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    def _collect(self, plan: Plan, packs: Packs, compute: Callable[..., Any], experts: Any = None) -> list[Any]:
         """What `compute` makes of (output, pack, chunk) of each micro-batch, on the last stage, without gradient."""
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
             return lambda output, non_loss_data=True: compute(output, pack, chunk)
 
         with torch.no_grad(), self._evaluating():
-            return self._run(plan, packs, bind, forward_only=True, collect=True)
+            return self._run(plan, packs, bind, experts=experts, forward_only=True, collect=True)
 
     def compute_log_probs(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None) -> SampleBatch:
         """Log-probs of all tokens given the tokens before them; see `forward`."""
@@ -334,19 +331,23 @@ class MegatronInferStrategy(ModelIOMixin):
 
     # ---- shared by the strategies
 
+    def _experts_to_record(self, plan: Plan) -> Any:
+        from roll_batching.modeling.router_replay import PassExperts, require_replay  # few passes record
+
+        require_replay(self.chunks, plan, rows_form=self.settings.rows_form)
+        return PassExperts(self.chunks, record=True)
+
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
-        state = self.state
-        return run_schedule(
-            plan,
-            packs,
-            state.chunks,
-            bind,
-            state.layout,
-            pipeline_shapes=state.settings.pipeline_shapes,
-            rows_form=state.settings.rows_form,
-            pg_collection=state.pg_collection,
-            **options,
-        )
+        state, experts = self.state, options.pop("experts", None)
+        if experts is None and isinstance(packs, StepPacks) and packs.routed_experts is not None:
+            from roll_batching.modeling.router_replay import PassExperts  # as above
+
+            experts = PassExperts(self.chunks)
+        with contextlib.nullcontext() if experts is None else experts.installed():
+            return run_schedule(
+                plan, packs, state.chunks, bind, state.layout, pipeline_shapes=state.settings.pipeline_shapes,
+                rows_form=state.settings.rows_form, pg_collection=state.pg_collection, experts=experts, **options,
+            )  # fmt: skip
 
     def _head(self) -> HeadContext:
         return HeadContext(

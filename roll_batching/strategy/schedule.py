@@ -66,6 +66,7 @@ def run_schedule(
     pipeline_shapes: str = "planned",
     rows_form: bool = False,
     pg_collection: Any = None,
+    experts: Any = None,
 ) -> list[Any]:
     """Runs Megatron's forward-backward schedule over `packs` of different lengths, also under a pipeline.
 
@@ -81,6 +82,7 @@ def run_schedule(
             which waits for the device at every transfer and hangs in some layouts; "shared": packs of one length.
         rows_form: pass rectangles to the model as [rows, length], without PackedSeqParams.
         pg_collection: Megatron's process groups; None: those of its parallel state.
+        experts: `modeling.router_replay.PassExperts` of a pass that replays or records experts.
 
     Returns:
         One entry per micro-batch on the last stage, an empty list elsewhere.
@@ -111,6 +113,8 @@ def run_schedule(
         pack = next(iterator)
         number = tracker.start_forward(pack, chunk)
         rows = pack.layout.rectangle_rows if rows_form else 1
+        if experts is not None:
+            experts.start(pack, chunk)
         extra = {}
         if needs_padding_mask:
             extra["padding_mask"] = routed_padding(pack.padding_mask.view(rows, -1), gpt_of(chunk), layout)

@@ -16,6 +16,7 @@ from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.checks import content_digest
+from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.samples.length_table import require_batch
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.prefix_sharing import sharing_obstacle
@@ -58,6 +59,14 @@ def pack_inputs(
             raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
     if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
         raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
+    replayed = {}
+    if ROUTED_EXPERTS in local:
+        from roll_batching.modeling.router_replay import check_experts, replay_options, require_replay  # few passes
+
+        require_replay(state.chunks, plan, rows_form=state.settings.rows_form)
+        check_experts(local, state.chunks)
+        replayed = replay_options(local, state.chunks, layout)
+    facts.equal("whether the batch has routed_experts", ROUTED_EXPERTS in local)
     check_window(int(plan.used[plan.samples].max(initial=0)), state)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
     packs = StepPacks(
@@ -72,6 +81,7 @@ def pack_inputs(
         attention=state.attention,
         is_first_stage=layout.pp_rank == 0,
         is_last_stage=layout.is_last_stage,
+        **replayed,
     )
     check_tokens(local, state)
     check_positions(max((pack.longest_sequence for pack in packs.layouts), default=0), state)

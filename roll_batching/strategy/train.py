@@ -31,7 +31,6 @@ from roll_batching.samples.length_table import require_batch
 from roll_batching.settings import BatchingConfig, RoleSettings, TrainingArgs
 from roll_batching.strategy.clock import StepClock
 from roll_batching.strategy.compatibility import check_compatibility, scheduler_problems
-from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, SchedulerUnit, StepSettings, TrainingState
@@ -127,6 +126,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Raises:
             LayoutError: on all ranks, with everything in the parts that cannot work and the settings that cure it.
         """
+        from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
+
         require_process_group()
         with consensus(host_group(), "from_parts") as facts:
             strategy = cls(None, **own)
@@ -394,7 +395,6 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         if not counts.has_tokens and dist.get_rank() == 0 and not self._warned_of_empty_step:
             self._warned_of_empty_step = True
             logger.warning(
-                "a step's loss counts no token: %s is 0 everywhere. train_step skips such steps, and counts them as "
-                "skipped (logged once)",
+                "a step's loss counts no token: %s is 0 everywhere. train_step skips such steps (logged once)",
                 " and ".join(counts.tokens),
             )

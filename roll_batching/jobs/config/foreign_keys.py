@@ -115,7 +115,6 @@ VLM = "vision-language models are not supported"
 _LORA = "LoRA is not supported: all parameters are trained"
 _FP8 = "FP8 training is not supported"
 _MTP = "multi-token prediction (MTP) is not supported"
-_ROUTER_REPLAY = "router replay is not supported"
 _HYBRID_CP = "Megatron's scheduler of context-parallel sizes runs each sequence alone"
 _MOE = "model_args.architecture.moe"
 _CHAT_TEMPLATE = "messages go through the tokenizer's own chat template, prompts are used as the file has them"
@@ -157,7 +156,6 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("max_concurrency", "a rank processes one request at a time"),
         _no_effect("offload_nccl", _NCCL),
         _refused("model_update_frequency", "rollouts always use the current weights; use 1", 1),
-        _refused("router_replay", _ROUTER_REPLAY, {}, {"mode": "disable"}),
         _refused("mtp_training_mode", _MTP, "disabled"),
         _refused("opd_kl_coef", _OPD),
     ),
@@ -245,7 +243,7 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("fp8", _FP8, instead="model_args.dtype: bf16"),
         _refused("fp8_recipe", _FP8, instead="model_args.dtype: bf16"),
         _refused("fp8_param", _FP8, False, instead="model_args.dtype: bf16"),
-        _refused("moe_enable_routing_replay", _ROUTER_REPLAY, False),
+        _no_effect("moe_enable_routing_replay", "routers replay without it", "router_replay.mode"),
         _refused("hybrid_context_parallel", _HYBRID_CP, False, instead="context_parallel_size: auto"),
         _refused(
             "max_seqlen_per_dp_cp_rank",

@@ -56,6 +56,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += _environment(job)
     if not supervised(job):
         problems += _objective(job)
+        problems += _router_replay(job)
     problems += supervised_problems(job)
     problems += _chats(job)
     problems += stream_problems(job)
@@ -214,6 +215,24 @@ def _environment(job: JobKeys) -> Iterator[Problem]:
                 difference = "differs from that" if is_secret(variable) else f"is {value!r}, but {before!r}"
                 text = f"{difference} in {owner}; the roles share one process and its environment"
                 yield Problem(path, text)
+
+
+def _router_replay(job: JobKeys) -> Iterator[Problem]:
+    train, path = job.actor_train, ("actor_train", "router_replay", "mode")
+    mode, model = train.router_replay.mode, train.model_args.architecture
+    if mode == "disabled" or job.task != "grpo":
+        return
+    if model is not None and model.moe is None:
+        yield Problem(path, f"is {mode}, but the model has no mixture of experts (architecture.moe); leave it out")
+    if mode == "R3":
+        text = "is R3, router replay with the experts of the sampler, which samplers do not return here for now"
+        yield Problem(path, f"{text}; use R2, which replays the experts of the pass of old log-probs")
+    elif train.logprob_plan in ("none", "rollout"):
+        text = f"is R2: it records experts in the pass of old log-probs, which logprob_plan: {train.logprob_plan} omits"
+        yield Problem(path, f"{text}; set logprob_plan to train or own")
+    if train.strategy_args.strategy_config.has_cp_per_pack:
+        text = f"is {mode}, which needs one context-parallel size; set context_parallel_size to a number instead of"
+        yield Problem(path, f"{text} auto")
 
 
 def _objective(job: JobKeys) -> Iterator[Problem]:

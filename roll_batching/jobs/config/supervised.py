@@ -102,7 +102,7 @@ def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notic
         if given.get(key) is None or (key in ("prompt_length", "response_length") and "sequence_length" not in given):
             continue  # their sum is the sequence_length where that is not given
         yield no_effect((key,), f"task is {job.task}, which makes no rollouts")
-    for key in ("logprob_plan", "logprob_temperature"):
+    for key in ("logprob_plan", "logprob_temperature", "router_replay"):
         if train.get(key) is not None:
             yield no_effect(("actor_train", key), f"task is {job.task}, which samples nothing")
     for key in _PROMPT_KEYS:

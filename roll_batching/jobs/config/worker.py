@@ -105,6 +105,19 @@ class ValidationConfig(Settings):
     )
 
 
+class RouterReplay(Settings):
+    """`router_replay`: whose experts the tokens of a mixture have in training."""
+
+    mode: Annotated[
+        Literal["disabled", "R2", "R3"], BeforeValidator(lambda value: "disabled" if value == "disable" else value)
+    ] = setting(
+        "disabled",
+        help="R2: the experts that routers chose in the pass of old log-probs are the experts of training, in all "
+        "optimizer steps of a rollout. disabled: routers choose anew in each pass. R3, the experts of the sampler, is "
+        "refused for now.",
+    )
+
+
 class WorkerConfig(RoleSettings):
     """One role of the job."""
 
@@ -122,6 +135,9 @@ class WorkerConfig(RoleSettings):
         default_factory=dict, help="Environment variables, set before the workers import anything."
     )
 
+    router_replay: RouterReplay = setting(
+        default_factory=RouterReplay, help="Experts of a mixture in training.", roles=POLICY
+    )
     logprob_temperature: float | None = setting(
         None,
         roles=POLICY,

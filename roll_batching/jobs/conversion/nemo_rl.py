@@ -105,6 +105,8 @@ def _model(file: NemoRlFile) -> None:
         file.draft.leave_out("policy.tokenizer.chat_template", "refused", text)
     if tokenizer not in (None, name):
         file.draft.put(("tokenizer",), {"type": "hf", "name_or_path": tokenizer}, "policy.tokenizer.name")
+    if file.take("policy.router_replay.enabled"):
+        file.draft.put(("actor_train", "router_replay", "mode"), "R3", "policy.router_replay.enabled")
     precisions = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
     file.move("policy.precision", ("actor_train", "model_args", "dtype"), lambda name: precisions.get(str(name), name))
 

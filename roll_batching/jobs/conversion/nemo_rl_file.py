@@ -44,7 +44,6 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("policy.refit_buffer_size_gb", "idle", ENGINE),
     ("policy.is_vlm", "refused", "vision-language models are not supported for now"),
-    ("policy.router_replay", "refused", "router replay is not supported for now"),
     ("policy.quant_", "refused", "quantised weights are not trained here"),
     ("async_rl", "idle", "engine_args, sampler_restarts and rollout_timeout handle failures of rollouts"),
     ("grpo.seq_logprob_error_threshold", "refused", "loss_args.engine_correction: mask_sequences is similar"),

@@ -136,6 +136,9 @@ def _layout(file: SlimeFile) -> None:
         file.move(f"--{name.replace('_', '-')}", (*_LAYOUT, name))
     for end in ("first", "last"):
         file.move(f"--decoder-{end}-pipeline-num-layers", (*_LAYOUT, f"num_layers_in_{end}_pipeline_stage"))
+    for option, mode in (("--use-routing-replay", "R2"), ("--use-rollout-routing-replay", "R3")):
+        if file.take(option):
+            file.put((_ROLE, "router_replay", "mode"), mode, option)
     rate, key = file.take("--moe-router-bias-update-rate"), "--moe-router-bias-update-rate"
     if rate is None and file.peek("--moe-router-enable-expert-bias"):
         rate = 1e-3

@@ -185,7 +185,6 @@ _REFUSED: Mapping[str, str] = {
         "sequence-packing-scheduler"
     ),
     "off-policy sequence masking is not supported for now": "use-opsm opsm-delta",
-    "router replay is not supported for now": "use-routing-replay use-rollout-routing-replay",
     "the optimizer keeps its state": "reset-optimizer-states use-stateless-adam",
     "the reference keeps the initial weights": "ref-update-interval",
     "all parameters are trained": "only-train-params-name-list freeze-",

@@ -135,8 +135,10 @@ def _switched_off(file: VerlFile, model: str) -> None:
         for name in ("lora", "lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
             file.take(f"{model}.{name}")
     for section in (f"{ACTOR}.router_replay", f"{ACTOR}.megatron.router_replay", "engine.router_replay"):
-        if file.peek(f"{section}.mode") == "disabled":
+        if (mode := file.take(f"{section}.mode")) == "disabled":
             file.take(section)
+        elif section != "engine.router_replay":
+            file.put((_ROLE, "router_replay", "mode"), mode, f"{section}.mode")
     for key in ("data.train_max_samples", "data.val_max_samples"):
         if file.peek(key) == -1:
             file.take(key)

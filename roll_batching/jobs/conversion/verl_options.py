@@ -203,9 +203,8 @@ _REFUSED: Mapping[str, str] = {
     "is not set in a model that is built from config.json": (
         f"{ACTOR}.megatron.override_ engine.override_ {MODEL}.override_config model.override_config"
     ),
-    "router replay is not supported for now": (
-        f"{ACTOR}.router_replay {ACTOR}.megatron.router_replay {ROLLOUT}.enable_rollout_routing_replay"
-    ),
+    "belongs to router replay in mode R3": f"{ROLLOUT}.enable_rollout_routing_replay",
+    "experts are recorded in memory": f"{ACTOR}.router_replay {ACTOR}.megatron.router_replay engine.router_replay",
     "LoRA is not supported for now": " ".join(
         f"{model}.{name}"
         for model in (MODEL, "model")

@@ -357,6 +357,7 @@ class Grpo:
             reference=self.reference,
             remote_reference=self.remote_reference,
             add_fields=partial(self._add_fields, domains=scores.domains, seed=seed) if adds_fields else None,
+            router_replay=config.actor_train.router_replay.mode != "disabled",
             update=self.critic is None or step > config.critic_warmup,
         )
 

@@ -24,6 +24,7 @@ from roll_batching.planning import Plan
 from roll_batching.planning import batch_balance as place_on_ranks
 from roll_batching.planning.arrays import Ints
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, collect, distribute
+from roll_batching.samples.fields import EXPERTS_SPEC, ROUTED_EXPERTS
 from roll_batching.samples.layout_exchange import LayoutExchange
 from roll_batching.samples.mini_batching import mini_batches, mini_batches_by_rank
 from roll_batching.settings.batching import refuse_without_old_log_probs
@@ -67,6 +68,7 @@ def train_on_rollouts(
     reference: MegatronInferStrategy | None = None,
     remote_reference: RemoteLogProbs | None = None,
     add_fields: Callable[[SampleBatch], SampleBatch] | None = None,
+    router_replay: bool = False,
     update: bool = True,
 ) -> Iterator[tuple[Plan, StepResult]]:
     """Train on the samples of all ranks; yields plan and result of each optimizer step. Collective.
@@ -86,6 +88,7 @@ def train_on_rollouts(
         reference: adds `ref_log_probs`.
         remote_reference: the same in other processes, which compute while old log-probs are computed here.
         add_fields: adds fields that need the log-probs, such as advantages of tokens; may be collective.
+        router_replay: record the experts of the pass of old log-probs, and train with them.
         update: False: only fields are added, and there is no optimizer step.
     """
     spec = loss_spec(loss)
@@ -122,7 +125,9 @@ def train_on_rollouts(
             batches, again = itertools.tee(batches)
             first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, again)
             plans = (batch.plan for batch in first_epoch)  # the plans of training: the first ratio is exactly 1
-        local_batch = with_log_probs(strategy, local_batch, plans, "old_log_probs", masks)
+        local_batch = with_log_probs(strategy, local_batch, plans, "old_log_probs", masks, experts=router_replay)
+    if (experts := local_batch.fields.get(ROUTED_EXPERTS)) is not None:
+        local_batch = local_batch.without(ROUTED_EXPERTS)  # reference and critic have their own
     if reference is not None:
         with reference.loaded("parameters"):
             local_batch = with_reference_log_probs(
@@ -136,6 +141,8 @@ def train_on_rollouts(
     if not update:
         planned.close()
         return
+    if experts is not None:
+        local_batch = local_batch.with_fields({ROUTED_EXPERTS: experts}, {ROUTED_EXPERTS: EXPERTS_SPEC})
     if spec.prepare is not None:
         local_batch = spec.prepare(local_batch, strategy.layout, seed)
     for batch in batches:
@@ -252,15 +259,31 @@ def with_log_probs(
     plans: Iterable[Plan],
     name: str,
     masks: Sequence[str],
+    *,
+    experts: bool = False,
 ) -> SampleBatch:
-    """`local_batch` with the model's log-probs under `name`; 0 for samples outside all `plans`. Collective."""
+    """`local_batch` with the model's log-probs under `name`; 0 for samples outside all `plans`. Collective.
+
+    `experts` adds the experts that its routers chose, as `routed_experts`.
+    """
+    needs = ("log_probs", ROUTED_EXPERTS) if experts else ("log_probs",)
     parts = []
     for plan in plans:
         placed = distribute(local_batch, plan)
-        parts.append(collect(strategy.compute_log_probs(placed, plan, masks=masks), plan, like=local_batch))
+        if experts:
+            results = strategy.forward(placed, plan, needs, masks)
+        else:
+            results = strategy.compute_log_probs(placed, plan, masks=masks)
+        parts.append(collect(results, plan, like=local_batch))
     computed = SampleBatch.concat(parts)
     missing = local_batch.select(torch.nonzero(~computed.find(local_batch.ids)[1])[:, 0])
-    zeros = torch.zeros(missing.num_tokens, dtype=computed["log_probs"].dtype)
-    filled = SampleBatch(missing.ids, missing.lengths, {"log_probs": zeros}, computed.schema)
-    values = SampleBatch.concat([computed, filled]).select_ids(local_batch.ids)["log_probs"]
-    return local_batch.with_fields({name: values}, {name: FieldSpec("next_token")})
+    padding = {
+        key: computed[key].new_full((missing.num_tokens, *computed[key].shape[1:]), spec.pad)
+        for key, spec in computed.schema.items()
+    }
+    filled = SampleBatch(missing.ids, missing.lengths, padding, computed.schema)
+    values = SampleBatch.concat([computed, filled]).select_ids(local_batch.ids)
+    names = {"log_probs": name, ROUTED_EXPERTS: ROUTED_EXPERTS}
+    return local_batch.with_fields(
+        {names[key]: values[key] for key in needs}, {names[key]: computed.schema[key] for key in needs}
+    )

@@ -25,6 +25,34 @@ BROKEN = {
         {"loss_args.engine_ratio_cap": 2.0, "actor_train.logprob_temperature": 0.5},
         {"actor_train.logprob_temperature": "sampling temperature"},
     ),
+    "router replay with the experts of samplers": (
+        {f"{ARCHITECTURE}.moe": {"num_experts": 4}, "actor_train.router_replay.mode": "R3"},
+        {"actor_train.router_replay.mode": "use R2"},
+    ),
+    "router replay of a dense model": (
+        {"actor_train.router_replay.mode": "R2"},
+        {"actor_train.router_replay.mode": "no mixture of experts"},
+    ),
+    "router replay without the pass that records": (
+        {
+            f"{ARCHITECTURE}.moe": {"num_experts": 4},
+            "actor_train.router_replay.mode": "R2",
+            "actor_train.logprob_plan": "rollout",
+        },
+        {"actor_train.router_replay.mode": "set logprob_plan to train or own"},
+    ),
+    "router replay with a context-parallel size per pack": (
+        {
+            f"{ARCHITECTURE}.moe": {"num_experts": 4},
+            "actor_train.router_replay.mode": "R2",
+            f"{LAYOUT}.context_parallel_size": "auto",
+        },
+        {"actor_train.router_replay.mode": "set context_parallel_size to a number"},
+    ),
+    "an unknown mode of router replay": (
+        {"actor_train.router_replay.mode": "R4"},
+        {"actor_train.router_replay.mode": "R4"},
+    ),
     "packing with dynamic batching in train": (
         {"actor_train.use_dynamic_batching_in_train": True, "actor_train.max_tokens_per_microbatch_in_train": 64},
         {"actor_train.use_sequence_packing": "exclude each other"},
@@ -303,7 +331,6 @@ REFUSED = {
     "LoRA": {"actor_train.model_args.lora_rank": 8},
     "vision-language": {f"{ARCHITECTURE.rsplit('.', 1)[0]}.vision_config": {"depth": 2}},
     "FP8": {f"{LAYOUT}.fp8": "hybrid"},
-    "router replay": {"actor_train.router_replay": {"mode": "R3"}},
     "MTP": {f"{LAYOUT}.mtp_num_layers": 1},
     "distillation": {"teacher": {"model_args": {}}},
     "context-parallel sizes": {f"{LAYOUT}.hybrid_context_parallel": True},
@@ -320,6 +347,11 @@ def test_the_loss_has_the_temperature_of_the_sampling_unless_it_says_another():
     assert config_from_dict(changed(sampled | {"actor_train.logprob_temperature": 1.0})).logprob_temperature == 1.0
     kept = sampled | {"actor_train.logprob_temperature": 0.5, "actor_train.logprob_plan": "rollout"}
     assert config_from_dict(changed(kept)).logprob_temperature == 0.5, "the same, said"
+
+
+def test_rolls_name_of_no_router_replay_is_read():
+    config = config_from_dict(changed({"actor_train.router_replay": {"mode": "disable"}}))
+    assert config.actor_train.router_replay.mode == "disabled"
 
 
 def test_the_base_is_valid():

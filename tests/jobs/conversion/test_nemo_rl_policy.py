@@ -105,6 +105,15 @@ def test_keys_of_mixtures_are_kept_refused_or_without_effect(tmp_path, given, re
 
 
 @pytest.mark.config
+@pytest.mark.parametrize("enabled", [True, False])
+def test_router_replay_of_vllms_experts_is_refused(tmp_path, enabled):
+    file = with_policy(router_replay={"enabled": enabled})
+    found = reasons(tmp_path, file, "refused")
+    assert ("policy.router_replay.enabled" in found) == enabled
+    assert not enabled or "use R2" in found["policy.router_replay.enabled"]
+
+
+@pytest.mark.config
 def test_the_order_of_micro_batches_in_a_pipeline_and_unknown_orders(tmp_path):
     packing = {**PACKED, "microbatch_order": "largest_first"}
     file = with_policy(sequence_packing=packing, dtensor_cfg={"enabled": False})

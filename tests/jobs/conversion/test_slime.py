@@ -180,6 +180,12 @@ def test_options_keep_their_meaning(tmp_path, case):
     assert found == wanted
 
 
+def test_routing_replay_keeps_its_mode_where_it_can(tmp_path):
+    assert job_of(converted(tmp_path, "--use-routing-replay"), tmp_path).actor_train.router_replay.mode == "R2"
+    done = converted(tmp_path, "--use-rollout-routing-replay")
+    assert "use R2" in left_out(done, "refused")["--use-rollout-routing-replay"]
+
+
 def test_losses_and_biases_of_routers(tmp_path):
     sigmoid = "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss"
     for options, rate in ((sigmoid, 1e-3), (f"{sigmoid} --moe-router-bias-update-rate 0", 0), ("", None)):

@@ -193,6 +193,16 @@ def test_routers_are_frozen_as_there(tmp_path):
         assert key not in left_out(done)
 
 
+def test_router_replay_keeps_its_mode_where_it_can(tmp_path):
+    key = f"{A}.router_replay.mode"
+    done = converted(tmp_path, f"model_engine=megatron {key}=R2")
+    assert job_of(done, tmp_path).actor_train.router_replay.mode == "R2"
+    rollouts = f"{R}.enable_rollout_routing_replay"
+    refused = left_out(converted(tmp_path, f"model_engine=megatron {key}=R3 {rollouts}=True"), "refused")
+    assert "use R2" in refused[key] and rollouts in refused
+    assert not [name for name in left_out(converted(tmp_path, f"{key}=disabled"), "refused") if "replay" in name]
+
+
 def test_the_script_of_arrays_and_conditions(tmp_path):
     before = (
         "TP=${TP:-2}\nLONG=$((1024 * 4))\nLAUNCH=(python3)\n"
