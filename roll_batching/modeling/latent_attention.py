@@ -50,11 +50,21 @@ def latent_options(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 
 class PackedLatentAttention(MLASelfAttention):
-    """Megatron's MLA with RoPE from positions, for cores that do not rotate themselves."""
+    """Megatron's MLA with RoPE from positions, for cores that do not rotate themselves.
 
-    def __init__(self, *arguments: Any, rotary: RotarySettings, **keywords: Any) -> None:
+    It builds the norms of its latents itself: Megatron-Core 0.19 builds them for queries with latents only, and, like
+    TransformerEngine, inside the next linear layer.
+    """
+
+    def __init__(
+        self, *arguments: Any, rotary: RotarySettings, norm: Callable[..., torch.nn.Module], **keywords: Any
+    ) -> None:
         with construction_without_engine():
             super().__init__(*arguments, **keywords)
+        config = self.config
+        if config.q_lora_rank is not None:
+            self.q_layernorm = norm(config, config.q_lora_rank, eps=NORM_EPSILON)
+        self.kv_layernorm = norm(config, config.kv_lora_rank, eps=NORM_EPSILON)
         self.rotary_pos_emb = None
         self._rotation = PackRotation(rotary, self.config.qk_pos_emb_head_dim)
         self.core_attention.pack_rotates = True  # `from_parts` reads it: nobody else may rotate
@@ -99,6 +109,13 @@ class PackedLatentAttention(MLASelfAttention):
         key = torch.cat([k_kept, k_rotated.expand(*k_kept.shape[:-1], -1)], -1)
         return query, key, value.contiguous(), q_latent, kv_latent
 
+    def _run_core_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **keywords: Any
+    ) -> torch.Tensor:
+        """The core's output; Megatron-Core 0.19 would widen the values of packs, which our cores take as they are."""
+        output: torch.Tensor = self.core_attention(query, key, value, attention_mask, **keywords)
+        return output
+
     def _down(self, projection: Any, hidden: torch.Tensor, *widths: int) -> tuple[torch.Tensor, ...]:
         """The output of a projection whose rows are sharded, whole on every rank, split into `widths`."""
         output, _ = projection(hidden)
@@ -138,22 +155,13 @@ def latent_layer_spec(
     layer = get_gpt_layer_local_spec(
         num_experts=None if experts is False else config.num_moe_experts,
         moe_grouped_gemm=False,
-        qk_layernorm=True,
+        qk_layernorm=False,  # `PackedLatentAttention` adds the latents' norms
         multi_latent_attention=True,
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention
     attention.module = PackedLatentAttention
-    attention.params = {**attention.params, "rotary": rotary}
+    attention.params = {**attention.params, "rotary": rotary, "norm": norm}
     attention.submodules.core_attention = ModuleSpec(module=LatentCore, params={"build": core})
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = _latent_norm(norm)
     return layer
-
-
-def _latent_norm(norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    class LatentNorm(norm):  # type: ignore[misc, valid-type]
-        def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = NORM_EPSILON) -> None:
-            super().__init__(config, hidden_size, eps=NORM_EPSILON)
-
-    return LatentNorm

@@ -143,7 +143,7 @@ def packed_layer_spec(
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.add_bias_linear and config.num_moe_experts is not None and experts is not False:
-        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
+        _submodules(_submodules(layer.submodules.mlp).experts).linear_fc2 = BiasedExpertOutput
     if delta_net:
         from roll_batching.modeling.delta_net import PackedDeltaNet  # few models need it
 
@@ -160,6 +160,11 @@ def packed_layer_spec(
 
         layer.module, layer.params = SandwichLayer, {"norm": norm}
     return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Submodules of a spec: a `ModuleSpec`, or for mixtures of experts since Megatron-Core 0.19 a `partial`."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def require_engine() -> None:
