@@ -40,7 +40,8 @@ MORE = [
     Layout(tp=2, sp=True, pp=2),
     Layout(tp=2, sp=True, cp=2, ep=2, recompute=True),
     Layout(pp=2, vpp=2, cp=2, ep=2),
-    Layout(pp=4, dp=1, recompute=True),
+    Layout(pp=4, recompute=True),
+    Layout(pp=2, recompute_experts=True),
 ]
 
 

@@ -38,6 +38,8 @@ class Layout:
     ep: int = 1
     distopt: bool = False
     recompute: bool = False
+    recompute_experts: bool = False
+    """Layers with experts alone."""
     tied: bool = False
     per_token: bool = True
     dtype: str = "fp32"
@@ -70,7 +72,20 @@ class Layout:
         sizes = " ".join(
             f"{k}{getattr(self, k)}" for k in ("tp", "pp", "vpp", "cp", "dp", "ep") if getattr(self, k) > 1
         )
-        names = ("sp", "distopt", "recompute", "tied", "moe", "router", "first", "last", "embedding", "loss", "pattern")
+        names = (
+            "sp",
+            "distopt",
+            "recompute",
+            "recompute_experts",
+            "tied",
+            "moe",
+            "router",
+            "first",
+            "last",
+            "embedding",
+            "loss",
+            "pattern",
+        )
         flags = [
             k if getattr(self, k) is True else f"{k} {getattr(self, k)}"
             for k in names
@@ -89,7 +104,8 @@ class Layout:
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "use_distributed_optimizer": self.distopt,
-            "recompute_granularity": "full" if self.recompute else None,
+            "recompute_granularity": "full" if self.recompute else "selective" if self.recompute_experts else None,
+            "recompute_modules": ["moe"] if self.recompute_experts else None,
             "calculate_per_token_loss": self.per_token,
             "num_layers_in_first_pipeline_stage": self.first,
             "num_layers_in_last_pipeline_stage": self.last,
