@@ -141,12 +141,13 @@ class _RouterExperts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores of the experts, experts), both [tokens, top-k]; Megatron's router calls it."""
         given = self._experts_of_pass()
-        if given is None:
-            values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        else:
-            _, own = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-            experts = torch.where(given < 0, own, given.long())
-            values = scores.gather(1, experts)
+        # From 0.19 on Megatron sorts a token's experts in passes with gradient only. Sums over them round by their
+        # order, which must be the same when they are recorded.
+        with torch.enable_grad():
+            _, experts = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
+        if given is not None:
+            experts = torch.where(given < 0, experts, given.long())
+        values = scores.gather(1, experts)
         if self.recorded is not None:
             self.recorded.append(experts.to(torch.int16))
         return values, experts
