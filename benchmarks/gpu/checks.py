@@ -77,6 +77,12 @@ CHECKS = (
         function="benchmarks.gpu.equality:run",
     ),
     Check(
+        name="shared_device",
+        what="Layouts of two and four processes on one GPU, their tensors sent through the host, against one process",
+        seconds=900,
+        function="benchmarks.gpu.shared_device:run",
+    ),
+    Check(
         name="step",
         what="One optimizer step of the Qwen3-1.7B shape on TRL's lengths: padded, dynamic, packed",
         seconds=300,

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ import torch
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.attention import flash_4
-from tests.scripts.test_pages import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]
 HEADS, GROUPS = 4, 2
 
 
