@@ -99,10 +99,9 @@ from tests.modeling.test_flash_attn_4 import core_and_inputs
 
 with FakeTensorMode():
     core, query, keys, spans = core_and_inputs("cuda", *json.loads(sys.argv[1]))
-    out = core.attend(query, keys, spans)
-    key, value = keys.take(None)
-    leaves = [query, key, value] + ([core.softmax_offset] if core.softmax_offset is not None else [])
-    gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    out = core.kernel(query, keys, spans)
+    # Not through torch's engine, which asks the driver for the device.
+    gradients = [one for one in out.grad_fn.apply(torch.empty_like(out), None) if one is not None]
 print(json.dumps([list(x.shape) for x in (out, *gradients)]))
 """
 
@@ -125,7 +124,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(case: str, architecture: str
     assert done.returncode == 0, done.stderr[-3000:]
     dim, values, _, has_sinks = CASES[case]
     groups = GROUPS if values == dim else HEADS
-    shapes = [[7, HEADS * values], [7, HEADS, dim], [14, groups, dim], [14, groups, values]] + [[HEADS]] * has_sinks
+    shapes = [[7, HEADS, values], [7, HEADS, dim], [14, groups, dim], [14, groups, values]] + [[HEADS]] * has_sinks
     assert json.loads(done.stdout.splitlines()[-1]) == shapes
 
 
