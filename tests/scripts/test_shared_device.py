@@ -94,10 +94,10 @@ def test_collectives_through_the_host_have_results_when_they_are_awaited(tmp_pat
 
 def test_a_layout_is_recorded_beside_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     fine = next(case for case in shared_device.CASES if case.megatron and not case.offload)
-    broken = replace(fine, megatron={"overlap_param_gather": True})  # needs overlap_grad_reduce
+    broken = replace(fine, megatron={"attention_backend": "nothing"})
     monkeypatch.setattr(shared_device, "CASES", (broken, fine))
     failed, good = shared_device.run(torch.device("cpu"), True)
-    assert failed["limits"] == {"failed": [1.0, 0.0]} and "overlap_grad_reduce" in failed["notes"]
+    assert failed["limits"] == {"failed": [1.0, 0.0]} and "'nothing' is unknown" in failed["notes"]
     assert good["case"] == "2 processes: dp2 distopt fp32, overlap_grad_reduce, overlap_param_gather"
     assert set(good["limits"]) == {"loss", "gradient", "losses of 3 steps"} and "notes" not in good
     assert all(value < 1e-5 for value, _ in good["limits"].values())
