@@ -15,6 +15,9 @@ def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run, whose last checkpoint is exported; or a checkpoint.")],
     to: Annotated[Path, typer.Option(help="Folder to create.")],
     pretrain: Pretrain = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the LoRA adapters in PEFT's format, not the model with them added.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory, with the tensor names and dtypes of its initial model.
 
@@ -24,5 +27,6 @@ def export(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
     from roll_batching.jobs.run.saved_model import export_checkpoint
 
-    point = export_checkpoint(run, to, pretrain)
-    typer.echo(f"wrote the model of {point.path} (phase {point.phase}, step {point.step}) into {to}")
+    point = export_checkpoint(run, to, pretrain, adapter=adapter)
+    what = "adapters" if adapter else "model"
+    typer.echo(f"wrote the {what} of {point.path} (phase {point.phase}, step {point.step}) into {to}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +23,15 @@ from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
 from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
+from roll_batching.modeling.parameter_names import global_name
 from roll_batching.settings import ArchitectureConfig
 
 logger = logging.getLogger(__name__)
 
 VALUE_HEAD = "output_layer.weight"
 """Name of a value head's weight."""
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MANTISSA_BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
 """By safetensors' names of dtypes."""
-_EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,16 @@ class PlacedParameter:
     """Whether this rank is the first of the data- and context-parallel ranks with the same shard."""
     parts: tuple[PlacedParameter, ...] = ()
     """This rank's experts, where one checkpoint tensor holds all experts."""
+    adapted: Any = None
+    """The linear layer with adapters whose weight the parameter is; None for others."""
+
+    def values(self) -> torch.Tensor:
+        """The parameter, with its layer's adapters added."""
+        if self.adapted is None:
+            return self.parameter.detach()
+        from roll_batching.modeling.adapters import merged_weight  # few models have adapters
+
+        return merged_weight(self.adapted)
 
 
 def placed_parameters(
@@ -64,7 +72,7 @@ def placed_parameters(
 ) -> Iterator[PlacedParameter]:
     """All parameters of this rank's chunks with their rules, for Megatron's local and TransformerEngine's layer spec.
 
-    Without that of a `value_head`, which families do not have.
+    Without that of a `value_head`, which families do not have, and without adapters.
     Raises `LayoutError` naming all parameters without a rule or with another shape.
     """
     rules = rules_of(family, architecture)
@@ -73,8 +81,11 @@ def placed_parameters(
     for chunk in chunks:
         gpt = gpt_of(chunk)
         groups = gpt.pg_collection
+        adapted = {f"{name}.weight": layer for name, layer in gpt.named_modules() if hasattr(layer, "adapter")}
         for local, parameter in (*gpt.named_parameters(), *expert_biases(gpt)):
-            name, is_expert = _global_name(gpt, local), ".experts." in local
+            name, is_expert = global_name(gpt, local), ".experts." in local
+            if ".adapter." in local:
+                continue
             if value_head and name == VALUE_HEAD:
                 continue
             if name not in by_name:
@@ -90,6 +101,7 @@ def placed_parameters(
                 group=shards,
                 expert_group=groups.ep if is_expert else None,
                 is_first_replica=replicas.rank() == 0,
+                adapted=adapted.get(local),
             )
             shape = local_shape(placed.rule, sizes, placed.ranks)
             if tuple(parameter.shape) != shape:
@@ -102,20 +114,6 @@ def placed_parameters(
             "not built from its config.json"
         )
     yield from known
-
-
-def _global_name(gpt: Any, name: str) -> str:
-    """`name` with the indices of layer and expert in the whole model."""
-    layer = _LAYER.match(name)
-    if layer is None:
-        return name
-    number = gpt.decoder.layers[int(layer[1])].layer_number - 1
-    name = f"decoder.layers.{number}.{name[layer.end() :]}"
-    experts = gpt.config.num_moe_experts
-    if experts is None:
-        return name
-    first = gpt.pg_collection.ep.rank() * (experts // gpt.config.expert_model_parallel_size)
-    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
 
 
 def family_of(path: Path, own: str | None = None) -> Family:

@@ -170,6 +170,9 @@ def rehearse_job(
     if uses_teacher(config):
         text = "is not rehearsed for now: rehearse the student as task: grpo, or without loss_function: distill"
         raise config.error(Problem(("teacher",), text))
+    if config.actor_train.model_args.freeze_module_prefix is not None:
+        path = ("actor_train", "model_args", "freeze_module_prefix")
+        raise config.error(Problem(path, "is not rehearsed for now: leave it out, or set lora_target"))
     for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
         if name == "actor_infer" and not has_local_rollouts(config):

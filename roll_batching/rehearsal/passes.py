@@ -50,6 +50,7 @@ from roll_batching.rehearsal.rollout import has_local_rollouts, rehearse_rollout
 from roll_batching.rehearsal.task import CRITIC, LOG_PROBS, REFERENCE, VALUES, TrainingBatch
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+from roll_batching.strategy.base_reference import BaseReference
 from roll_batching.strategy.context_sizes import pack_times_of
 from roll_batching.strategy.prefix_sharing import sharing_of
 from roll_batching.strategy.schedule import Packs
@@ -112,13 +113,17 @@ class Reference(_RehearsedStrategy):
     """Frozen reference model."""
 
 
+class SharedReference(_RehearsedStrategy, BaseReference):
+    """The policy without its adapters."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Passes:
     """Passes of one step of a job."""
 
     config: JobConfig
     policy: Policy
-    reference: Reference | None
+    reference: Reference | SharedReference | None
     loss: Any
     critic: Policy | None
     lengths: tuple[int, ...] | None
@@ -287,11 +292,15 @@ def passes_of(
     policy.recorder, policy.with_values = recorder, with_values
     policy.initialize(weights=with_values)
     policy.trace_gradient_sync()
-    reference = None
+    reference: Reference | SharedReference | None = None
     if config.max_steps and config.reference is not None and wants_reference(config):
-        reference = Reference(config.reference, seed=config.seed, temperature=policy.temperature)
+        if policy.state.adapters is not None:
+            reference = SharedReference(policy, config.reference)
+        else:
+            reference = Reference(config.reference, seed=config.seed, temperature=policy.temperature)
         reference.recorder, reference.with_values = recorder, with_values
-        reference.initialize(weights=with_values)
+        if reference.has_own_weights:
+            reference.initialize(weights=with_values)
     critic = None
     if uses_critic(config):
         critic = Policy(critic_role(config, config.dp_size(dist.get_world_size())), seed=config.seed)

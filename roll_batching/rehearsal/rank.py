@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed import get_rank
 
@@ -61,15 +63,22 @@ def _name_modules(recorder: Recorder, passes: Passes) -> None:
     chunks = passes.policy.chunks
     for number, chunk in enumerate(chunks):
         recorder.name_modules(chunk, f"chunk {number}" if len(chunks) > 1 else "")
-    for name, model in (("reference", passes.reference), ("critic", passes.critic)):
-        for chunk in () if model is None else model.chunks:
-            recorder.name_modules(chunk, name)
+    for chunk in _reference_chunks(passes):
+        recorder.name_modules(chunk, "reference")
+    for chunk in () if passes.critic is None else passes.critic.chunks:
+        recorder.name_modules(chunk, "critic")
 
 
 def _kinds(recorder: Recorder, passes: Passes) -> dict[int, str]:
-    reference = [] if passes.reference is None else passes.reference.chunks
     models = {"": passes.policy} | ({} if passes.critic is None else {CRITIC: passes.critic})
-    return kinds_of(recorder, {name: (one.chunks, one.optimizer) for name, one in models.items()}, reference)
+    parts = {name: (one.chunks, one.optimizer) for name, one in models.items()}
+    return kinds_of(recorder, parts, _reference_chunks(passes))
+
+
+def _reference_chunks(passes: Passes) -> Sequence[Any]:
+    """The reference's own model; empty where it is the policy without its adapters."""
+    reference = passes.reference
+    return reference.chunks if reference is not None and reference.has_own_weights else []
 
 
 def _report(

@@ -53,6 +53,9 @@ class Roles:
     """Why the other roles do not read it, for the notice."""
 
 
+TRAINED = Roles(names=("actor_train", "critic"), otherwise="this role is not trained")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """Scope of a key: the roles, passes and mode that read it. None: all."""

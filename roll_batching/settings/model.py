@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from roll_batching.errors import ConfigError
+from roll_batching.settings.adapters import AdapterArgs
 from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
 
 if TYPE_CHECKING:
@@ -299,7 +300,7 @@ class ArchitectureConfig(Settings):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
 
-class ModelArgs(Settings):
+class ModelArgs(AdapterArgs):
     """`model_args`: which model, in which precision."""
 
     model_name_or_path: str | None = setting(

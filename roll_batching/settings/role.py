@@ -7,12 +7,11 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
-from roll_batching.settings.fields import Roles, Settings, setting
+from roll_batching.settings.fields import TRAINED, Roles, Settings, setting
 from roll_batching.settings.megatron_config import StrategyArgs
 from roll_batching.settings.model import ModelArgs
 from roll_batching.settings.training import TrainingArgs
 
-TRAINED = Roles(names=("actor_train", "critic"), otherwise="this role is not trained")
 POLICY = Roles(names=("actor_train",), otherwise="the policy in training alone reads it")
 MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
 

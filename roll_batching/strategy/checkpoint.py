@@ -20,6 +20,12 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, digest, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.modeling.head import gpt_of
+from roll_batching.strategy.adapter_checkpoint import (
+    check_adapters,
+    check_base_digests,
+    describe_adapters,
+    without_base,
+)
 from roll_batching.strategy.checkpoint_files import check_files, explain_read_errors, hide_future_warnings, load_tensors
 from roll_batching.strategy.checkpoint_folder import RECORD, REPLACED, SAVING, atomic_folder
 from roll_batching.strategy.checkpoint_manifest import MANIFEST, check_manifest
@@ -76,6 +82,7 @@ def write_state(
     training = model.training
     record: dict[str, Any] = {
         "architecture": _architecture(model),
+        "adapters": describe_adapters(model, group),
         "dtype": str(model.dtype).removeprefix("torch."),
         "layout": model.layout.to_dict(),
         "optimizer": None,
@@ -111,6 +118,7 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
         facts.equal("whether the optimizer is loaded", optimizer)
         check_files(path)
         _check_architecture(model, record, path)
+        check_adapters(model, record.get("adapters"), path)
         if optimizer:
             check_saving(model)
             if record["optimizer"] is None:
@@ -127,6 +135,8 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
                 path,
                 MANIFEST,
             )
+    if verify:
+        check_base_digests(model, record.get("adapters"), path, group)
     gather_parameters(model.chunks)
     training = model.training if optimizer else None
     loaded_optimizer = None if training is None else training.optimizer
@@ -141,8 +151,10 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
             raise failed
         for index, chunk in enumerate(model.chunks):
             gpt = gpt_of(chunk)
-            extra = {name: value for name, value in gpt.state_dict().items() if name.endswith(EXTRA)}
-            gpt.load_state_dict({**extra, **loaded[f"model{index}"]})
+            weights = loaded[f"model{index}"]
+            # TransformerEngine's state, and weights that came from a model directory.
+            own = {name: value for name, value in gpt.state_dict().items() if name not in weights}
+            gpt.load_state_dict({**own, **weights})
         if training is not None and loaded_optimizer is not None:
             restored = _restore_training(training, loaded.get("optimizer", {}), record["optimizer"])
             model = replace(model, training=restored)
@@ -158,12 +170,15 @@ def model_shards(model: ModelState) -> Iterator[Any]:
     """This rank's weights as Megatron's ShardedTensors, whose names do not depend on the layout."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    state = _sharded_tensors(model, None, loading=False)
+    state = _sharded_tensors(model, None, loading=False, whole=True)
     yield from (shard for shard in _shards(state) if isinstance(shard, ShardedTensor))
 
 
-def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout."""
+def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool, whole: bool = False) -> dict[str, Any]:
+    """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout.
+
+    `whole`: also the weights that checkpoints leave out.
+    """
     from megatron.core import parallel_state
 
     groups = model.pg_collection
@@ -183,7 +198,9 @@ def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool) -> dic
     if optimizer is not None:
         shards = sharded_optimizer(optimizer, dict(state), loading=loading)
         state |= {"optimizer": shards} if shards else {}
-    return state
+    if whole:
+        return state
+    return {key: part if key == "optimizer" else without_base(model, part) for key, part in state.items()}
 
 
 def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: dict[str, Any]) -> TrainingState:

@@ -37,8 +37,7 @@ class FileDigest(NamedTuple):
 def digest_files(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
     """Sizes and digests of files in `folder`, by name. Raises `CheckpointError` with file and cause."""
     sizes = {name: _size(folder / name) for name in names}
-    tasks = [(name, piece) for name, size in sizes.items() for piece in range(_count(size))]
-    digests = _digests(folder, tasks)
+    digests = digests_of_pieces(folder, pieces_of(sizes))
     return {
         name: FileDigest(size, tuple(digests[name, piece] for piece in range(_count(size))))
         for name, size in sizes.items()
@@ -76,7 +75,7 @@ def check_manifest(folder: Path, *, rank: int, ranks: int, verify: bool) -> None
             problems.append(f"{folder / name} has {size:,} bytes and was written with {entry.size:,}")
     if verify and not problems:
         tasks = [(name, piece) for name, entry in manifest.items() for piece in range(len(entry.pieces))]
-        digests = _digests(folder, tasks[rank::ranks])
+        digests = digests_of_pieces(folder, tasks[rank::ranks])
         damaged = {name: None for (name, piece), digest in digests.items() if digest != manifest[name].pieces[piece]}
         problems = [f"{folder / name} was changed after it was written" for name in damaged]
     if problems:
@@ -120,7 +119,12 @@ def _size(file: Path) -> int:
         return check_regular(file)
 
 
-def _digests(folder: Path, tasks: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
+def pieces_of(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(file, number of the piece) of all pieces of files with these sizes in bytes."""
+    return [(name, piece) for name, size in sizes.items() for piece in range(_count(size))]
+
+
+def digests_of_pieces(folder: Path, tasks: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
     """Digests of pieces of files, computed in threads: hashlib releases the GIL."""
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks_here))

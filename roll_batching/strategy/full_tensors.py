@@ -135,7 +135,7 @@ def _gather_experts(placed: PlacedParameter, sizes: Sizes, device: torch.device)
     for part in placed.parts:
         expert = part.parameter.new_empty(sizes.shape(dimensions)[1:])
         for piece in pieces(part.rule, sizes, 0, 1):
-            piece.select(expert).copy_(part.parameter.detach()[piece.at])
+            piece.select(expert).copy_(part.values()[piece.at])
         experts.append(expert)
     local = torch.stack(experts)
     rank, ranks = placed.group.rank(), placed.group.size()
@@ -149,7 +149,7 @@ def _gather_experts(placed: PlacedParameter, sizes: Sizes, device: torch.device)
 
 def _gather_shards(placed: PlacedParameter, device: torch.device) -> list[torch.Tensor] | None:
     """All shards of a parameter on its owner; None on other ranks."""
-    local = placed.parameter.detach().contiguous()
+    local = placed.values().contiguous()
     if placed.ranks == 1 or placed.rule.join == "copy":
         return [local.to(device)] * placed.ranks if placed.rank == 0 else None
     raw = local.view(torch.uint8)  # bytes: a backend need not support the dtype

@@ -18,7 +18,6 @@ from roll_batching.losses.head import HeadContext, check_temperature
 from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.cost import model_cost
-from roll_batching.modeling.kernels import choose_kernels, tell
 from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
 from roll_batching.samples import LengthTable, SampleBatch
@@ -152,6 +151,7 @@ class MegatronInferStrategy(ModelIOMixin):
         """
         # Imported here: loops that bring their own model do not need it.
         from roll_batching.modeling.builder import build_chunks, resolve_dtype
+        from roll_batching.modeling.kernels import choose_kernels, tell
 
         config = self._require_config()
         architecture = config.model_args.architecture
@@ -165,6 +165,7 @@ class MegatronInferStrategy(ModelIOMixin):
         with consensus(host_group(), "initialize") as facts:
             # Both may import a user's modules, which one machine may lack.
             kernels = choose_kernels(megatron, architecture, device)
+            config.model_args.require_adapters_fit(architecture, kernels.layers, megatron.moe_router_bias_update_rate)
             batching = config.batching()
             batching.load_algorithms()
             settings = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
@@ -186,19 +187,16 @@ class MegatronInferStrategy(ModelIOMixin):
 
             load_pretrained(chunks, architecture, pretrained, layout, config.model_args.family, value_head)
         built = ModelState(
-            layout=layout,
-            chunks=chunks,
-            dtype=dtype,
+            layout=layout, chunks=chunks, dtype=dtype,
             cost=model_cost(chunks[0].config, 1 if value_head else architecture.vocab_size, layout),
-            batching=batching,
-            settings=StepSettings.of(config, layout.dp_size),
-            attention=kernels.attention,
-            vocab_size=architecture.vocab_size,
-            pg_collection=groups,
-            architecture=architecture,
-            own_family=config.model_args.family,
-            value_head=value_head,
-        )
+            batching=batching, settings=StepSettings.of(config, layout.dp_size), attention=kernels.attention,
+            vocab_size=architecture.vocab_size, pg_collection=groups, architecture=architecture,
+            own_family=config.model_args.family, value_head=value_head,
+        )  # fmt: skip
+        if config.model_args.trains_part:
+            from roll_batching.strategy.partial_training import prepare_partial_training  # few models need it
+
+            built = prepare_partial_training(built, config.model_args, self.seed, weights=weights)
         self.state = self._prepare(built, config)
 
     def _create_layout(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:

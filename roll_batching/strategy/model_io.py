@@ -29,6 +29,8 @@ class ModelIOMixin(OffloadMixin):
     """Methods of a strategy that read or write its model. Their implementations are imported on first use."""
 
     config: RoleSettings | None
+    has_own_weights = True
+    """False: the model is another strategy's."""
     _resharding: Resharding | None = None
     """The transfer plan of the last `copy_weights_from`, reused while both models stay the same."""
 
@@ -78,6 +80,8 @@ class ModelIOMixin(OffloadMixin):
     def export(self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False) -> None:
         """Writes the model as a Hugging Face directory, like the one of `model_args.model_name_or_path`. Collective.
 
+        LoRA adapters are added to the weights.
+
         As with `save`, `path` appears once it is complete; an existing folder is replaced where `replaces(path)` is
         true.
 
@@ -87,6 +91,19 @@ class ModelIOMixin(OffloadMixin):
         from roll_batching.strategy.export import export_model
 
         export_model(self.state, self._source_directory("export"), path, replaces=replaces)
+
+    def export_adapters(self, path: str | Path) -> None:
+        """Writes the LoRA adapters as a directory in PEFT's format. Collective.
+
+        As with `save`, `path` appears once it is complete; an earlier export of adapters there is replaced.
+
+        Raises:
+            RankError: on all ranks: `path` exists, the model has no adapters or came from no model directory, or a rank
+                could not write.
+        """
+        from roll_batching.strategy.peft_directory import export_adapters
+
+        export_adapters(self.state, self._source_directory("export_adapters"), path)
 
     def tensor_stream(self) -> TensorStream:
         """Full tensors under Hugging Face names, in buckets, on rank 0. Collective.

@@ -80,6 +80,20 @@ class TrainingState:
     """Steps skipped so far: the gradient norm was not finite, or no token counted."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterState:
+    """LoRA adapters of a model whose other parameters are frozen."""
+
+    targets: tuple[str, ...]
+    """Hugging Face's names of the adapted projections."""
+    rank: int
+    alpha: float
+    base: str | None
+    """Model directory of the frozen parameters, which checkpoints leave out; None: they are saved."""
+    base_is_loaded: bool = True
+    """False: the frozen parameters are uninitialised, or came from another strategy."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelState:
     """One model in its parallel layout, with its batching and step settings."""
@@ -105,6 +119,8 @@ class ModelState:
     """`ModelArgs.family`, for models of a family that is not among the supported ones."""
     value_head: bool = False
     """Whether the model is a critic, with one output per token in place of the vocabulary."""
+    adapters: AdapterState | None = None
+    """None: the model has no adapters."""
     training: TrainingState | None = None
     """None in a strategy that only infers."""
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.kernels import tell
 from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.planning.role_planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
@@ -60,5 +59,7 @@ def gather_table(state: ModelState, local_batch: SampleBatch) -> LengthTable:
     saving = int(table.prefixes.shared.sum()) / max(int(table.lengths.sum()), 1)
     if saving >= SMALLEST_SAVING and dist.get_rank() == 0 and not _told.is_set():
         _told.set()
+        from roll_batching.modeling.kernels import tell  # for the notice alone
+
         tell(f"common prefixes of samples are computed once: up to {saving:.0%} fewer tokens (share_prefixes)")
     return table

@@ -212,9 +212,10 @@ def _units(held: Sequence[list[_Shard]], wanted: Sequence[list[_Shard]], limit: 
 
 
 def _check_same_model(units: Sequence[_Unit], wanted: Sequence[list[_Shard]]) -> None:
-    """Raises `LayoutError` unless the source has every tensor of the target."""
+    """Raises `LayoutError` unless both have the same tensors."""
     sources = {unit.shard.name: unit.shard for unit in units}
-    differences = set()
+    targets = {shard.name for shards in wanted for shard in shards}
+    differences = {f"{name} is not here" for name in sources.keys() - targets}
     for shard in {shard for shards in wanted for shard in shards}:
         source = sources.get(shard.name)
         if source is None:

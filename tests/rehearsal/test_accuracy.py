@@ -8,7 +8,19 @@ import pytest
 
 from roll_batching.rehearsal.extrapolation import extrapolate_layers
 from roll_batching.rehearsal.task import PREFILL, REFERENCE, RankReport, RankTask
-from tests.rehearsal.jobs import DELTA_NETS, DYNAMIC, EXPERTS, HYBRID, LATENT, PADDED, SANDWICH, SINKS, job_of, task_of
+from tests.rehearsal.jobs import (
+    ARCHITECTURE,
+    DELTA_NETS,
+    DYNAMIC,
+    EXPERTS,
+    HYBRID,
+    LATENT,
+    PADDED,
+    SANDWICH,
+    SINKS,
+    job_of,
+    task_of,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.rehearse
@@ -22,6 +34,8 @@ CP2 = {"context_parallel_size": 2}
 AUTO = {"context_parallel_size": "auto"}
 UNEVEN = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|t|tt|tL"}
 PAIRS = {"training_args": {"per_device_train_batch_size": 2}}
+ADAPTERS = {"model_args": {"architecture": ARCHITECTURE, "dtype": "fp32", "lora_target": "all-linear"}}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "reference": {}}
 GROUPS = {"prompt_length": 100, "response_length": 100, "num_return_sequences_in_group": 4, "rollout_batch_size": 4}
 SHARING = {"max_packed_sequence_length_train": 512}
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
@@ -43,6 +57,7 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "experts, EP2": (job_of(architecture=EXPERTS, megatron={"expert_model_parallel_size": 2}), 2),
     "shared prompts": (job_of(**GROUPS), 1),
     "shared prompts, TP2": (job_of(megatron=TP2, **GROUPS), 2),
+    "adapters and their reference, TP2": (job_of(megatron=TP2, train=ADAPTERS, **KL), 2),
     "DPO": (job_of(task="dpo", sequence_length=200, train=PAIRS), 1),
     "distributed optimizer, full recompute": (job_of(megatron=SHARDED | FULL), 2),
     "a size per pack, CP 2": (job_of(task="sft", sequence_length=200, megatron=AUTO), 2),
@@ -76,7 +91,10 @@ def of_the_model(report: RankReport) -> dict[str, tuple[float, float]]:
     return {key: calls for key, calls in report.collectives.items() if "GROUP" in key}
 
 
+REFERRING = ("DPO", "adapters and their reference, TP2")
+"""Jobs with a reference."""
 SLOW = {
+    "adapters and their reference, TP2",
     "shared prompts, TP2",
     "TP2",
     "distributed optimizer, full recompute",
@@ -98,7 +116,7 @@ def test_memory_flops_and_collectives_equal_those_of_the_real_step(name, report)
     for rank in {0, world - 1}:
         found, truth = rehearsed(task_of(job, world, rank, cp_size=cp_size)), real[rank]
         assert set(found.peaks) == set(truth.peaks) > {"inputs", "forward", "backward", "optimizer"}
-        assert (PREFILL in truth.peaks) == (name in SAMPLED) and (REFERENCE in truth.peaks) == (name == "DPO")
+        assert (PREFILL in truth.peaks) == (name in SAMPLED) and (REFERENCE in truth.peaks) == (name in REFERRING)
         # Real weights are initialized during build, and gloo holds copies while gradients are summed.
         phases = set(truth.peaks) - {"build", "gradient sync"}
         worst = max(abs(found.peaks[phase].bytes / truth.peaks[phase].bytes - 1) for phase in phases)

@@ -127,7 +127,7 @@ def global_name(gpt: Any, name: str) -> str:
 def _partition(name: str, parameter: Any) -> tuple[int | None, int]:
     """(split dimension or None, blocks that are split each by itself: the gated layer holds two)."""
     split = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-    return split, 2 if "linear_fc1" in name else 1
+    return split, 2 if "linear_fc1" in name and ".adapter." not in name else 1
 
 
 def _is_vocabulary(name: str) -> bool:
@@ -170,6 +170,8 @@ def whole_gradients(chunks: list[Any], vocab_size: int, tp_rank: int, distribute
                     dist.all_gather(parts, mine, group=group)
         gpt = gpt_of(chunk)
         for name, parameter in gpt.named_parameters():
+            if not parameter.requires_grad:
+                continue
             key = global_name(gpt, name)
             entry = (*_partition(key, parameter), tp_rank, parameter.main_grad.float().clone())
             local.setdefault(key, []).append(entry)

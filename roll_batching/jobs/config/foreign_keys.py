@@ -112,7 +112,6 @@ def _refused(name: str, why: str = "", *allowed: Any, instead: str = "") -> Fore
 _STUDENT = "the student has the roles actor_train and actor_infer (docs/distillation.md)"
 _OPD = "a teacher's divergence is a loss here, task: distill, and not a reward (docs/distillation.md)"
 VLM = "vision-language models are not supported"
-_LORA = "LoRA is not supported: all parameters are trained"
 _FP8 = "FP8 training is not supported"
 _MTP = "multi-token prediction (MTP) is not supported"
 _HYBRID_CP = "Megatron's scheduler of context-parallel sizes runs each sequence alone"
@@ -187,10 +186,8 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("attn_implementation", instead="strategy_config.attention_backend"),
         _no_effect("flash_attn", instead="strategy_config.attention_backend"),
         _refused("model_type", "only causal language models are trained; leave it empty (~)"),
-        _refused("freeze_module_prefix", "all parameters are trained; freezing modules is not supported"),
-        *(_refused(f"lora_{name}", _LORA) for name in ("rank", "alpha", "target", "dropout")),
-        _refused("adapter_name_or_path", _LORA),
-        _refused("additional_target", _LORA),
+        _refused("lora_dropout", "adapters have no dropout: the first ratio would differ from 1; use 0", 0),
+        _refused("additional_target", "with lora_target everything but the adapters is frozen"),
         _refused("vision_config", VLM),
     ),
     TrainingArgs: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll_batching.jobs.config.adapter_rules import ADAPTER_KEYS
 from roll_batching.jobs.config.async_rules import logprob_plan_of
 from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys, TokenizerConfig
 from roll_batching.jobs.config.objective_rules import reward_norm_of
@@ -31,6 +32,7 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     plan = logprob_plan_of(job) if job.task == "grpo" else "none"  # the other tasks have no old policy
     train = train.model_copy(update={"logprob_plan": plan})
     infer = _inherit(_derive_batching(job.actor_infer, sequence_length, job.actor_infer.infer_batch_size), train)
+    infer = _with_adapters(infer, train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)
     fields: dict[str, Any] = {
@@ -43,7 +45,8 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     }
     reference = WorkerConfig() if job.reference is None and job.task == "dpo" else job.reference
     if reference is not None:
-        fields["reference"] = _inherit(_derive_batching(reference, sequence_length, reference.infer_batch_size), train)
+        reference = _inherit(_derive_batching(reference, sequence_length, reference.infer_batch_size), train)
+        fields["reference"] = _with_adapters(reference, train)
     if job.critic is not None:
         fields["critic"] = _critic(job, train, sequence_length)
     if job.teacher is not None:
@@ -158,6 +161,12 @@ def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
     strategy = role.strategy_args.model_copy(update={"strategy_config": layout.model_copy(update=missing)})
     devices = train.device_mapping if role.device_mapping is None else role.device_mapping
     return role.model_copy(update={"strategy_args": strategy, "device_mapping": devices})
+
+
+def _with_adapters(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
+    """`role` with the keys of actor_train's adapters that it does not give itself."""
+    keys = (key for key in ADAPTER_KEYS if key not in role.model_args.model_fields_set)
+    return _update(role, "model_args", **{key: getattr(train.model_args, key) for key in keys})
 
 
 _PIPELINE_KEYS = ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage", *SPLIT_KEYS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from roll_batching.jobs.config.adapter_rules import adapter_problems
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.jobs.config.async_rules import async_problems
 from roll_batching.jobs.config.critic_rules import critic_problems, uses_critic
@@ -51,6 +52,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += critic_problems(job)
     problems += teacher_problems(job)
     problems += model_problems(job)
+    problems += adapter_problems(job)
     problems += _roles(job)
     problems += device_problems(job)
     problems += _environment(job)

@@ -11,6 +11,7 @@ from typing import Any
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS
 from roll_batching.jobs.config.key_paths import field_at
+from roll_batching.jobs.conversion.adapters import convert_adapters
 from roll_batching.jobs.conversion.context_sizes import PACKING, ContextSizes, convert_context_sizes, put_rank_cap
 from roll_batching.jobs.conversion.critics import share_layout
 from roll_batching.jobs.conversion.draft import Draft
@@ -148,7 +149,7 @@ def _layout(file: NemoRlFile) -> ContextSizes | None:
             key = f"{section}.{name}_parallel_size"
             file.move(key, (*_LAYOUT, f"{ours}_parallel_size"), meaning=text)
         file.move(f"{section}.sequence_parallel", (*_LAYOUT, "sequence_parallel"), meaning=text)
-        file.expect_off(f"{section}.lora_cfg", why="LoRA is not supported for now")
+    _adapters(file, f"{section}.peft" if megatron else f"{section}.lora_cfg", megatron)
     recomputed = file.take(f"{section}.activation_checkpointing")
     if recomputed and not megatron:
         text = "whole layers are recomputed"
@@ -169,6 +170,22 @@ def _router_loss(file: NemoRlFile) -> None:
     if layout.get("moe_router_load_balancing_type") == "aux_loss" and layout.get("moe_aux_loss_coeff") == 0:
         del layout["moe_router_load_balancing_type"]
         file.draft.leave_out(f"{section}.moe_router_load_balancing_type", "idle", "moe_aux_loss_coeff is 0")
+
+
+def _adapters(file: NemoRlFile, section: str, megatron: bool) -> None:
+    if not file.peek(f"{section}.enabled"):
+        file.take(section)
+        return
+    file.take(f"{section}.enabled")
+    if file.take(f"{section}.match_all_linear"):
+        file.take(f"{section}.target_modules")
+    for name in ("lora_A_init", "lora_A_init_method", "lora_B_init_method"):
+        if (given := file.take(f"{section}.{name}")) not in (None, "uniform", "kaiming", "zero"):
+            file.draft.leave_out(f"{section}.{name}", "idle", f"{given}: A starts uniform within 1 / sqrt(inputs)")
+    for name in ("dropout_position", "use_triton", "a2a_experimental", "lora_dtype"):
+        file.take(f"{section}.{name}")  # without dropout: how the same numbers are computed
+    why = "adapters have no dropout: the first ratio would differ from 1"
+    convert_adapters(file, section, rank="dim", alpha=("alpha", 32), shares_a=megatron, dropout=why)
 
 
 def _optimizer(file: NemoRlFile, task: str, steps: int) -> None:

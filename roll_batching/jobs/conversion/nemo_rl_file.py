@@ -22,7 +22,6 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "system_envs sets variables; these are for components that are not used",
     ),
     ("policy.generation_batch_size", "idle", ENGINE),
-    ("policy.megatron_cfg.peft", "refused", "LoRA is not supported for now"),
     ("policy.megatron_cfg.fp8_cfg", "refused", "FP8 is not supported for now"),
     ("policy.megatron_cfg.mtp_", "refused", "multi-token prediction (MTP) is not supported for now"),
     ("policy.megatron_cfg.train_iters", "idle", "max_steps is the job's length"),

@@ -76,6 +76,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
             del data[key]
             draft.leave_out(key, "refused", AGENTIC)
     _images(draft, data)
+    _frozen_encoders(draft, data)
     draft.values = data
     if data.get("rewards") and "actor_train.data_args.response" in draft.defaults:
         text = "ROLL's reward workers compare with the column ground_truth"
@@ -137,6 +138,26 @@ def _images(draft: Draft, data: dict[str, Any]) -> None:
         for key in [key for key in texts if str(key).startswith(("image_", "video_", "audio_"))]:
             del texts[key]
             draft.leave_out(f"{role}.data_args.{key}", "refused", VLM)
+
+
+_ENCODERS = ("vision_model", "audio_model", "talker", "code2wav", "model.visual", "visual")
+"""Beginnings of ROLL's names of modules beside the text model."""
+
+
+def _frozen_encoders(draft: Draft, data: dict[str, Any]) -> None:
+    """Leaves out frozen modules that are not built here."""
+    for role in ("actor_train", "critic", "sft_train"):
+        model = section_at(data, role, "model_args")
+        given = model.get("freeze_module_prefix")
+        if not isinstance(given, str):
+            continue
+        kept = [name for name in map(str.strip, given.split(",")) if not name.startswith(_ENCODERS)]
+        if len(kept) < len(given.split(",")):
+            text = "encoders are not built: of a model with some, the text model trains, and an export copies them"
+            draft.leave_out(f"{role}.model_args.freeze_module_prefix", "idle", text)
+            del model["freeze_module_prefix"]
+            if kept:
+                model["freeze_module_prefix"] = ",".join(kept)
 
 
 def _supervised(draft: Draft, role: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
 from roll_batching.jobs.config.key_paths import field_at
+from roll_batching.jobs.conversion.adapters import convert_verl_adapters
 from roll_batching.jobs.conversion.context_sizes import convert_context_sizes, put_rank_cap
 from roll_batching.jobs.conversion.critics import share_layout
 from roll_batching.jobs.conversion.draft import Draft
@@ -82,6 +83,7 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     file.move(f"{model}.path", ("pretrain",))
     if (tokenizer := file.take(f"{model}.tokenizer_path")) is not None:
         file.put(("tokenizer",), {"type": "hf", "name_or_path": tokenizer}, f"{model}.tokenizer_path")
+    convert_verl_adapters(file, model)
     _layout(file, section, model, engine)
     _optimizer(file, "optim" if supervised else f"{ACTOR}.optim", engine == "megatron")
     if supervised:

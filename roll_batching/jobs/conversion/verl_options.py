@@ -205,7 +205,7 @@ _REFUSED: Mapping[str, str] = {
     ),
     "belongs to router replay in mode R3": f"{ROLLOUT}.enable_rollout_routing_replay",
     "experts are recorded in memory": f"{ACTOR}.router_replay {ACTOR}.megatron.router_replay engine.router_replay",
-    "LoRA is not supported for now": " ".join(
+    "adapters of a critic are not supported for now": " ".join(
         f"{model}.{name}"
         for model in (MODEL, "model")
         for name in ("lora lora_rank lora_alpha target_modules exclude_modules lora_adapter_path").split()

@@ -25,6 +25,7 @@ from roll_batching.jobs.rl.async_rollouts import AsyncRollouts
 from roll_batching.jobs.rl.comparison import ModeComparison
 from roll_batching.jobs.rl.critic import Critic
 from roll_batching.jobs.rl.dynamic_sampling import sample_full_step
+from roll_batching.jobs.roles.local_reference import make_reference
 from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.roles.teacher import teacher_of
 from roll_batching.jobs.rollouts.evaluation import Evaluator
@@ -52,7 +53,7 @@ from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.losses import loss_spec, mask_overlong
 from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch, mini_batches
-from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, StepResult
+from roll_batching.strategy import GenerationSettings, StepResult
 from roll_batching.strategy.offload import OffloadStats
 
 PHASE = "rl"
@@ -96,7 +97,7 @@ class Grpo:
         self.evaluator = self._make_evaluator()
         is_remote = wants_reference(config) and config.own_devices("reference") is not None
         self.remote_reference = RemoteReference(config, self.strategy, context.start_workers) if is_remote else None
-        self.reference = None if is_remote else self._make_reference()
+        self.reference = None if is_remote else make_reference(config, self.strategy)
         self.critic = Critic(config, self.strategy) if uses_critic(config) else None
         self.teacher = teacher_of(config, self.strategy)
         self._metrics: Metrics = {}
@@ -114,7 +115,7 @@ class Grpo:
             reference = self.reference or self.remote_reference
             critic = None if self.critic is None else self.critic.strategy
             completed_steps = checkpoints.restore(PHASE, config.max_steps, self.state, reference, critic)
-            if self.reference is not None and config.is_offload_states:
+            if self.reference is not None and self.reference.has_own_weights and config.is_offload_states:
                 self.reference.offload_states("parameters")
             self.context.start_phase(PHASE, config.max_steps, completed_steps)
             self._notify_remainder()
@@ -220,16 +221,6 @@ class Grpo:
             shown=config.rollout_samples,
             function=self.context.rollout_function,
         )
-
-    def _make_reference(self) -> MegatronInferStrategy | None:
-        """A frozen copy of the policy at the start of RL, if the loss needs one."""
-        config = self.config
-        if config.reference is None or not wants_reference(config):
-            return None
-        reference = MegatronInferStrategy(config.reference, seed=config.seed, temperature=self.strategy.temperature)
-        reference.initialize(weights=False)
-        reference.copy_weights_from(self.strategy)
-        return reference
 
     def _evaluate(self, updates: int) -> Metrics:
         """Held-out metrics after `updates` RL steps; empty without held-out prompts."""

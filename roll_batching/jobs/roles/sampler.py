@@ -161,8 +161,9 @@ def _engine(config: JobConfig) -> EngineClient:
 def _model(config: JobConfig, temperature: float) -> MegatronInferStrategy:
     from roll_batching.strategy import MegatronInferStrategy
 
-    strategy = MegatronInferStrategy(sampler_worker(config), seed=config.seed, temperature=temperature)
-    strategy.initialize(weights=False)
+    role = sampler_worker(config)
+    strategy = MegatronInferStrategy(role, seed=config.seed, temperature=temperature)
+    strategy.initialize(weights=role.model_args.lora_target is not None)  # a checkpoint of adapters has no others
     return strategy
 
 

@@ -164,7 +164,7 @@ class JobCheckpoints:
             self.strategy.load(point.path, verify=self.verify)
             if isinstance(reference, RemoteReference):
                 reference.load(point.path / "reference")
-            elif reference is not None:
+            elif reference is not None and reference.has_own_weights:
                 reference.load(point.path / "reference", verify=self.verify)
             if critic is not None:
                 critic.load(point.path / CRITIC, verify=self.verify)
@@ -215,7 +215,7 @@ class JobCheckpoints:
                     writings.append(write_state(critic.state, self._subfolder(folder, CRITIC), background=async_save))
                 if isinstance(reference, RemoteReference):
                     reference.write(folder / "reference")
-                elif reference is not None:
+                elif reference is not None and reference.has_own_weights:
                     below = self._subfolder(folder, "reference")
                     with reference.loaded("parameters"):
                         writings.append(write_state(reference.state, below, background=async_save))

@@ -31,6 +31,7 @@ PREVIOUS = "previous"
 CONFIG = "config.yaml"
 """The run's settings, resolved."""
 MODEL = "model"
+ADAPTER = "adapter"
 """Folder of the trained model, where the run started from a model directory."""
 _LOCK = ".lock"
 

@@ -19,7 +19,7 @@ from roll_batching.jobs.observe.rollouts_file import RolloutsFile, cut_after, en
 from roll_batching.jobs.observe.run_info import RUN_INFO, write_run_info
 from roll_batching.jobs.observe.summary import show_summary, summarize
 from roll_batching.jobs.observe.trackers import TrackedRun, tracker_of
-from roll_batching.jobs.run.folder import CONFIG, MODEL, PreviousRun
+from roll_batching.jobs.run.folder import ADAPTER, CONFIG, MODEL, PreviousRun
 from roll_batching.planning import Plan
 
 CURVE = "learning_curve.png"
@@ -56,7 +56,7 @@ class RunRecorder:
         text = yaml.safe_dump(without_secrets(self._config.to_dict()), sort_keys=False, allow_unicode=True)
         if resume_after is None:
             if previous.target is not None or (metrics.exists() and metrics.stat().st_size):
-                for name in (METRICS, EVENTS, CURVE, MODEL, CONFIG, RUN_INFO, PLAN):
+                for name in (METRICS, EVENTS, CURVE, MODEL, ADAPTER, CONFIG, RUN_INFO, PLAN):
                     previous.move(self.folder / name)
                 previous.move(self._sample_log.path)
         else:

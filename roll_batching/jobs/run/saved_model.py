@@ -18,7 +18,7 @@ from roll_batching.jobs.rollouts.evaluation import Evaluator
 from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
 from roll_batching.jobs.rollouts.rollout import Rollouts, generate_rollouts
 from roll_batching.jobs.run.checkpoint import SavedPoint, saved_point
-from roll_batching.jobs.run.folder import CONFIG, MODEL
+from roll_batching.jobs.run.folder import ADAPTER, CONFIG, MODEL
 from roll_batching.jobs.run.job_digests import check_tokenizer
 from roll_batching.jobs.seeds import answers_seed
 from roll_batching.jobs.texts.texts import Prompt, PromptDataset
@@ -111,7 +111,7 @@ def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True
     config = load_config(point.path.parents[1] / CONFIG)
     role = _on_one_process(config.actor_train, point, pretrain, runs=runs)
     strategy = MegatronInferStrategy(role, temperature=config.logprob_temperature)
-    strategy.initialize(weights=False)
+    strategy.initialize(weights=role.model_args.lora_target is not None)  # a checkpoint of adapters has no others
     strategy.load(point.path, optimizer=False, verify=config.verify_checkpoint)
     return SavedModel(point=point, config=config, strategy=strategy)
 
@@ -156,24 +156,31 @@ def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None,
     return role.model_copy(update={"strategy_args": strategy, "model_args": model, "device_mapping": None})
 
 
-def export_checkpoint(run: Path, to: Path, pretrain: str | None = None) -> SavedPoint:
+def export_checkpoint(run: Path, to: Path, pretrain: str | None = None, *, adapter: bool = False) -> SavedPoint:
     """Export the model of a run's last checkpoint, or of the checkpoint `run`, to the folder `to`; on one process.
 
-    `pretrain` is the model directory that the run started from, if it has moved since. Returns the checkpoint. Raises
-    the errors of `open_checkpoint` and `MegatronInferStrategy.export`.
+    `pretrain` is the model directory that the run started from, if it has moved since. `adapter`: LoRA adapters alone,
+    in PEFT's format. Returns the checkpoint. Raises the errors of `open_checkpoint` and of the strategy's `export` or
+    `export_adapters`.
     """
     model = open_checkpoint(run, pretrain, runs=False)
-    model.strategy.export(to)
+    if adapter:
+        model.strategy.export_adapters(to)
+    else:
+        model.strategy.export(to)
     return model.point
 
 
 def export_final_model(config: JobConfig, strategy: MegatronInferStrategy) -> Path | None:
     """Export the trained model into the run's folder, if the run started from a model directory. Collective.
 
-    Returns its path; None where there is nothing to export.
+    LoRA adapters are added to the model, and exported beside it in PEFT's format. Returns the model's path; None
+    where there is nothing to export.
     """
     if not config.export_model or config.actor_train.model_args.model_name_or_path is None:
         return None
     path = config.run_folder / MODEL
     strategy.export(path, replaces=lambda path: True)  # a resumed run may have exported there before
+    if strategy.state.adapters is not None:
+        strategy.export_adapters(config.run_folder / ADAPTER)
     return path

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_batching.distributed import consensus
-from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.roles.local_reference import make_reference
 from roll_batching.jobs.roles.teacher import Teacher, teacher_of
 from roll_batching.jobs.rollouts.step_metrics import merge_metrics, update_metrics
 from roll_batching.jobs.run.context import JobContext
@@ -75,7 +75,7 @@ def _train(context: JobContext, phase: _Phase) -> None:
     """Run all steps. With held-out texts the first row also holds their loss before any update."""
     strategy, last = context.strategy, phase.training.max_steps
     strategy.start_phase(phase.training)
-    reference = _reference(context) if phase.name != WARMUP else None
+    reference = make_reference(context.config, strategy) if phase.name != WARMUP else None
     teacher = teacher_of(context.config, strategy) if phase.name != WARMUP else None
     completed_steps = context.checkpoints.restore(phase.name, last, phase.steps, reference)
     validation = _validation(context, phase, reference, teacher)
@@ -119,17 +119,6 @@ def _shown(metrics: Metrics) -> dict[str, float | None]:
         "packing efficiency": 1 - metrics["padding_share"],
         "imbalance": metrics["imbalance"],
     }
-
-
-def _reference(context: JobContext) -> MegatronInferStrategy | None:
-    """A frozen copy of the model at the start of the phase, if the loss needs one. Collective."""
-    config, strategy = context.config, context.strategy
-    if config.reference is None or not wants_reference(config):
-        return None
-    reference = MegatronInferStrategy(config.reference, seed=config.seed, temperature=strategy.temperature)
-    reference.initialize(weights=False)
-    reference.copy_weights_from(strategy)
-    return reference
 
 
 def _validation(

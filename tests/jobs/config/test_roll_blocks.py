@@ -117,10 +117,8 @@ def test_the_reference_may_have_a_layout_of_its_own():
 OBSTACLES = {
     "`rewards`": (["rewards={judge: {worker_cls: LLMJudgeRewardWorker}}"], "worker_cls: unknown key"),
     "`reference`": (["reference.device_mapping=0-7"], "reference.device_mapping"),
-    "`freeze_module_prefix`": (["actor_train.model_args.freeze_module_prefix=vision"], "all parameters are trained"),
     "`stop_strings`": (["actor_infer.generating_args.stop_strings=[x]"], "end token"),
     "`adv_estimator: gigpo`": (["adv_estimator=gigpo"], "steps of agents"),
-    "`lora_rank`": (["actor_train.model_args.lora_rank=8"], "LoRA is not supported"),
 }
 """What docs/coming-from-roll.md says is left out of ROLL's files, and what the loader says of it."""
 

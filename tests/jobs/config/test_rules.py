@@ -328,7 +328,7 @@ BROKEN = {
 }
 
 REFUSED = {
-    "LoRA": {"actor_train.model_args.lora_rank": 8},
+    "adapters have no dropout": {"actor_train.model_args.lora_dropout": 0.1},
     "vision-language": {f"{ARCHITECTURE.rsplit('.', 1)[0]}.vision_config": {"depth": 2}},
     "FP8": {f"{LAYOUT}.fp8": "hybrid"},
     "MTP": {f"{LAYOUT}.mtp_num_layers": 1},

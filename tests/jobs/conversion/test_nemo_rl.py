@@ -105,10 +105,23 @@ def test_checkpoints_are_written_as_there(tmp_path, enabled):
 
 
 def test_dtensors_layout_and_what_is_not_done_here(tmp_path):
-    child = "defaults: base.yaml\ngrpo: {max_rollout_turns: 2}\npolicy: {dtensor_cfg: {lora_cfg: {enabled: true}}}\n"
-    done = converted(tmp_path, child)
+    done = converted(tmp_path, "defaults: base.yaml\ngrpo: {max_rollout_turns: 3}\n")
     assert done.settings["actor_train"]["strategy_args"]["strategy_config"] == {"tensor_model_parallel_size": 1}
-    assert {"grpo.max_rollout_turns", "policy.dtensor_cfg.lora_cfg"} <= {one.key for one in done.left_out_as("refused")}
+    assert "grpo.max_rollout_turns" in {one.key for one in done.left_out_as("refused")}
+
+
+def test_adapters_are_those_of_the_file(tmp_path):
+    cfg = "enabled: true, dim: 16, alpha: 64, match_all_linear: true, target_modules: [], dropout: 0.1"
+    child = f"defaults: base.yaml\npolicy: {{dtensor_cfg: {{lora_cfg: {{{cfg}, lora_A_init: xavier}}}}}}\n"
+    done = converted(tmp_path, child)
+    model = done.settings["actor_train"]["model_args"]
+    assert (model["lora_target"], model["lora_rank"], model["lora_alpha"]) == ("all-linear", 16, 64)
+    refused = {one.key: one.why for one in done.left_out_as("refused")}
+    assert "no dropout" in refused["policy.dtensor_cfg.lora_cfg.dropout"]
+    named = "enabled: true, target_modules: [linear_qkv, down_proj], exclude_modules: [k_proj, '*.layers.0.*']"
+    done = converted(tmp_path, f"defaults: base.yaml\npolicy: {{dtensor_cfg: {{lora_cfg: {{{named}}}}}}}\n")
+    assert done.settings["actor_train"]["model_args"]["lora_target"] == "q_proj,v_proj,down_proj"
+    assert "policy.dtensor_cfg.lora_cfg.exclude_modules" in {one.key for one in done.left_out_as("refused")}
 
 
 RL = """

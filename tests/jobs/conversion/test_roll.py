@@ -38,7 +38,7 @@ difficulty_high_threshold: 0.9
 is_num_return_sequences_expand: true
 pretrain: ${custom_envs.model}
 actor_train:
-  model_args: {dtype: bf16, flash_attn: fa2, lora_rank: 8}
+  model_args: {dtype: bf16, flash_attn: fa2, lora_dropout: 0.1}
   training_args: {learning_rate: 1.0e-6, gradient_accumulation_steps: 8}
   data_args:
     file_name: [data/a.jsonl]
@@ -140,7 +140,7 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
     assert settings["actor_infer"]["generating_args"] == {"top_k": -1, "num_return_sequences": 4} | defaults
     refused = {one.key for one in done.left_out_as("refused")}
     assert refused == {
-        "actor_train.model_args.lora_rank",
+        "actor_train.model_args.lora_dropout",
         "custom_envs",
         "logging_dir",
         "rewards.judge",

@@ -72,7 +72,7 @@ WITHOUT_KEY = frozenset(
     episode_reward_weight error_max_len_threshold exp_mode force_disable_old_logprobs_recompute format_pattern
     generate_opt_level gradient_checkpointing_use_reentrant image_max_pixels image_min_pixels ipo
     is_offload_optimizer_states_in_train_step is_use_additional_prompts judge_api_key judge_api_url judge_model_name
-    judge_model_type judge_prompt l2 label_smoothing lambd length_profiler_dir local_rank lora_dropout lora_rank
+    judge_model_type judge_prompt l2 label_smoothing lambd length_profiler_dir local_rank lora_dropout
     mask_type max_additional_running_prompts max_ckpt_to_keep max_running_requests minibatch_data_iter_num
     model_config_kwargs model_download_type model_update_buffer_size_mb moe_aux_loss_coef num_labels
     open_feedback_turn otlp_output_dir parse_tool_call_parameter_to_dict partial_gpu_mode pg_variant

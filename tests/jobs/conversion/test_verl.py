@@ -274,6 +274,24 @@ def test_supervised_fine_tuning(tmp_path):
     assert job.actor_train.data_args.messages == "messages" and job.eval_samples == 0
 
 
+def test_adapters(tmp_path):
+    model = "actor_rollout_ref.model"
+
+    def adapters(options):
+        path = tmp_path / "lora.sh"
+        path.write_text(f"python -m verl.trainer.main_ppo data.train_files=/d.parquet {model}.path=/m {options}")
+        args = convert_file(path, ORIGINS["verl"]).settings["actor_train"].get("model_args", {})
+        return tuple(args.get(key) for key in ("lora_target", "lora_rank", "lora_alpha"))
+
+    assert adapters("") == (None, None, None)
+    assert adapters(f"{model}.lora_rank=32") == ("all-linear", 32, 16)
+    assert adapters(f"{model}.lora_rank=64 {model}.lora_alpha=32 {model}.target_modules=[q_proj,v_proj]") == (
+        "q_proj,v_proj", 64, 32,
+    )  # fmt: skip
+    bridge = f"model_engine=megatron {model}.lora.rank=256 {model}.lora.alpha=512"
+    assert adapters(bridge) == ("all-linear", 256, 512)
+
+
 REFUSED: dict[str, tuple[str, str, str]] = {
     "critic": ("algorithm.adv_estimator=gae critic.enable=False", "critic.enable", "needs a critic"),
     "critic's aggregation": (
@@ -283,7 +301,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     ),
     "loss": (f"{A}.policy_loss.loss_mode=dppo_tv", f"{A}.policy_loss.loss_mode", "no such loss"),
     "aggregation": (f"{A}.loss_agg_mode=token-sum", f"{A}.loss_agg_mode", ""),
-    "lora": ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank", "LoRA"),
+    "dropout": (
+        "model_engine=megatron actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.dropout=0.1",
+        "actor_rollout_ref.model.lora.dropout",
+        "no dropout",
+    ),
     "turns": (f"{R}.multi_turn.enable=True", f"{R}.multi_turn", "one turn"),
     "sequence weights": (
         "algorithm.rollout_correction.rollout_is=sequence",

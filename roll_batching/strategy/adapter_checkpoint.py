@@ -1,0 +1,114 @@
+"""What checkpoints of a model with adapters hold: the adapters, and digests of the frozen model's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from roll_batching.distributed import exchange
+from roll_batching.errors import CheckpointError
+from roll_batching.huggingface.directory import CONFIG, directory_of
+from roll_batching.strategy.checkpoint_files import check_regular
+from roll_batching.strategy.checkpoint_manifest import digests_of_pieces, pieces_of
+from roll_batching.strategy.model_state import AdapterState, ModelState
+
+PART = ".adapter."
+"""Part of the names of an adapter's parameters."""
+_READING = "reading the frozen model's files"
+_known: dict[tuple[Any, ...], dict[str, list[str]]] = {}
+"""Digests of directories that this process has read, by path and the files' sizes and times."""
+
+
+def describe_adapters(model: ModelState, group: Any) -> dict[str, Any] | None:
+    """The entry of a checkpoint's record; None without adapters. Collective: all ranks read a part of the files."""
+    adapters = model.adapters
+    if adapters is None:
+        return None
+    entry: dict[str, Any] = {"targets": list(adapters.targets), "rank": adapters.rank, "alpha": adapters.alpha}
+    base = None if adapters.base is None else {"sizes": _sizes(adapters.base), "digests": _digests(adapters, group)}
+    return {**entry, "base": base}
+
+
+def without_base(model: ModelState, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The sharded state of a chunk as it is saved: the adapters alone, if the other weights are in a directory."""
+    if model.adapters is None or model.adapters.base is None:
+        return tensors
+    return {name: piece for name, piece in tensors.items() if PART in name}
+
+
+def check_adapters(model: ModelState, saved: dict[str, Any] | None, path: Path) -> None:
+    """Raises `CheckpointError` unless the checkpoint `path`, with the entry `saved`, has the adapters of `model`."""
+    adapters = model.adapters
+    if saved is None and adapters is None:
+        return
+    if adapters is None:
+        assert saved is not None
+        raise CheckpointError(
+            f"{path} holds LoRA adapters, and the model here has none: set model_args.lora_target: "
+            f"{','.join(saved['targets'])}, lora_rank: {saved['rank']} and lora_alpha: {saved['alpha']:g}"
+        )
+    if saved is None:
+        raise CheckpointError(
+            f"{path} was saved without adapters, and the model here has some (model_args.lora_target): leave that out, "
+            "or export the checkpoint (roll-batching export) and set model_args.model_name_or_path to the export"
+        )
+    own = {"targets": list(adapters.targets), "rank": adapters.rank, "alpha": adapters.alpha}
+    differing = [f"lora_{key.removesuffix('s')} is {saved[key]} there and {own[key]} here" for key in own
+                 if saved[key] != own[key]]  # fmt: skip
+    if (saved["base"] is None) != (adapters.base is None):
+        places = ("in the checkpoint", "in a model directory")
+        differing.append(
+            f"the frozen weights are {places[saved['base'] is not None]} there and {places[adapters.base is not None]} "
+            "here"
+        )
+    if differing:
+        raise CheckpointError(f"{path} has other adapters: {'; '.join(differing)}. Set the keys of its run")
+    if adapters.base is None:
+        return
+    if not adapters.base_is_loaded:
+        raise CheckpointError(
+            f"{path} holds adapters only, and the frozen model was not loaded: call initialize() with weights=True"
+        )
+    sizes = _sizes(adapters.base)
+    if changed := [name for name in sorted({*sizes, *saved["base"]["sizes"]})
+                   if sizes.get(name) != saved["base"]["sizes"].get(name)]:  # fmt: skip
+        raise CheckpointError(_other_base(path, adapters.base, changed))
+
+
+def check_base_digests(model: ModelState, saved: dict[str, Any] | None, path: Path, group: Any) -> None:
+    """Raises `RankError` unless the frozen model's files are those of the run that saved `path`. Collective."""
+    adapters = model.adapters
+    if saved is None or adapters is None or adapters.base is None:
+        return
+    now, before = _digests(adapters, group), saved["base"]["digests"]
+    if changed := [name for name in now if now[name] != before.get(name)]:
+        raise CheckpointError(_other_base(path, adapters.base, changed))
+
+
+def _other_base(path: Path, base: str, files: list[str]) -> str:
+    return (
+        f"{path} holds adapters of another model than {base}: {', '.join(files[:3])} differ in size or content. Set "
+        "model_args.model_name_or_path to the model that they were trained on"
+    )
+
+
+def _sizes(base: str) -> dict[str, int]:
+    folder = directory_of(base)
+    names = [CONFIG, *(file.name for file in folder.glob("*.safetensors"))]
+    return {name: check_regular(folder / name) for name in sorted(names)}
+
+
+def _digests(adapters: AdapterState, group: Any) -> dict[str, list[str]]:
+    """Digests of the pieces of all files of the frozen model, by name, the same on all ranks. Collective."""
+    assert adapters.base is not None
+    folder, sizes = directory_of(adapters.base), _sizes(adapters.base)
+    stamps = tuple((folder / name).stat().st_mtime_ns for name in sizes)
+    key = (folder, *sizes.items(), *stamps)
+    known = exchange(group, _READING, lambda: key in _known)
+    if not all(known):
+        tasks = pieces_of(sizes)
+        ranks, rank = len(known), group.rank()
+        shares = exchange(group, _READING, lambda: digests_of_pieces(folder, tasks[rank::ranks]))
+        digests = {task: one for share in shares for task, one in share.items()}
+        _known[key] = {name: [digests[task] for task in tasks if task[0] == name] for name in sizes}
+    return _known[key]
