@@ -279,7 +279,10 @@ def test_adapters(tmp_path):
 
     def adapters(options):
         path = tmp_path / "lora.sh"
-        path.write_text(f"python -m verl.trainer.main_ppo data.train_files=/d.parquet {model}.path=/m {options}")
+        path.write_text(
+            "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=/d.parquet "
+            f"{model}.path=/m {options}"
+        )
         args = convert_file(path, ORIGINS["verl"]).settings["actor_train"].get("model_args", {})
         return tuple(args.get(key) for key in ("lora_target", "lora_rank", "lora_alpha"))
 
