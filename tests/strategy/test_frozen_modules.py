@@ -87,5 +87,5 @@ def refused(prefixes: list[tuple[str, ...]]) -> list[str]:
 def test_prefixes_that_freeze_nothing_or_everything(report: Any) -> None:
     first, second = run_ranks(2, f"{HERE}refused", [("embedding", "vision_model"), ("embedding", "decoder", "output")])
     assert first == second
-    report(first)
+    report("; ".join(first))
     assert "no parameter begins with 'vision_model'" in first[0] and "freezes every parameter" in first[1]
