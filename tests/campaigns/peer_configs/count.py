@@ -33,6 +33,7 @@ from tests.campaigns.peer_configs.jobs import PeerModels, is_placeholder, meant_
 
 NOT_HERE = "is neither a directory on this machine"
 BY_HAND = "actor_infer.engine_args.urls"
+JUDGE_URL = ".reward_args.url"
 
 
 def roll_files(root: Path) -> Iterator[Path]:
@@ -126,7 +127,7 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Pa
             totals[f"{kind}: start once model and data are there"] += 1
             if meant is not None:
                 totals[f"{kind}: of these, with the model that the file means"] += 1
-            if BY_HAND in lacking_of(missing):
+            if any(key == BY_HAND or key.endswith(JUDGE_URL) for key in lacking_of(missing)):
                 totals[f"{kind}: of these, with servers that are started by hand on other machines"] += 1
             if "actor_train.data_args.file_name" not in lacking_of(missing):
                 totals[f"{kind}: of these, with data files that the file names"] += 1

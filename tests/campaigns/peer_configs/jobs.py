@@ -23,6 +23,8 @@ from roll_batching.jobs.config.job import JobConfig
 
 FACTS = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
+JUDGE_URL = "http://127.0.0.1:8000/v1"
+"""Stands for the judge's server; the checks do not call it."""
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -160,6 +162,9 @@ def _supplied(settings: dict[str, Any], models: PeerModels, folder: Path) -> dic
         names = data.get(key) or "filled_in.jsonl"
         names = [names] if isinstance(names, str) else names
         data[key] = [str(_write_data(settings, name, folder / f"{key}{number}")) for number, name in enumerate(names)]
+    for domain in (settings.get("rewards") or {}).values():
+        if domain.get("reward_function") == "llm_judge":
+            domain.setdefault("reward_args", {}).setdefault("url", JUDGE_URL)
     settings["output_dir"] = str(folder / "run")
     settings.pop("track_with", None)
     settings.pop("tracker_kwargs", None)
