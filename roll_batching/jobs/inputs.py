@@ -31,6 +31,7 @@ from roll_batching.jobs.texts.texts import (
     Document,
     Fingerprint,
     Instruction,
+    Judged,
     Pair,
     Prompt,
     PromptDataset,
@@ -57,15 +58,13 @@ class JobInputs:
 
     tokenizer: Tokenizer
     corpus: TextDataset[Any] | None
-    """Training texts: documents or conversations of the warm-up or of sft, pairs of dpo."""
+    """Training texts: of the warm-up, sft, dpo or kto."""
     validation: TextDataset[Any] | None
-    """sft and dpo: held-out texts."""
     token_counts: Ints | None
-    """sft and dpo: token counts of `corpus`, as `texts.fit.token_counts`; None if they are not cached."""
+    """sft, dpo, kto: token counts of `corpus`, as `texts.fit.token_counts`; None if they are not cached."""
     prompts: PromptDataset | None
     """Training prompts of the RL phase."""
     heldout: PromptDataset | None
-    """Held-out prompts of the RL phase."""
     reward: RewardPool | None
     """Not yet started."""
 
@@ -348,20 +347,21 @@ def prompt_of(text: str, config: JobConfig, tokenizer: Tokenizer) -> Prompt:
 
 
 def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[_TextSet[Any], _TextSet[Any] | None]:
-    """Training and held-out texts of a job of task sft or dpo."""
+    """Training and held-out texts of a job of task sft, dpo or kto."""
     data = config.actor_train.data_args
     assert data.file_name is not None  # check_runnable
     chat = data.messages is not None or data.chat
     template, instruction = ChatTemplate(tokenizer) if chat else None, _instruction(data)
-    kind: type[Any] = Pair
-    keys: tuple[str, ...] = (data.messages or data.prompt, data.chosen, data.rejected)
+    kind: type[Any] = Judged if config.task == "kto" else Pair
+    answers = (data.response, data.label) if config.task == "kto" else (data.chosen, data.rejected)
+    keys: tuple[str, ...] = (data.messages or data.prompt, *answers)
     if config.task == "sft":
         kind, keys = Conversation if chat else Document, (data.prompt, data.response)
         if data.messages is not None:
             keys = (data.messages,)
     held_out = Fit(tokenizer=tokenizer, max_length=config.sequence_length or 1, setting="sequence_length", keys=keys)
     fit = replace(held_out, **_limit(config, held_out.max_length, "sequence_length"))
-    form = f"{kind.__name__} of messages" if chat else kind.__name__
+    form = kind.__name__ + (" of messages" if chat else "")
     cache = TokenCountCache(Path(config.output_dir) / FOLDER, tokenizer, form)
     corpus = _TextSet(kind=kind, paths=data.file_name, fit=fit, template=template, instruction=instruction, cache=cache)
     if data.eval_file_name is None or not config.eval_samples:

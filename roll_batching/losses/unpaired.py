@@ -44,10 +44,11 @@ def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
             a batch of one sample, or no such mask.
     """
     with ExchangeGroup.of().consensus("mismatched"):
-        return _mismatched(batch, mask)
+        return mismatch(batch, mask)
 
 
-def _mismatched(batch: SampleBatch, mask: str) -> SampleBatch:
+def mismatch(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
+    """`mismatched` of one rank's samples. Not collective; raises `DataError`."""
     require_batch("mismatched", batch)
     if mask not in batch.schema or not batch.schema[mask].per_token:
         raise DataError(f"mismatched reads {mask!r}, which is not a token or next_token field of the batch")

@@ -167,6 +167,9 @@ def rehearse_job(
         ConfigError: the model's shape is unknown, the layout does not divide it, or the data have no lengths yet.
         RehearsalError: a rank failed.
     """
+    if config.task == "kto":
+        text = "kto is not rehearsed for now: rehearse the model as task: sft, which has one pass less"
+        raise config.error(Problem(("task",), text))
     if uses_teacher(config):
         text = "is not rehearsed for now: rehearse the student as task: grpo, or without loss_function: distill"
         raise config.error(Problem(("teacher",), text))

@@ -61,6 +61,8 @@ def notes_of_job(config: JobConfig, scenario: Scenario) -> list[str]:
     notes = []
     if uses_critic(config):
         notes.append("the critic's passes are not simulated: this is the policy's part of a step")
+    if config.task == "kto":
+        notes.append("the passes of KTO over other answers are not simulated")
     if uses_teacher(config):
         notes.append("the teacher's passes are not simulated: this is the student's part of a step")
     if len(scenario.lengths) != step:

@@ -27,9 +27,9 @@ from roll_batching.settings.training import TrainingArgs
 TRACKERS = ("wandb", "swanlab")
 """Trackers that can receive the metrics."""
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
-Task = Literal["grpo", "distill", "sft", "dpo"]
+Task = Literal["grpo", "distill", "sft", "dpo", "kto"]
 """Kinds of jobs."""
-SUPERVISED_TASKS = ("sft", "dpo")
+SUPERVISED_TASKS = ("sft", "dpo", "kto")
 """Tasks that train on texts or pairs from a file, without rollouts."""
 _LONGEST_NAME = 255
 """Most bytes of a folder name."""
@@ -106,7 +106,8 @@ class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, Rollout
         "grpo",
         help="grpo: reinforcement learning, after an optional supervised warm-up. distill: the student samples, and "
         "learns a teacher's distributions over its tokens (docs/distillation.md). sft: supervised fine-tuning. dpo: "
-        "training on pairs of a better and a worse answer. `roll-batching sft` and `roll-batching dpo` set it where "
+        "training on pairs of a better and a worse answer. kto: on answers that are desirable or not. "
+        "`roll-batching sft` and `roll-batching dpo` set it where "
         "the file does not.",
     )
     exp_name: str = setting("roll-batching", help="Name of the run: its folder under output_dir.", min_length=1)

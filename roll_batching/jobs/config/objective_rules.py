@@ -167,11 +167,11 @@ def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
         if key in given and key not in read:
             yield no_effect((key,), f"{name} does not read it; its own settings go into loss_args")
     yield from _unread_loss_args(job, read)
-    yield from teacher_notices(job)
+    yield from teacher_notices(job, given)
     unread_reference = _unread_reference(job)
     if job.reference is not None and unread_reference is not None:
         yield Notice(("reference",), f"is not built: {unread_reference}", kind=NoticeKind.NOT_BUILT)
-    if supervised(job):
+    if supervised(job) or job.task == "distill":
         yield from critic_notices(job, given)
         return
     for key in ("kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"):
@@ -179,7 +179,7 @@ def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
             yield no_effect((key,), "add_token_level_kl is false")
     if "kl_horizon" in given and job.add_token_level_kl and job.target_kl is None:
         yield no_effect(("kl_horizon",), "without target_kl the weight is fixed")
-    if loss is not None and "advantages" not in loss.reads and job.task != "distill":
+    if loss is not None and "advantages" not in loss.reads:
         yield Notice(("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing")
     yield from critic_notices(job, given)
     yield from _unread_norms(job, given)

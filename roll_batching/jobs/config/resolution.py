@@ -24,7 +24,7 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     train = _derive_batching(train, sequence_length, train.training_args.per_device_train_batch_size)
     supervised = job.task in SUPERVISED_TASKS
     if supervised and "response" not in train.data_args.model_fields_set:
-        train = _update(train, "data_args", response="response")
+        train = _update(train, "data_args", response="completion" if job.task == "kto" else "response")
     if job.max_grad_norm is not None and "max_grad_norm" not in train.training_args.model_fields_set:
         train = _update(train, "training_args", max_grad_norm=job.max_grad_norm)
     if _loss_of(job) == "distill" and train.sequence_packing_args.share_prefixes == "auto":
@@ -43,7 +43,7 @@ def resolve(job: JobKeys) -> dict[str, Any]:
         "actor_infer": infer,
         "validation": _validation(job, infer),
     }
-    reference = WorkerConfig() if job.reference is None and job.task == "dpo" else job.reference
+    reference = WorkerConfig() if job.reference is None and job.task in ("dpo", "kto") else job.reference
     if reference is not None:
         reference = _inherit(_derive_batching(reference, sequence_length, reference.infer_batch_size), train)
         fields["reference"] = _with_adapters(reference, train)
@@ -53,7 +53,7 @@ def resolve(job: JobKeys) -> dict[str, Any]:
         fields["teacher"] = _teacher(job, train, sequence_length)
     if job.stream is not None and job.stream.max_num_steps is not None:
         fields["max_steps"] = job.stream.max_num_steps
-    if job.task == "distill" and "adv_estimator" not in job.model_fields_set:
+    if job.task == "distill":
         fields["adv_estimator"] = "reinforce"  # rewards are measured alone, without groups
     fields["loss_function"] = _loss_of(job)
     if train.model_args.model_name_or_path is not None:

@@ -1,4 +1,4 @@
-"""Rules for supervised fine-tuning (`task: sft`) and preference pairs (`task: dpo`)."""
+"""Rules for supervised fine-tuning (`task: sft`), preference pairs (`dpo`) and judged answers (`kto`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
 from roll_batching.jobs.config.dynamic_sampling_keys import DynamicSamplingKeys
 from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
-from roll_batching.jobs.config.losses import ROLLOUT_FIELDS
+from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.reward_shaping_keys import RewardShapingKeys
 from roll_batching.jobs.config.rewards import RewardKeys
@@ -20,6 +20,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "distill": ("response_mask", "rewards", *TEACHER_FIELDS),
     "sft": ("response_mask", "ref_log_probs", *TEACHER_FIELDS),
     "dpo": ("response_mask", "ref_log_probs", "pair", "chosen"),
+    "kto": ("response_mask", "ref_log_probs", "desirable", "reference_point"),
 }
 """Fields of the samples by task; `ref_log_probs` only with a reference, those of a teacher only with one."""
 
@@ -39,8 +40,14 @@ _ROLLOUT_KEYS = (
     *DynamicSamplingKeys.model_fields,
     *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
 )
+_REPLACED = {"sft": ("prompt", "response"), "dpo": ("prompt",), "kto": ("prompt",)}
+"""By task, the keys of data that `messages` replaces."""
 _PROMPT_KEYS = ("tag", "domain_interleave_probs", "long_prompts")
-_DATA_KEYS = {"sft": ("prompt", "response", "messages"), "dpo": ("prompt", "messages", "chosen", "rejected")}
+_DATA_KEYS = {
+    "sft": ("prompt", "response", "messages"),
+    "dpo": ("prompt", "messages", "chosen", "rejected"),
+    "kto": ("prompt", "response", "messages", "label"),
+}
 
 
 def supervised(job: JobKeys) -> bool:
@@ -70,13 +77,23 @@ def supervised_problems(job: JobKeys) -> Iterator[Problem]:
     if job.task == "dpo" and job.stream is None and rows % 2:
         path = ("actor_train", "training_args", "per_device_train_batch_size")
         yield Problem(path, f"is {rows}; it counts sequences, and a pair is two of them: make it even")
+    if job.task == "kto" and job.stream is not None:
+        text = "forms steps while it reads, and the reference point of KTO is over planned mini-batches; leave it out"
+        yield Problem(("train",), text)
+    if job.stream is not None and "teacher_ids" in getattr(LOSSES.get(job.loss_function), "reads", ()):
+        yield Problem(("train",), "forms steps while it reads, without a teacher for now; leave it out")
+    if job.task == "kto" and job.world_size is not None:
+        model_size = job.actor_train.strategy_args.strategy_config.model_size
+        if job.world_size % model_size == 0 and job.mini_batch_size(job.world_size // model_size) < 2:
+            path = ("actor_train", "training_args", "per_device_train_batch_size")
+            yield Problem(path, "makes steps of one answer; the reference point of KTO takes answers to other prompts")
 
 
 def missing_for_supervised(job: JobKeys) -> Iterator[Problem]:
     """Keys that such a job cannot run without."""
     data = job.actor_train.data_args
     if data.file_name is None:
-        what = "texts" if job.task == "sft" else "pairs"
+        what = {"sft": "texts", "dpo": "pairs", "kto": "judged answers"}[job.task]
         yield Problem(
             ("actor_train", "data_args", "file_name"), f"is missing: the file of {what} (JSONL, Parquet, ...)"
         )
@@ -94,7 +111,7 @@ def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notic
     train = given.get("actor_train") or {}
     data = train.get("data_args") or {}
     if not supervised(job):
-        for key in ("chosen", "rejected"):
+        for key in ("chosen", "rejected", "label"):
             if key in data:
                 yield no_effect(("actor_train", "data_args", key), f"task is {job.task}")
         return
@@ -108,10 +125,10 @@ def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notic
     for key in _PROMPT_KEYS:
         if data.get(key) is not None:
             yield no_effect(("actor_train", "data_args", key), f"task is {job.task}, which has no prompts")
-    for key in ("prompt", "response", "messages", "chosen", "rejected"):
+    for key in ("prompt", "response", "messages", "chosen", "rejected", "label"):
         if data.get(key) is None:
             continue
         if key not in _DATA_KEYS[job.task]:
             yield no_effect(("actor_train", "data_args", key), f"task is {job.task}")
-        elif key in ("prompt", "response") and job.actor_train.data_args.messages is not None:
+        elif key in _REPLACED[job.task] and job.actor_train.data_args.messages is not None:
             yield no_effect(("actor_train", "data_args", key), "messages is given")

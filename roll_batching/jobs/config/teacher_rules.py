@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import directory_of
-from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem
+from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import size_problems
 from roll_batching.jobs.config.losses import LOSSES
@@ -106,8 +107,26 @@ def missing_for_distillation(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("teacher", "model_args", "model_name_or_path"), str(error))
 
 
-def teacher_notices(job: JobKeys) -> Iterator[Notice]:
-    """Notices on a teacher that the job does not build."""
+_UNREAD = (
+    *("adv_estimator", "norm_mean_type", "norm_std_type", "reward_norm", "reward_shift", "reward_scale"),
+    *("reward_clip", "advantage_clip", "gamma", "lambd", "value_clip", "critic_warmup", "kl_penalty"),
+    *("init_kl_coef", "target_kl", "kl_horizon"),
+)
+"""Keys of advantages."""
+
+
+def teacher_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
+    """Notices on a teacher that the job does not build, and on `given` keys that distillation does not read."""
+    if job.task == "distill":
+        for key in _UNREAD:
+            if given.get(key) not in (None, JobKeys.model_fields[key].default, getattr(job, key)):
+                yield no_effect((key,), "task is distill, whose loss reads no advantages")
+        trained = given.get("actor_train") or {}
+        if trained.get("logprob_plan") not in (None, "none"):
+            yield no_effect(("actor_train", "logprob_plan"), "task is distill, whose loss reads no old log-probs")
+        if trained.get("logprob_temperature") is not None:
+            text = "task is distill, where kd_temperature divides the logits"
+            yield no_effect(("actor_train", "logprob_temperature"), text)
     if job.teacher is None or uses_teacher(job):
         return
     cause = "max_steps is 0" if distills(job) else f"the loss {job.loss_function} does not read it"

@@ -30,7 +30,8 @@ class DataArgs(Settings):
 
     file_name: str | list[str] | None = setting(
         None,
-        help="File or files of prompts (sft: of texts, dpo: of pairs), relative to the working directory: JSONL, one "
+        help="File or files of prompts (sft: of texts, dpo: of pairs, kto: of judged answers), relative to the "
+        "working directory: JSONL, one "
         "object per line; Parquet; or a folder that `datasets` saved.",
     )
     eval_file_name: str | list[str] | None = setting(
@@ -65,10 +66,13 @@ class DataArgs(Settings):
         "notice counts those left out (drop).",
     )
     response: str = setting(
-        "answer", help="Key of the reference answer for the reward function; task: sft: of the text to train on."
+        "answer",
+        help="Key of the reference answer for the reward function; task: sft: of the text to train on; task: kto: of "
+        "the judged answer.",
     )
     chosen: str = setting("chosen", help="task: dpo: key of the better answer.")
     rejected: str = setting("rejected", help="task: dpo: key of the worse answer.")
+    label: str = setting("label", help="task: kto: key of the verdict, true for a desirable answer.")
 
 
 class GeneratingArgs(Settings):

@@ -16,11 +16,15 @@ from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import section_at
 from roll_batching.jobs.conversion.roll_defaults import apply_defaults, pipeline_of
+from roll_batching.jobs.conversion.roll_distillation import (
+    convert_on_policy,
+    convert_texts,
+    record_origins,
+    rename_students,
+)
 from roll_batching.jobs.conversion.roll_rewards import REWARD_WORKERS, divide_prompts, translate_rewards
 
 AGENTIC = "agentic rollouts (environments, several turns) are not supported"
-
-DISTILLATION = "distillation is not converted for now (docs/distillation.md has the keys)"
 
 _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("custom_envs", AGENTIC),
@@ -31,11 +35,6 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
         "reward_normalization",
         "rewards per turn are not supported; norm_mean_type and norm_std_type normalise rewards",
     ),
-    ("student", DISTILLATION),
-    ("teacher", DISTILLATION),
-    ("student_train", DISTILLATION),
-    ("student_infer", DISTILLATION),
-    ("teacher_pretrain", DISTILLATION),
     ("reward_model", REWARD_WORKERS),
 )
 """Sections and keys of pipelines that are not supported, with the reason."""
@@ -60,14 +59,15 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     """Translates composed settings of ROLL."""
     data = copy.deepcopy(data)
     draft = Draft(source, framework="ROLL")
-    pipeline = pipeline_of(data)
+    on_policy = rename_students(draft, data)
+    pipeline = "rlvr" if on_policy else pipeline_of(data)
     apply_defaults(draft, data, pipeline)
     if isinstance(kept := data.pop("max_ckpt_to_keep", None), int) and kept > 0:
         data["save_total_limit"], draft.origins["save_total_limit",] = kept, "max_ckpt_to_keep"
     for key, why in _UNSUPPORTED:
         if data.pop(key, None) is not None:
             draft.leave_out(key, "refused", why)
-    supervised = data.pop("sft_train", None)
+    supervised, student = data.pop("sft_train", None), data.pop("student", None)
     pairs = {key: data.pop(key) for key in _PAIR_KEYS if key in data}
     validation = data.pop("validation", None)
     translate_rewards(draft, data)
@@ -87,8 +87,12 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
         _supervised(draft, supervised)
     if pipeline == "dpo":
         _preferences(draft, pairs)
+    if isinstance(student, dict):
+        convert_texts(draft, student)
     if isinstance(validation, dict):
         _validation(draft, validation)
+    if on_policy:
+        convert_on_policy(draft)
     _reference(draft)
     for role in ("actor_train", "actor_infer", "reference"):
         for path, meaning in _MEANINGS.items():
@@ -170,7 +174,7 @@ def _supervised(draft: Draft, role: dict[str, Any]) -> None:
     draft.put(("num_train_epochs",), epochs, "sft_train.training_args.num_train_epochs", meaning)
     for key, value in role.items():
         draft.put(("actor_train", key), value, f"sft_train.{key}")
-        _record_origins(draft, ("actor_train", key), ("sft_train", key), value)
+        record_origins(draft, ("actor_train", key), ("sft_train", key), value)
     _chat(draft, {"prompt": ("prompt_key", "instruction"), "response": ("response_key", "output")})
     for key, ours in (("query_key", "query"), ("system_key", "system")):
         if (name := draft.values.pop(key, None)) is not None:
@@ -213,14 +217,6 @@ def _chat(draft: Draft, keys: Mapping[str, tuple[str, str]]) -> None:
         draft.put(("actor_train", "data_args", ours), draft.values.pop(key, None) or default, key or "data_args")
     meaning = "texts go through the tokenizer's chat template; in ROLL, through the one that `template` names"
     draft.put(("actor_train", "data_args", "chat"), True, "data_args.template", meaning)
-
-
-def _record_origins(draft: Draft, ours: tuple[str, ...], theirs: tuple[str, ...], value: Any) -> None:
-    """Records the origin of every key of a section."""
-    if isinstance(value, dict):
-        for key, below in value.items():
-            draft.origins[(*ours, key)] = ".".join((*theirs, str(key)))
-            _record_origins(draft, (*ours, key), (*theirs, str(key)), below)
 
 
 def _validation(draft: Draft, role: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def pipeline_of(data: Mapping[str, Any]) -> Pipeline:
 def apply_defaults(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> None:
     """Applies ROLL's overrides and defaults to `data`, and records both in `draft`."""
     if pipeline == "distillation":
-        draft.defaults |= fill_defaults(data, _JOB)
+        draft.defaults |= fill_defaults(data, _defaults_of_distillation(data))
         return
     _override_models(draft, data, pipeline)
     for role in ("actor_train", "sft_train", "critic"):
@@ -86,6 +86,18 @@ def _defaults_of(data: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
             found[f"{role}.sequence_packing_args.algorithm"] = "none"
         if role in data and role != trained and dtype != _TRAINED["model_args.dtype"]:
             found[f"{role}.model_args.dtype"] = _TRAINED["model_args.dtype"]
+    return found
+
+
+def _defaults_of_distillation(data: Mapping[str, Any]) -> dict[str, Any]:
+    """ROLL's defaults of distillation over given texts."""
+    found = {**_JOB, "distill_loss_weight": 0.5, **{f"student.{key}": value for key, value in _TRAINED.items()}}
+    for role in ("student", "teacher"):
+        section = section_at(data, role)
+        if isinstance(section.get("strategy_args"), dict):
+            found[f"{role}.strategy_args.strategy_name"] = _UNNAMED_STRATEGY
+        if section.get("use_sequence_packing"):
+            found[f"{role}.sequence_packing_args.algorithm"] = "none"
     return found
 
 

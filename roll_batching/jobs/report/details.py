@@ -13,6 +13,7 @@ _STEPS_OF_PHASES = {
     "warmup": "warmup.training_args.max_steps",
     "sft": "actor_train.training_args.max_steps",
     "dpo": "actor_train.training_args.max_steps",
+    "kto": "actor_train.training_args.max_steps",
 }
 """Settings that hold the number of steps of a phase."""
 _MOST_RESULTS = 40

@@ -40,7 +40,7 @@ from roll_batching.strategy.checkpoint_writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("warmup", "sft", "dpo", "rl")
+PHASES = ("warmup", "sft", "dpo", "kto", "rl")
 """Phases of all jobs, in order."""
 FOLDER = "checkpoints"
 CRITIC = "critic"

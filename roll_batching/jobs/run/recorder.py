@@ -23,7 +23,13 @@ from roll_batching.jobs.run.folder import ADAPTER, CONFIG, MODEL, PreviousRun
 from roll_batching.planning import Plan
 
 CURVE = "learning_curve.png"
-_TITLES = {"grpo": "GRPO", "distill": "distillation", "sft": "supervised fine-tuning", "dpo": "learning from pairs"}
+_TITLES = {
+    "grpo": "GRPO",
+    "distill": "distillation",
+    "sft": "supervised fine-tuning",
+    "dpo": "learning from pairs",
+    "kto": "learning from judged answers",
+}
 
 
 class RunRecorder:

@@ -11,7 +11,7 @@ import torch
 from roll_batching.distributed import consensus
 from roll_batching.jobs.objectives.stateful import Stateful
 from roll_batching.jobs.steps.plan_consensus import agree_on_plan
-from roll_batching.jobs.texts.encode import encode_documents, encode_pairs
+from roll_batching.jobs.texts.encode import encode_documents, encode_judged, encode_pairs
 from roll_batching.jobs.texts.epochs import EpochStream
 from roll_batching.jobs.texts.fit import token_counts
 from roll_batching.jobs.texts.texts import TextDataset
@@ -37,13 +37,15 @@ class StepSource(Stateful, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Encodes texts, or pairs of answers, as samples."""
+    """Encodes texts, pairs of answers or judged answers as samples."""
 
     tokenizer: Tokenizer
     max_length: int
     """Most tokens of a sample."""
     pairs: bool = False
     """Whether the texts are pairs (DPO), two samples each."""
+    judged: bool = False
+    """Whether the texts are judged answers (KTO)."""
 
     @property
     def samples_per_text(self) -> int:
@@ -52,7 +54,7 @@ class Encoder:
 
     def encode(self, texts: Sequence[Any], ids: Any = None) -> SampleBatch:
         """`texts`, at least one, with the sample ids `ids` (of pairs: see `encode_pairs`)."""
-        encode = encode_pairs if self.pairs else encode_documents
+        encode: Any = encode_pairs if self.pairs else encode_judged if self.judged else encode_documents
         return encode(texts, self.tokenizer, max_length=self.max_length, ids=ids)
 
     def count_tokens(self, texts: Sequence[Any]) -> Ints:
@@ -71,6 +73,22 @@ class Encoder:
             return self.encode(texts[:1]).select([])
         return self.encode(texts[share], torch.arange(share.start, share.stop))
 
+    def encode_mismatched(self, texts: Sequence[Any], dp_rank: int, dp_size: int) -> SampleBatch | None:
+        """Each prompt of this rank's share with the answer to the text before it, cut to `max_length`; ids as there.
+
+        For the reference point of KTO. None for other texts.
+        """
+        if not self.judged:
+            return None
+        from roll_batching.losses.unpaired import mismatch  # other jobs need none
+
+        share = rank_slice(len(texts), dp_rank, dp_size)
+        places = [(share.start - 1) % len(texts), *range(share.start, share.stop)]
+        encoded = self.encode([texts[place] for place in places], torch.tensor([len(texts), *places[1:]]))
+        if len(places) == 1:  # more ranks than texts
+            return encoded.only(("input_ids", "response_mask")).select([])
+        return _cut(mismatch(encoded).select(range(1, len(places))), self.max_length)
+
     def renumber_pairs(self, local_batch: SampleBatch) -> SampleBatch:
         """`local_batch` with `pair` derived from the samples' ids, which were renumbered over all ranks."""
         if not self.pairs:
@@ -80,6 +98,15 @@ class Encoder:
     def group_ids(self, table: LengthTable) -> Ints | None:
         """Groups that share a micro-batch, int64[n]: the two samples of each pair; None for texts."""
         return table.ids // self.samples_per_text if self.pairs else None
+
+
+def _cut(batch: SampleBatch, max_length: int) -> SampleBatch:
+    """`batch`, of per-token fields, with at most `max_length` tokens of each sample."""
+    if not len(batch) or batch.max_length <= max_length:
+        return batch
+    schema = {name: batch.schema[name] for name in ("input_ids", "response_mask")}
+    rows = {name: [row[:max_length] for row in batch.to_lists(name)] for name in schema}
+    return SampleBatch.from_lists(rows, schema, batch.ids)
 
 
 class PlannedSteps:
@@ -103,22 +130,26 @@ class PlannedSteps:
         self._position = self._stream.state_dict()
         """Position after the last step returned; the stream itself is one step further."""
         self._shares = self._prefetch_shares()
+        self.mismatched: SampleBatch | None = None
+        """Of the last step returned: see `Encoder.encode_mismatched`."""
 
     def __next__(self) -> tuple[SampleBatch, Plan]:
         try:
             with consensus(self.strategy.layout.host_group, "encoding texts"):
-                local_batch, position = next(self._shares)
+                local_batch, mismatched, position = next(self._shares)
         except Exception:  # the same on all ranks: the next call tries this step again
             self.load_state_dict(self._position)
             raise
-        self._position = position
+        self._position, self.mismatched = position, mismatched
         return local_batch, plan_texts(local_batch, self.encoder, self.strategy)
 
-    def _prefetch_shares(self) -> Generator[tuple[SampleBatch, dict[str, Any]]]:
+    def _prefetch_shares(self) -> Generator[tuple[SampleBatch, SampleBatch | None, dict[str, Any]]]:
         """This rank's share of every step, read and encoded while the step before it trains."""
-        layout, stream = self.strategy.layout, self._stream
+        layout, stream, encoder = self.strategy.layout, self._stream, self.encoder
+        rank = layout.dp_rank, layout.dp_size
         return prefetch_items(
-            (self.encoder.encode_share(texts, layout.dp_rank, layout.dp_size), stream.state_dict()) for texts in stream
+            (encoder.encode_share(texts, *rank), encoder.encode_mismatched(texts, *rank), stream.state_dict())
+            for texts in stream
         )
 
     def state_dict(self) -> dict[str, Any]:

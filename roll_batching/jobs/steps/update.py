@@ -224,6 +224,21 @@ def with_reference_log_probs(
     return with_log_probs_over(layout_exchange, reference, local_batch, table, REFERENCE, masks)
 
 
+def with_reference_point(
+    strategy: MegatronInferStrategy, reference: MegatronInferStrategy, local_batch: SampleBatch, mismatched: SampleBatch
+) -> SampleBatch:
+    """`local_batch` with `reference_point` of KTO, by the current policy over `mismatched` of all ranks. Collective."""
+    from roll_batching.losses.unpaired import reference_point  # other jobs need none
+
+    masks, table = ("response_mask",), strategy.gather_table(mismatched)
+    table = table.select(np.argsort(table.ids))
+    plan = agree_on_plan(strategy, lambda: strategy.plan(table, forward=True))
+    other = with_log_probs(strategy, mismatched, [plan], "log_probs", masks)
+    other = with_reference_log_probs(strategy, reference, other, lambda: reference.plan(table, forward=True), masks)
+    points = torch.full((len(local_batch),), reference_point(other, strategy.layout))
+    return local_batch.with_fields({"reference_point": points}, {"reference_point": FieldSpec("sample")})
+
+
 def with_log_probs_over(
     layout_exchange: LayoutExchange,
     strategy: MegatronInferStrategy,

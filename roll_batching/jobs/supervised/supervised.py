@@ -15,8 +15,8 @@ from roll_batching.jobs.rollouts.step_metrics import merge_metrics, update_metri
 from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.steps.planned_steps import Encoder, PlannedSteps, StepSource, plan_texts
 from roll_batching.jobs.steps.streamed_steps import StreamedSteps
-from roll_batching.jobs.steps.update import with_reference_log_probs
-from roll_batching.jobs.texts.texts import Conversation, Document, Pair
+from roll_batching.jobs.steps.update import with_reference_log_probs, with_reference_point
+from roll_batching.jobs.texts.texts import Text
 from roll_batching.losses import SFTLoss, loss_spec
 from roll_batching.planning import Plan
 from roll_batching.samples import distribute
@@ -52,7 +52,7 @@ def warm_up(context: JobContext) -> None:
 
 
 def train_on_texts(context: JobContext, loss: Any) -> None:
-    """Run the phase of a job whose task is `sft` or `dpo`. Collective."""
+    """Run the phase of a job whose task is `sft`, `dpo` or `kto`. Collective."""
     config, inputs, strategy = context.config, context.inputs, context.strategy
     assert inputs.corpus is not None
     encoder = _encoder(context)
@@ -67,7 +67,10 @@ def train_on_texts(context: JobContext, loss: Any) -> None:
 def _encoder(context: JobContext) -> Encoder:
     config = context.config
     return Encoder(
-        tokenizer=context.inputs.tokenizer, max_length=config.sequence_length or 1, pairs=config.task == "dpo"
+        tokenizer=context.inputs.tokenizer,
+        max_length=config.sequence_length or 1,
+        pairs=config.task == "dpo",
+        judged=config.task == "kto",
     )
 
 
@@ -108,6 +111,8 @@ def _step(
         local_batch = teacher.add_fields(local_batch, masks)
     if reference is not None:
         local_batch = with_reference_log_probs(context.strategy, reference, local_batch, lambda: plan, masks)
+        if isinstance(phase.steps, PlannedSteps) and phase.steps.mismatched is not None:
+            local_batch = with_reference_point(context.strategy, reference, local_batch, phase.steps.mismatched)
     return plan, context.strategy.train_step(distribute(local_batch, plan), plan, phase.loss)
 
 
@@ -145,7 +150,7 @@ class _Validation:
 
     def __init__(
         self,
-        texts: Sequence[Document | Conversation | Pair],
+        texts: Sequence[Text],
         encoder: Encoder,
         strategy: MegatronInferStrategy,
         reference: MegatronInferStrategy | None,
@@ -156,16 +161,20 @@ class _Validation:
         layout = strategy.layout
         with consensus(layout.host_group, "encoding held-out texts"):
             local_batch = encoder.encode_share(texts, layout.dp_rank, layout.dp_size)
+            self._mismatched = encoder.encode_mismatched(texts, layout.dp_rank, layout.dp_size)
         self._plan = plan_texts(local_batch, encoder, strategy, forward=True)
         masks = loss_spec(loss).masks
         if teacher is not None:
             local_batch = teacher.add_fields(local_batch, masks)
         if reference is not None:
             local_batch = with_reference_log_probs(strategy, reference, local_batch, lambda: self._plan, masks)
-        self._local = distribute(local_batch, self._plan)
+        self._reference, self._local = reference, local_batch
 
     def __call__(self, updates: int) -> Metrics:
         """Metrics after `updates` optimizer steps: `eval_loss`, the loss's own, `eval_samples`. Collective."""
-        metrics = self.strategy.evaluate(self._local, self._plan, self.loss)
+        local_batch = self._local
+        if self._mismatched is not None and self._reference is not None:  # the point moves with the policy
+            local_batch = with_reference_point(self.strategy, self._reference, local_batch, self._mismatched)
+        metrics = self.strategy.evaluate(distribute(local_batch, self._plan), self._plan, self.loss)
         named = {f"eval_{name}": value for name, value in metrics.items()}
         return {"eval_updates": updates, **named, "eval_samples": self._num_texts}

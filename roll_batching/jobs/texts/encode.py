@@ -10,7 +10,7 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.fit import UNKNOWN, tokens_of, too_long
-from roll_batching.jobs.texts.texts import Conversation, Document, Pair, Prompt
+from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.fields import FieldSpec
@@ -86,16 +86,32 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_length: int
     """
     pair_ids = torch.arange(len(pairs)) if ids is None else torch.as_tensor(ids, dtype=torch.int64)
     sample_ids = torch.stack([2 * pair_ids, 2 * pair_ids + 1], 1).flatten()
-    documents: list[Document | Conversation] = [document for pair in pairs for document in pair.documents]
-    batch = encode_documents(documents, tokenizer, max_length=max_length, ids=sample_ids)
-    if any(pair.chat for pair in pairs):
-        mask = torch.cat([_last_turn(mask) for mask in batch.to_lists("response_mask")])
-        batch = batch.without("response_mask").with_fields(
-            {"response_mask": mask}, {"response_mask": FieldSpec("token", False)}
-        )
+    batch = _encode_answers(pairs, tokenizer, max_length, sample_ids)
     sample = FieldSpec("sample")
     fields = {"pair": sample_ids // 2, "chosen": sample_ids % 2 == 0}
     return batch.with_fields(fields, {"pair": sample, "chosen": sample})
+
+
+def encode_judged(items: Sequence[Judged], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
+    """Judged answers as a batch: as `encode_documents`, with `response_mask` true on the answers only.
+
+    Fields beside those: `desirable` (sample, bool).
+    """
+    batch = _encode_answers(items, tokenizer, max_length, ids)
+    verdicts = torch.tensor([item.desirable for item in items])
+    return batch.with_fields({"desirable": verdicts}, {"desirable": FieldSpec("sample")})
+
+
+def _encode_answers(items: Sequence[Pair | Judged], tokenizer: Tokenizer, max_length: int, ids: Any) -> SampleBatch:
+    """The documents of `items`; in chats only the last turn counts."""
+    documents: list[Document | Conversation] = [document for item in items for document in item.documents]
+    batch = encode_documents(documents, tokenizer, max_length=max_length, ids=ids)
+    if not any(item.chat for item in items):
+        return batch
+    mask = torch.cat([_last_turn(mask) for mask in batch.to_lists("response_mask")])
+    return batch.without("response_mask").with_fields(
+        {"response_mask": mask}, {"response_mask": FieldSpec("token", False)}
+    )
 
 
 def _last_turn(mask: torch.Tensor) -> torch.Tensor:

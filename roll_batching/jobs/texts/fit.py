@@ -11,7 +11,7 @@ import numpy as np
 from roll_batching.errors import DataError
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.faults import Faults
-from roll_batching.jobs.texts.texts import Conversation, Document, Pair, Prompt, Text
+from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt, Text
 from roll_batching.jobs.texts.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.planning.arrays import Ints
 
@@ -101,8 +101,8 @@ def token_counts(items: Sequence[Text], tokenizer: Tokenizer) -> Ints:
 
 
 def _split_pairs(items: Sequence[Text]) -> list[Any]:
-    """The texts, with each pair as its two documents."""
-    return [text for item in items for text in (item.documents if isinstance(item, Pair) else (item,))]
+    """The texts, with each pair as its two documents, and each judged answer as its one."""
+    return [text for item in items for text in (item.documents if isinstance(item, Pair | Judged) else (item,))]
 
 
 def _merge_pairs(counts: Ints, items: Sequence[Text]) -> Ints:

@@ -1,4 +1,4 @@
-"""Training texts: prompts with answers for RL, documents and conversations for SFT, pairs for DPO."""
+"""Training texts: prompts for RL, documents and conversations for SFT, pairs for DPO, judged answers for KTO."""
 
 from __future__ import annotations
 
@@ -74,7 +74,29 @@ class Pair:
         return tuple(Conversation((*before, one), source=self.source) for one in answers)  # type: ignore[return-value]
 
 
-Text = Prompt | Document | Conversation | Pair
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer that is desirable or not, without another one beside it."""
+
+    prompt: str
+    """The text, or the messages as JSON."""
+    response: str
+    desirable: bool
+    chat: bool = False
+    """Whether the prompt is a list of messages, and the answer is the assistant's next message."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    source: str = "memory"
+
+    @property
+    def documents(self) -> tuple[Document | Conversation]:
+        """The prompt with the answer."""
+        if not self.chat:
+            return (Document(self.prompt, self.response, source=self.source),)
+        messages = (*json.loads(self.prompt), {"role": ASSISTANT, "content": self.response})
+        return (Conversation(messages, source=self.source),)
+
+
+Text = Prompt | Document | Conversation | Pair | Judged
 T = TypeVar("T", bound=Text)
 
 
@@ -84,6 +106,8 @@ def second_text(item: Text) -> str:
         return ""
     if isinstance(item, Pair):
         return json.dumps([item.chosen, item.rejected])
+    if isinstance(item, Judged):
+        return json.dumps([item.response, item.desirable])
     return item.answer if isinstance(item, Prompt) else item.response
 
 
@@ -147,16 +171,19 @@ def iterate_texts(
     template: ChatTemplate | None = None,
     instruction: Instruction | None = None,
 ) -> Iterator[T]:
-    """Prompts, documents, conversations or pairs of data files, in order, with their texts under `keys`.
+    """Prompts, documents, conversations, pairs or judged answers of data files, in order, with texts under `keys`.
 
     The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text,
-    or stay messages in a pair; with `instruction` it holds a text that becomes part of a chat's messages. Without a
-    second key the second text is empty. Unusable lines, such as an empty prompt, are added to `faults` and skipped; see
-    `jsonl.iterate_records`.
+    or stay messages in a pair or judged answer; with `instruction` it holds a text that becomes part of a chat's
+    messages. The last key of a judged answer holds its verdict. Without a second key the second text is empty. Unusable
+    lines, such as an empty prompt, are added to `faults` and skipped; see `jsonl.iterate_records`.
     """
     chat = instruction is None and (kind is Conversation or template is not None)
     own = () if instruction is None else instruction.keys
     made: Any = kind
+    label = ""
+    if kind is Judged:
+        *keys, label = keys
     for record in iterate_records(paths, (*keys, *own), faults, read, chat=chat):
         if instruction is not None:
             record = instruction.chat(record, keys, answered=kind is Conversation)
@@ -164,11 +191,12 @@ def iterate_texts(
         if kind is Conversation and first:
             yield made(tuple(json.loads(first)), extra, record.source)
             continue
-        if kind is Pair:
+        if kind is Pair or kind is Judged:
             faults_before = len(faults)
             _check_pair(record, keys, faults)
+            verdict = () if kind is Pair else (_verdict(record, label, faults),)
             if len(faults) == faults_before:
-                yield made(*record.texts, template is not None, extra, record.source)
+                yield made(*record.texts, *verdict, template is not None, extra, record.source)
             continue
         if template is not None and first:
             messages = json.loads(first)
@@ -185,12 +213,20 @@ def iterate_texts(
 
 
 def _check_pair(record: Record, keys: Sequence[str], faults: Faults) -> None:
-    prompt, chosen, rejected = record.texts
+    prompt, *answers = record.texts
     if not prompt:
         faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
-    elif chosen == rejected:
+    elif len(answers) == 2 and answers[0] == answers[1]:
         cure = "Remove the line: equal answers give no gradient."
         faults.add(record.source, f"{keys[1]!r} and {keys[2]!r} are the same text", cure)
+
+
+def _verdict(record: Record, key: str, faults: Faults) -> bool:
+    value = record.extra.get(key)
+    if not isinstance(value, bool):
+        what = f"is {value!r}" if key in record.extra else "is missing"
+        faults.add(record.source, f"{key!r} {what}", "Write true for a desirable answer, false for another one.")
+    return bool(value)
 
 
 class TextDataset(Sequence[T], Generic[T]):
