@@ -1,7 +1,7 @@
 """Mamba-2 layers over packs, as in Nemotron-H.
 
-Megatron-Core's own mixer (0.16) needs CUDA and the packages mamba_ssm and causal_conv1d, and does not reset its state
-between the sequences of a pack.
+Megatron-Core's own mixer (0.16) needs CUDA and the packages mamba_ssm and causal_conv1d, and a cache of Megatron's
+inference for generation.
 """
 
 from __future__ import annotations

@@ -63,6 +63,12 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
     for chunk in chunks:
         if getattr(gpt_of(chunk), "mtp_process", False):
             problems.append("multi-token prediction rolls labels across packed sequences: build without mtp_block_spec")
+        decoder = gpt_of(chunk).decoder
+        if names := {type(layer).__name__ for layer in decoder.layers if not hasattr(layer, "self_attention")}:
+            problems.append(
+                f"{', '.join(sorted(names))} of {type(decoder).__name__} has no self_attention, and only layers of a "
+                "GPTModel are supported: build hybrid models with architecture.hybrid (docs/models.md)"
+            )
     if config.virtual_pipeline_model_parallel_size not in (None, len(chunks)):
         problems.append(
             f"{len(chunks)} chunks for virtual_pipeline_model_parallel_size="
@@ -145,7 +151,8 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
 
 
 def _cores(chunks: Sequence[Any]) -> list[Any]:
-    attentions: list[Any] = [layer.self_attention for chunk in chunks for layer in gpt_of(chunk).decoder.layers]
+    layers = [layer for chunk in chunks for layer in gpt_of(chunk).decoder.layers]
+    attentions: list[Any] = [getattr(layer, "self_attention", None) for layer in layers]
     return [attention.core_attention for attention in attentions if hasattr(attention, "core_attention")]
 
 

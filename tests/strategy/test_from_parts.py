@@ -177,6 +177,7 @@ def problems(_: None) -> dict[str, str]:
         "rows form packed": attempt(build("stock"), rows_form=True),
         "rows form of a packed core": attempt(build("packed"), "padded", rows_form=True),
         "not a GPT": attempt(([torch.nn.Linear(2, 2)], None)),
+        "no self-attention": attempt(_without_attention(build("packed"))),
         "no finalize": attempt(changed("finalize_model_grads_func", None)),
         "overlap without no_sync": attempt(build("packed", bucketed=True)),
         "dropout": attempt(build("packed", hidden_dropout=0.1)),
@@ -188,6 +189,12 @@ def problems(_: None) -> dict[str, str]:
         "deferred wgrad": attempt(changed("defer_embedding_wgrad_compute", True), defer_head=True),
     }
     return said
+
+
+def _without_attention(parts: Any) -> Any:
+    """As in Megatron's MambaModel."""
+    del parts[0][0].module.decoder.layers[0].self_attention
+    return parts
 
 
 def _interleaved(parts: Any) -> Any:
@@ -242,6 +249,7 @@ SAYS = {
     "two rotations": "position_embedding_type='none'",
     "deferred wgrad": "exclude each other",
     "batched p2p": "set config.batch_p2p_comm=False",
+    "no self-attention": "TransformerLayer of TransformerBlock has no self_attention",
     "overlapped p2p": "set config.overlap_p2p_comm=False",
     "outside DDP": "wrap them",
 }
