@@ -103,6 +103,15 @@ def test_a_layout_is_recorded_beside_one_that_fails(monkeypatch: pytest.MonkeyPa
     assert all(value < 1e-5 for value, _ in good["limits"].values())
 
 
+def test_second_layouts_and_experts_equal_one_process(monkeypatch: pytest.MonkeyPatch, report: Any) -> None:
+    """The layouts with the most kinds of exchanges; the slow test of all checks runs every one."""
+    some = tuple(case for case in shared_device.CASES if case.other or (case.layout.moe and case.layout.tp > 1))
+    monkeypatch.setattr(shared_device, "CASES", some)
+    for found in shared_device.run(torch.device("cpu"), True):
+        report(f"{found['case']}: {found['limits']}")
+        assert all(value < 1e-5 for value, _ in found["limits"].values()), found
+
+
 def test_the_layouts_are_those_that_the_page_names() -> None:
     sizes = {name for case in shared_device.CASES for name in ("tp", "pp", "vpp", "cp", "dp", "ep")
              if getattr(case.layout, name) > 1}  # fmt: skip
