@@ -40,6 +40,10 @@ def critic_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("critic_warmup",), text)
     if not job.critic.model_args.value_head:
         yield Problem(("critic", "model_args", "value_head"), "is false, and a critic computes values; leave it out")
+    mine, policy = job.critic.model_args.architecture, job.actor_train.model_args.architecture
+    if mine is not None and policy is not None and mine.vocab_size < policy.vocab_size:
+        text = f"is {mine.vocab_size:,}, and the policy samples {policy.vocab_size:,} tokens, which the critic reads: "
+        yield Problem(("critic", "model_args", "architecture", "vocab_size"), f"{text}choose a critic with as many")
     if job.own_devices("critic") is not None:
         text = "differs from actor_train's: the critic shares its devices for now; leave it out here"
         yield Problem(("critic", "device_mapping"), text)

@@ -39,6 +39,13 @@ _VERIFIERS: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
 }
 """By verifier of NeMo-RL: reward_args of math_verify, and the difference."""
+_ENVIRONMENTS = {
+    "nemo_gym": "its agents and tools call the model over HTTP: write a rollout_function that calls them "
+    "(docs/rollouts.md), and return their reward",
+    "math_multi_reward": "GDPO normalises each of several rewards of a response, and rewards here are one number",
+    "reward_model": "a reward model scores responses: serve it, and name a reward function that asks the server",
+}
+"""By environment of NeMo-RL, why it is not converted."""
 _IDLE = {
     "seed": "belongs to splits of a file, which do not exist here",
     "subset": "belongs to data sets on the Hub",
@@ -152,7 +159,8 @@ def _reward(file: NemoRlFile, environment: Any) -> None:
     """The reward of the environment that the data names, if it is supported."""
     math = file.peek("env.math")
     if environment != "math" or not isinstance(math, dict):
-        file.draft.leave_out("data.default.env_name", "refused", f"{environment}: {REWARDS}")
+        why = _ENVIRONMENTS.get(str(environment), REWARDS)
+        file.draft.leave_out("data.default.env_name", "refused", f"{environment}: {why}")
         return
     verifier, by = math.get("verifier_type") or "math", math.get("math_verify_impl") or "hf_math_verify"
     if verifier != "math" or by not in _VERIFIERS:

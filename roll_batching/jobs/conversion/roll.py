@@ -9,6 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from roll_batching.jobs.config.advantages import GAE
 from roll_batching.jobs.config.diagnostics import dotted
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, VLM
 from roll_batching.jobs.config.job_keys import JobKeys
@@ -61,6 +62,10 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     draft = Draft(source, framework="ROLL")
     on_policy = rename_students(draft, data)
     pipeline = "rlvr" if on_policy else pipeline_of(data)
+    if pipeline == "rlvr" and data.get("adv_estimator") == GAE and data.get("critic") is None:
+        data["critic"] = {}
+        text = "critic: is missing: ROLL's would have no device; it has actor_train's here, and ROLL's other defaults"
+        draft.missing.append(text)
     apply_defaults(draft, data, pipeline)
     if isinstance(kept := data.pop("max_ckpt_to_keep", None), int) and kept > 0:
         data["save_total_limit"], draft.origins["save_total_limit",] = kept, "max_ckpt_to_keep"

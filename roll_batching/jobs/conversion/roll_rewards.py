@@ -38,6 +38,8 @@ _NO_URL = "is missing: the address of a server of the judge's model that you sta
 _KEY_VARIABLE = "JUDGE_API_KEY"
 _PROMPT = "is a text of ROLL's; the default template asks for YES or NO as well, and reward_args.template is your own"
 _SAMPLING = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_OF_UNKNOWN_TAGS = "math_rule"
+"""The reward of prompts with unknown tags (ROLL's `update_dataset_domain`)."""
 _LINES_READ = 200
 """Lines of a data file that are read for tags."""
 _LONGEST_LINE = 1 << 20
@@ -63,6 +65,9 @@ def translate_rewards(draft: Draft, data: dict[str, Any]) -> None:
                 dropped[name] = one
         if not named:
             draft.leave_out(section, "refused", REWARD_WORKERS)
+    if _OF_UNKNOWN_TAGS in kept and not dropped and kept[_OF_UNKNOWN_TAGS].pop("tag_included", None) is not None:
+        text = "is the reward of all prompts whose tag no other reward names, as in ROLL"
+        draft.leave_out(f"rewards.{_OF_UNKNOWN_TAGS}.tag_included", "idle", text)
     if kept:
         data["rewards"] = kept
         for role in ("actor_train", "validation"):

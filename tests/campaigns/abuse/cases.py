@@ -8,6 +8,7 @@ import json
 import numpy as np
 
 from tests.campaigns.abuse.convert import CONVERSIONS
+from tests.campaigns.abuse.critics import CRITICS
 from tests.campaigns.abuse.engines import ENGINES
 from tests.campaigns.abuse.losses import LOSSES
 from tests.campaigns.abuse.parts import PARTS
@@ -350,4 +351,7 @@ PLACES = [
     ),
 ]
 
-CASES = [*REWARDS, *RUNS, *RESUMES, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *PLANS, *PLACES, *ENGINES, *PARTS]
+CASES = [
+    *(*REWARDS, *RUNS, *RESUMES, *CRITICS, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *PLANS, *PLACES),
+    *(*ENGINES, *PARTS),
+]

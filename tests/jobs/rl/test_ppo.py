@@ -207,6 +207,7 @@ def test_a_reward_that_is_no_number_ends_the_job_before_the_critic_learns_from_i
     report(text)
 
 
+SMALLER = {"vocab_size": 9, "hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 2, "num_attention_heads": 2}
 REFUSED = {
     "no critic": ({"critic": None}, "adv_estimator", "needs the role `critic`"),
     "another layout": (
@@ -230,6 +231,11 @@ REFUSED = {
         {"actor_train__model_args__value_head_std": 0.02},
         "actor_train.model_args.value_head_std",
         "only the role `critic`",
+    ),
+    "a smaller vocabulary": (
+        {"critic__model_args": {"architecture": SMALLER}},
+        "critic.model_args.architecture.vocab_size",
+        "which the critic reads",
     ),
     "a negative deviation": (
         {"critic__model_args": {"value_head_std": -0.1}},
