@@ -62,7 +62,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     draft = Draft(source, framework="ROLL")
     on_policy = rename_students(draft, data)
     pipeline = "rlvr" if on_policy else pipeline_of(data)
-    if pipeline == "rlvr" and data.get("adv_estimator") == GAE and data.get("critic") is None:
+    if pipeline == "rlvr" and not on_policy and data.get("adv_estimator") == GAE and data.get("critic") is None:
         data["critic"] = {}
         text = "critic: is missing: ROLL's would have no device; it has actor_train's here, and ROLL's other defaults"
         draft.missing.append(text)
