@@ -1,0 +1,53 @@
+"""Adapters between strategies: copied into another layout with the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.adapters import ALL
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+
+HERE = "tests.strategy.test_adapter_resharding:"
+SAMPLER = Layout(pp=2)
+
+
+def copied(payload: tuple[str, Layout]) -> tuple[float, float]:
+    """Largest difference of adapters after a copy into `SAMPLER`, and of log-probs between the two."""
+    import torch
+
+    from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+    from tests.strategy.test_adapters import settings
+    from tests.strategy.test_layouts import _meet
+    from tests.strategy.test_resharding import _crossed
+    from tests.support.adapters import adapter_values
+    from tests.support.models import fill, random_batch, worst_difference
+
+    folder, layout = payload
+    _meet(Path(folder) / "met")
+    role = settings(layout, "packed", ALL)
+    policy = MegatronTrainStrategy(role)
+    policy.initialize()
+    fill(policy.chunks, 61, policy.layout.tp_rank, policy.layout.tp_size)
+    sampled = settings(SAMPLER, "packed", ALL)
+    other = MegatronInferStrategy(sampled.model_copy(update={"model_args": role.model_args}), seed=5)
+    other.initialize(weights=False)
+    with torch.no_grad():
+        for chunk in other.chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
+    other.copy_weights_from(policy)
+    expected = adapter_values(policy.chunks, policy.layout.tp_rank)
+    difference, _ = worst_difference(adapter_values(other.chunks, other.layout.tp_rank), expected)
+    ours, theirs = _crossed(policy, other, random_batch(3, 11, 40))
+    return difference, float((ours - theirs).abs().max())
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True)], ids=str)
+def test_adapters_come_with_the_weights(tmp_path: Path, layout: Layout, report: Any) -> None:
+    for rank, (adapters, log_probs) in enumerate(run_ranks(2, f"{HERE}copied", (str(tmp_path), layout))):
+        report(f"rank {rank}: adapters {adapters:.1e}, log-probs {log_probs:.1e}")
+        assert adapters == 0 and log_probs < 1e-5
