@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import inspect
 import json
 import os
@@ -112,6 +113,8 @@ print(json.dumps([list(x.shape) for x in (out, *gradients)]))
 def test_kernels_compile_for_a_gpu_that_is_not_here(case: str, architecture: str) -> None:
     """Forward and backward under fake tensors: the package compiles for the GPU it is told, and launches nothing."""
     pytest.importorskip("flash_attn.cute", reason="needs pip install '.[flash-attn]'")
+    if architecture == "sm_100a" and ctypes.util.find_library("cuda") is None:
+        pytest.skip("its tile scheduler asks NVIDIA's driver for the device")
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
