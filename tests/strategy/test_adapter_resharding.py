@@ -1,4 +1,4 @@
-"""Adapters between strategies: copied into another layout with the weights."""
+"""Adapters between strategies: copied into another layout with the weights, refused where one has none."""
 
 from __future__ import annotations
 
@@ -51,3 +51,35 @@ def test_adapters_come_with_the_weights(tmp_path: Path, layout: Layout, report: 
     for rank, (adapters, log_probs) in enumerate(run_ranks(2, f"{HERE}copied", (str(tmp_path), layout))):
         report(f"rank {rank}: adapters {adapters:.1e}, log-probs {log_probs:.1e}")
         assert adapters == 0 and log_probs < 1e-5
+
+
+def mismatched(folder: str) -> list[str]:
+    """Messages of copies between a model with adapters and one without, both ways, in two layouts."""
+    from roll_batching.errors import RollBatchingError
+    from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+    from tests.strategy.test_adapters import settings
+    from tests.strategy.test_layouts import _meet
+
+    _meet(Path(folder) / "met")
+    role = settings(Layout(tp=2, sp=True), "packed", ALL)
+    policy = MegatronTrainStrategy(role)
+    policy.initialize()
+    plain = role.model_args.model_copy(update={"lora_target": None})
+    other = MegatronInferStrategy(settings(SAMPLER, "packed", ALL).model_copy(update={"model_args": plain}))
+    other.initialize(weights=False)
+    messages = []
+    for target, source in ((other, policy), (policy, other)):
+        try:
+            target.copy_weights_from(source)
+        except RollBatchingError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.bad_input
+def test_a_model_without_adapters_is_another_model(tmp_path: Path, report: Any) -> None:
+    first, second = run_ranks(2, f"{HERE}mismatched", str(tmp_path))
+    assert first == second
+    report("; ".join(first))
+    assert "adapter" in first[0] and "is not here" in first[0]
+    assert "adapter" in first[1] and "is not in the other" in first[1]
