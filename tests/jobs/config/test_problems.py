@@ -121,7 +121,7 @@ def test_all_problems_of_a_file_are_reported_together(problems, report):
               overlap_param_gather: true
               virtual_pipeline_model_parallel_size: 2
           critic_model: x
-        teacher: {}
+        teacher: []
         """
     )
     lines = [int(problem.split(":")[1]) for problem in found]

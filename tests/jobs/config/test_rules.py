@@ -332,7 +332,6 @@ REFUSED = {
     "vision-language": {f"{ARCHITECTURE.rsplit('.', 1)[0]}.vision_config": {"depth": 2}},
     "FP8": {f"{LAYOUT}.fp8": "hybrid"},
     "MTP": {f"{LAYOUT}.mtp_num_layers": 1},
-    "distillation": {"teacher": {"model_args": {}}},
     "context-parallel sizes": {f"{LAYOUT}.hybrid_context_parallel": True},
     "the cap of a pack": {f"{LAYOUT}.max_seqlen_per_dp_cp_rank": 4096},
     "every size from 1": {f"{LAYOUT}.min_dynamic_context_parallel_size": 2},
