@@ -50,7 +50,8 @@ def check_equal(written, read):
     [
         (["qwen3", "qwen2"], LAYOUTS),
         (["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"], EXPERT_LAYOUTS),
-        (["nemotron_h", "nemotron_h_latent"], EXPERT_LAYOUTS),
+        (["nemotron_h"], [Layout(tp=2, sp=True, dp=2)]),
+        (["nemotron_h_moe", "nemotron_h_latent"], EXPERT_LAYOUTS),
         (["qwen3", "qwen2"], UNEVEN),
         (["gpt_oss"], [Layout(pp=2, dp=2, ep=2, moe=True)]),
         (["gemma3", "gemma3_vision", "qwen3_5_vision"], [Layout(tp=2, pp=2)]),
@@ -60,6 +61,7 @@ def check_equal(written, read):
         "dense",
         "experts",
         "hybrid",
+        "hybrid with experts",
         "uneven stages",
         "stacked experts",
         "vision encoders",

@@ -34,7 +34,7 @@ def before_initialize(path: str) -> dict[str, str]:
     }
     said = {}
     for name, member in inspect.getmembers(MegatronTrainStrategy):
-        if name.startswith("_") or name in ("initialize", "from_parts", "from_model"):
+        if name.startswith("_") or name in ("initialize", "from_parts", "from_model") or isinstance(member, bool):
             continue
         strategy = MegatronTrainStrategy(worker_config("packed", 64))
         try:

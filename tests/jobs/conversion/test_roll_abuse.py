@@ -96,7 +96,7 @@ def test_data_files_that_must_not_be_opened_are_not(tmp_path):
     folder.mkdir()
     long.write_text('{"tag": "' + "x" * (3 << 20))
     files = [str(pipe), str(folder), str(long), "/dev/zero", str(tmp_path / "no" / ".." / "judge.jsonl")]
-    rewards = {"math": {"worker_cls": "a.MathRuleRewardWorker"}, "judge": {"worker_cls": "a.LLMJudgeRewardWorker"}}
+    rewards = {"math": {"worker_cls": "a.MathRuleRewardWorker"}, "judge": {"worker_cls": "a.DetectionRewardWorker"}}
     done = converted(tmp_path, "rlvr", {"rewards": rewards, "actor_train.data_args.file_name": files})
     kept = done.settings["actor_train"]["data_args"]["file_name"]
     assert kept == [str(folder), str(long), "/dev/zero"], "the others' names say whose prompts they hold"
@@ -108,7 +108,7 @@ def test_data_files_that_must_not_be_opened_are_not(tmp_path):
 def test_a_data_file_whose_lines_name_no_domain_is_kept(tmp_path, text):
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
-    rewards = {"math": {"worker_cls": "a.MathRuleRewardWorker"}, "judge": {"worker_cls": "a.LLMJudgeRewardWorker"}}
+    rewards = {"math": {"worker_cls": "a.MathRuleRewardWorker"}, "judge": {"worker_cls": "a.DetectionRewardWorker"}}
     done = converted(tmp_path, "rlvr", {"rewards": rewards, "actor_train.data_args.file_name": [str(file)]})
     assert done.settings["actor_train"]["data_args"]["file_name"] == [str(file)]
 
