@@ -1,4 +1,4 @@
-"""A reference without weights of its own: a policy with LoRA adapters, computed without them."""
+"""A reference that shares the weights of a policy with LoRA adapters, and switches these off."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BaseReference(MegatronInferStrategy):
 
     @property
     def offload_stats(self) -> OffloadStats:
-        """None of its own: the policy counts them."""
+        """Empty: the policy counts them."""
         return OffloadStats()
 
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:

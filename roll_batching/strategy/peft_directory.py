@@ -105,7 +105,7 @@ def load_adapters(state: ModelState, source: str, path: str) -> None:
             stored = set(file.keys())
             slices = {matrix.name: file.get_slice(matrix.name) for matrix in matrices if matrix.name in stored}
             shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors raises its own classes
             raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {describe_cause(error)}") from None
         problems = [f"{name} is missing" for name in sorted(names - stored)]
         problems += [f"{name} is unknown" for name in sorted(stored - names)]
@@ -202,7 +202,7 @@ def _write(folder: Path, adapters: AdapterState, source: str, tensors: dict[str,
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     try:
         save_file({name: one.contiguous() for name, one in sorted(tensors.items())}, folder / WEIGHTS)
-    except Exception as error:  # safetensors has errors of its own
+    except Exception as error:  # safetensors raises its own classes
         raise CheckpointError(f"{folder / WEIGHTS} cannot be written: {describe_cause(error)}") from None
 
 

@@ -49,6 +49,6 @@ def adapter_problems(job: JobKeys) -> Iterator[Problem]:
     if job.warmup is not None:
         text = (
             "is given, and with lora_target the reference would be the model before the warm-up; train the warm-up "
-            "in a job of its own (task: sft) and start from its export, or train without a reference"
+            "in a separate job (task: sft) and start from its export, or train without a reference"
         )
         yield Problem(("warmup",), text)
