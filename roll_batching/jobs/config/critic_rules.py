@@ -63,8 +63,8 @@ def critic_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
     """Notices on `given` keys of a critic that the job does not build."""
     if uses_critic(job):
         return
-    cause = f"task is {job.task}" if supervised(job) else f"adv_estimator is {job.adv_estimator}, not gae"
-    if not supervised(job) and job.adv_estimator == GAE:
+    cause = f"task is {job.task}" if job.task != "grpo" else f"adv_estimator is {job.adv_estimator}, not gae"
+    if job.task == "grpo" and job.adv_estimator == GAE:
         cause = "max_steps is 0"
     for key in CRITIC_KEYS:
         if given.get(key):

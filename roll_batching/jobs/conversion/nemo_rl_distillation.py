@@ -44,8 +44,23 @@ def convert_distillation(file: NemoRlFile) -> None:
     if objective == "mixed":
         file.draft.put(("mixed_kl_weight",), weight, "loss_fn.mixed_kl_weight")
     file.move("loss_fn.zero_outside_topk", ("zero_outside_topk",))
+    _temperatures(file)
     if isinstance(teacher := file.peek("teacher"), dict):
         _teacher(file, teacher)
+
+
+def _temperatures(file: NemoRlFile) -> None:
+    """The sampling temperature of each model, by which NeMo-RL also divides its logits in the loss."""
+    key = "generation.temperature"
+    student, teacher = (file.peek(f"{role}.{key}", 1.0) for role in ("policy", "teacher"))
+    if not all(isinstance(one, (int, float)) and one > 0 for one in (student, teacher)):
+        return
+    if student != 1:
+        text = "NeMo-RL divides the logits of the loss by it, too"
+        file.draft.put(("kd_temperature",), student, f"policy.{key}", text)
+    if teacher != student:
+        text = "teacher.generation.temperature / policy.generation.temperature, as kd_temperature divides both"
+        file.draft.put(("teacher_temperature",), teacher / student, f"teacher.{key}", text)
 
 
 def _teacher(file: NemoRlFile, teacher: Mapping[str, Any]) -> None:

@@ -90,3 +90,13 @@ def test_turns_and_several_teachers_are_left_out_with_a_reason(tmp_path: Path) -
     reasons = {one.key: one.why for one in converted(tmp_path, text).left_out_as("refused", "unknown")}
     assert "one turn" in reasons["distillation.max_rollout_turns"]
     assert "one teacher" in reasons["teachers"]
+
+
+def test_sampling_temperatures_divide_the_logits_of_the_loss_as_well(tmp_path: Path) -> None:
+    warm = FILE.replace("temperature: 1.0", "temperature: 0.5")
+    settings = converted(tmp_path, warm).settings
+    assert settings["kd_temperature"] == 0.5 and "teacher_temperature" not in settings
+    teacher = "  generation: {backend: vllm, temperature: 2.0}\n"
+    settings = converted(tmp_path, warm.replace("data: {train", teacher + "data: {train")).settings
+    assert (settings["kd_temperature"], settings["teacher_temperature"]) == (0.5, 4.0)
+    assert "kd_temperature" not in converted(tmp_path).settings

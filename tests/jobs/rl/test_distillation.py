@@ -241,6 +241,17 @@ def test_a_teacher_that_nothing_reads_has_a_notice(folder: Path) -> None:
 
 
 @pytest.mark.config
+def test_keys_that_distillation_does_not_read_have_a_notice(folder: Path) -> None:
+    unread = {"gamma": 0.9, "reward_clip": 2.0, "norm_mean_type": "batch", "init_kl_coef": 0.3, "lambd": 0.9}
+    config = config_from_dict(job(folder, **unread, actor_train__router_replay={"mode": "R2"}))
+    notices = {notice.path: notice.text for notice in config.notices}
+    assert {*unread, "actor_train.router_replay", "actor_train.data_args.eval_file_name"} <= notices.keys()
+    assert all("task is distill" in notices[key] for key in unread)
+    again = {notice.path for notice in config_from_dict(config_from_dict(job(folder)).to_dict()).notices}
+    assert not again & {"adv_estimator", "gamma", "reward_clip", "norm_mean_type", "init_kl_coef"}
+
+
+@pytest.mark.config
 def test_what_a_teacher_takes_from_actor_train(folder: Path) -> None:
     config = config_from_dict(job(folder, actor_train__model_args__dtype="fp32"))
     teacher = config.teacher
