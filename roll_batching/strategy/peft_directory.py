@@ -40,6 +40,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (None, []),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
+    "layer_replication": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others change the frozen weights, too
 }
 """Keys of `adapter_config.json` that change what an adapter computes, and the values that it has here."""
 _SHOWN = 4

@@ -127,6 +127,25 @@ def check_tokens(batch: SampleBatch, state: ModelState) -> None:
     )
 
 
+def check_candidates(batch: SampleBatch, name: str | None, state: ModelState) -> None:
+    """Raises `DataError` for ids in the field `name` of a loss's candidates that are no tokens of the model.
+
+    They have no logit, and would get a log-prob all the same. A field that is missing is an error where it is read.
+    """
+    if name is None or name not in batch or not batch.num_tokens:
+        return
+    ids, count = batch[name], state.vocab_size or gpt_of(state.chunks[0]).vocab_size
+    if ids.is_floating_point() or ids.dtype is torch.bool:
+        raise DataError(f"{name} has {ids.dtype}: give int32 or int64, the ids of tokens")
+    lowest, largest = (int(x) for x in ids.aminmax())
+    if lowest < 0 or largest >= count:
+        wrong = lowest if lowest < 0 else largest
+        raise DataError(
+            f"{name} has the token {wrong}, and the model the tokens 0 to {count - 1}: take a teacher with the "
+            "student's vocabulary"
+        )
+
+
 def check_positions(longest: int, state: ModelState) -> None:
     """Raises `DataError` if `longest` positions, padding included, exceed the model's learned position embeddings.
 

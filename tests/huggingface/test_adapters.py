@@ -175,7 +175,9 @@ def refused(payload: tuple[str, str]) -> dict[str, str]:
             messages[name] = str(error)
         del strategy
         part()
-    for name, changes in {"rslora": {"use_rslora": True}, "rank 2": {"r": 2}, "no file": None}.items():
+    for name, changes in {
+        "rslora": {"use_rslora": True}, "pissa": {"init_lora_weights": "pissa"}, "rank 2": {"r": 2}, "no file": None
+    }.items():  # fmt: skip
         folder = Path(to) / name
         shutil.copytree(f"{to}/adapter", folder)
         if changes is None:
@@ -204,6 +206,7 @@ def test_what_does_not_fit_is_named(tmp_path, report):
         "other target": "lora_target is",
         "other model": "model.safetensors differ in size or content",
         "rslora": "use_rslora is True",
+        "pissa": "init_lora_weights is 'pissa'",
         "rank 2": "r is 2, and lora_rank is 4",
         "no file": "cannot be read",
     }.items():

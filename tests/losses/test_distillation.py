@@ -6,6 +6,7 @@ logits below, on the counted positions of `waves.batch()`. ROLL computes in fp32
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,6 +276,32 @@ def test_fields_of_the_teacher_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(DataError, match=words):
             DistillLoss().check(wrong, [])
+
+
+@pytest.mark.bad_input
+def test_ids_that_are_no_tokens_are_refused() -> None:
+    """They have no logit: the log-prob of such an id would be that of a logit of 0."""
+    from roll_batching.strategy.step_inputs import check_candidates
+
+    data, student = taught(), SimpleNamespace(vocab_size=int(taught()["teacher_ids"].max()) + 1)
+    check_candidates(data, "teacher_ids", student)  # type: ignore[arg-type]
+    check_candidates(data, None, student)  # type: ignore[arg-type]
+    ids = data["teacher_ids"]
+    for wrong, words in ((ids + 1, "the model the tokens 0 to"), (-1 - ids, "has the token -"), (ids / 2, "float32")):
+        with pytest.raises(DataError, match=words):
+            other = data.with_fields({"teacher_ids": wrong}, {"teacher_ids": "next_token"})
+            check_candidates(other, "teacher_ids", student)  # type: ignore[arg-type]
+
+
+def test_a_frozen_head_gets_no_gradient_and_changes_no_other() -> None:
+    hidden, weight, labels = head(torch.float64)
+    found = []
+    for frozen in (False, True):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+        token_log_probs(leaves[0], labels, weight=leaves[1], vocab_size=REAL, chunk=5)[0].sum().backward()
+        found.append(leaves[0].grad)
+        assert (leaves[1].grad is None) == frozen
+    assert torch.equal(*found)
 
 
 @pytest.mark.bad_input

@@ -30,16 +30,16 @@ def _strategy(layout: Layout, prefixes: tuple[str, ...] | None) -> Any:
     return strategy
 
 
-def trained(payload: tuple[str, Layout]) -> dict[str, Any]:
+def trained(payload: tuple[str, Layout, tuple[str, ...]]) -> dict[str, Any]:
     """Gradients of a step with and without frozen modules, and the parameters that moved."""
     from roll_batching.modeling.head import gpt_of
     from roll_batching.samples import distribute, gather_lengths
     from tests.strategy.test_layouts import _batches, _loss, _meet, _part
     from tests.support.models import global_name, whole_gradients
 
-    folder, layout = payload
+    folder, layout, frozen = payload
     gradients, moved = [], set()
-    for number, prefixes in enumerate((None, PREFIXES)):
+    for number, prefixes in enumerate((None, frozen)):
         _meet(Path(folder) / f"met-{number}")
         strategy = _strategy(layout, prefixes)
         gpts = [gpt_of(chunk) for chunk in strategy.chunks]
@@ -57,7 +57,7 @@ def trained(payload: tuple[str, Layout]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, recompute=True, tied=True)], ids=str)
 def test_the_others_train_as_before(tmp_path: Path, layout: Layout) -> None:
-    for found in run_ranks(layout.ranks, f"{HERE}trained", (str(tmp_path), layout)):
+    for found in run_ranks(layout.ranks, f"{HERE}trained", (str(tmp_path), layout, PREFIXES)):
         frozen = {name for name in found["full"] if name.startswith(PREFIXES)}
         assert len(frozen) == 4, frozen
         assert found["frozen"].keys() == found["full"].keys() - frozen
@@ -89,3 +89,17 @@ def test_prefixes_that_freeze_nothing_or_everything(report: Any) -> None:
     assert first == second
     report("; ".join(first))
     assert "no parameter begins with 'vision_model'" in first[0] and "freezes every parameter" in first[1]
+
+
+FIRST_STAGE = ("embedding", "decoder.layers.0", "decoder.layers.1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(pp=2, recompute=True), Layout(pp=2, distopt=True)], ids=str)
+def test_a_stage_may_be_frozen_as_a_whole(tmp_path: Path, layout: Layout) -> None:
+    for found in run_ranks(layout.ranks, f"{HERE}trained", (str(tmp_path), layout, FIRST_STAGE)):
+        frozen = {name for name in found["full"] if name.startswith(FIRST_STAGE)}
+        assert found["frozen"].keys() == found["full"].keys() - frozen
+        for name in found["frozen"].keys() - {"spread"}:
+            torch.testing.assert_close(found["frozen"][name], found["full"][name], atol=1e-6, rtol=1e-5)
+        assert not {name for name in found["moved"] if name.startswith(FIRST_STAGE)}
