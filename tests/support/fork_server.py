@@ -1,4 +1,4 @@
-"""A process that has imported torch and Megatron and forks a test's ranks: each starts in milliseconds.
+"""A process that has imported torch, Megatron and this package, and forks a test's ranks: each starts in milliseconds.
 
 The parent writes one pickled request per rank to its standard input (`Request`) and gets pickled events back:
 ("started", number, pid) and ("ended", number, exit code). When the input closes, the server kills what it
@@ -35,7 +35,14 @@ PRELOADED = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
     "megatron.core.dist_checkpointing",
+    "pytest",  # by the modules of tests
+    "roll_batching.jobs.job",
+    "roll_batching.modeling.builder",
+    "roll_batching.planning.load_balance.planner",
+    "roll_batching.strategy",
+    "tests.support.models",
 )
+"""Of what nearly every rank needs; importing this package alone would take longer than the rest of most tests."""
 
 
 class Request(NamedTuple):
