@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -194,16 +195,29 @@ def test_every_prompt_has_the_answer_before_it_whatever_the_shares() -> None:
 
 
 @pytest.mark.loss
-def test_the_loss_is_trls(tmp_path: Path) -> None:
-    """TRL's kto_loss written out: 1 - sigmoid(beta (r - z)), z the mean over mismatched answers, at least 0."""
+def test_the_loss_is_trls() -> None:
+    """TRL's kto_loss written out in numpy: 1 - sigmoid(+-beta (r - z)), weighted by verdict, the mean of responses."""
     from roll_batching.losses import KTOLoss
-    from tests.losses.formulas import batch, run
+    from tests.losses.formulas import batch, leaves, run
 
+    beta, desirable, undesirable, point = 0.1, 1.2, 0.7, 0.3
     data = batch()
-    fields = {"desirable": data["chosen"], "reference_point": torch.full((len(data),), 0.3, dtype=torch.float64)}
+    fields = {"desirable": data["chosen"], "reference_point": torch.full((len(data),), point, dtype=torch.float64)}
     data = data.with_fields(fields, dict.fromkeys(fields, "sample"))
-    value, _, metrics = run(KTOLoss(beta=0.1, desirable_weight=1.2), data)
-    assert 0 < value < 1.2 and metrics["reference_point"] == pytest.approx(0.3)
+    log_probs, losses = leaves(data).detach()[:, 0].numpy(), []
+    rows = zip(data.offsets.tolist(), data.to_lists("ref_log_probs"), data.to_lists("response_mask"), strict=False)
+    for number, (start, reference, mask) in enumerate(rows):
+        counted = mask.numpy()[1:].astype(bool)  # row i predicts token i + 1
+        if not counted.any():
+            continue
+        policy = log_probs[start : start + len(mask)][:-1]
+        reward = float((policy - reference.numpy()[:-1])[counted].sum())
+        is_desirable = bool(data["chosen"][number])
+        sign, weight = (1, desirable) if is_desirable else (-1, undesirable)
+        losses.append(weight * (1 - 1 / (1 + np.exp(-sign * beta * (reward - point)))))
+    loss = KTOLoss(beta=beta, desirable_weight=desirable, undesirable_weight=undesirable)
+    value, _, metrics = run(loss, data)
+    assert value == pytest.approx(np.mean(losses), rel=1e-12) and metrics["reference_point"] == pytest.approx(point)
 
 
 def refusal(payload: dict[str, Any]) -> str:
