@@ -11,6 +11,7 @@ from roll_batching.jobs.rollouts.step_metrics import update_metrics
 from roll_batching.jobs.steps.update import train_on_values, with_values
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
+from roll_batching.settings.model import ModelArgs
 from roll_batching.strategy import MegatronTrainStrategy
 from roll_batching.strategy.trunk import copy_trunk
 
@@ -20,6 +21,14 @@ _READ = ("input_ids", "response_mask", "returns", OLD_VALUES)
 
 _RECORDED = ("loss", "grad_norm", "lr", "tokens", "padding_share", "imbalance", "micro_batches", "train_seconds")
 """Metrics of its optimizer steps that a row has, beside those of its loss."""
+
+
+_IDENTITY = ("model_name_or_path", "family", "architecture", "dtype")
+
+
+def is_same_model(critic: ModelArgs, policy: ModelArgs) -> bool:
+    """Whether a critic's role names the policy's model. Its head, and what each of them freezes, may differ."""
+    return all(getattr(critic, name) == getattr(policy, name) for name in _IDENTITY)
 
 
 class Critic:
@@ -34,8 +43,7 @@ class Critic:
         dp_size = policy.layout.dp_size
         role, trained = critic_role(config, dp_size), config.actor_train
         self.strategy = MegatronTrainStrategy(role, seed=config.seed)
-        without_head = role.model_args.model_copy(update={"value_head": False, "value_head_std": 0.0})
-        copies = without_head == trained.model_args
+        copies = is_same_model(role.model_args, trained.model_args)
         self.strategy.initialize(weights=not copies)
         if copies:
             copy_trunk(policy, self.strategy)

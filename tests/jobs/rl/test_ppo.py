@@ -106,6 +106,16 @@ def test_a_critic_learns_from_its_first_step_and_the_policy_after_the_warm_up(tm
     report(f"critic: squared error {[round(row['critic_error'], 3) for row in rows]}")
 
 
+def test_a_critic_of_the_policys_model_starts_from_its_weights_whatever_is_frozen() -> None:
+    from roll_batching.jobs.rl.critic import is_same_model
+    from roll_batching.settings.model import ModelArgs
+
+    policy = ModelArgs(model_name_or_path="/models/one", freeze_module_prefix=("embedding",))
+    critic = ModelArgs(model_name_or_path="/models/one", value_head=True, value_head_std=0.1)
+    assert is_same_model(critic, policy)
+    assert not is_same_model(critic.model_copy(update={"model_name_or_path": "/models/two"}), policy)
+
+
 def head_of_the_critic(payload: dict[str, Any]) -> list[list[float]]:
     """On a rank: the value head of the job's critic as it is built, if this rank has it."""
     import torch
