@@ -50,8 +50,9 @@ def convert_data(file: VerlFile) -> None:
         file.draft.leave_out("data.shuffle", "refused", "prompts are shuffled anew in every epoch")
     file.move("data.seed", ("seed",))
     manager = file.take("reward.reward_manager.name") or file.take("reward_model.reward_manager")
-    if manager is not None and manager != "naive":
+    if manager not in (None, "naive", "dapo"):  # dapo: naive with a penalty for long responses
         file.draft.leave_out("reward.reward_manager.name", "refused", f"{manager}: {REWARDS}")
+    _overlong_buffer(file)
     file.expect_off("reward.reward_model.enable", "reward_model.enable", why="reward models are not served for now")
     for section in ("custom_reward_function", "reward.custom_reward_function"):
         path = file.take(f"{section}.path")
@@ -65,6 +66,20 @@ def convert_data(file: VerlFile) -> None:
     file.take("reward.custom_reward_function")
     key = "reward (by data_source)"
     file.draft.leave_out(key, "refused", f"verl chooses a function by the data_source of a line: {REWARDS}")
+
+
+def _overlong_buffer(file: VerlFile) -> None:
+    """The penalty for long responses of verl's reward manager `dapo`."""
+    for kwargs in ("reward_model.reward_kwargs", "reward.reward_kwargs"):
+        section = f"{kwargs}.overlong_buffer_cfg"
+        if file.peek(f"{section}.enable") is True and file.peek(f"{section}.penalty_factor") != 0:
+            file.take(f"{section}.enable")
+            file.move(f"{section}.len", ("overlong_buffer", "length"))
+            file.move(f"{section}.penalty_factor", ("overlong_buffer", "penalty"))
+            file.move(f"{kwargs}.max_resp_len", ("overlong_buffer", "response_length"))
+            file.take(f"{section}.log")
+        else:
+            file.expect_off(section, why=REWARDS)
 
 
 def convert_rollouts(file: VerlFile, devices: int) -> None:

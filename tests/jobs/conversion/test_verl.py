@@ -163,6 +163,13 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "greedy evaluation": ("data.val_files=/a.parquet", {"validation.generating_args.do_sample": False}),
     "filtered": ("data.filter_overlong_prompts=True", {"actor_train.data_args.long_prompts": "drop"}),
+    "long responses": (
+        "reward_model.reward_manager=dapo +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.len=64 +reward_model.reward_kwargs.max_resp_len=128 "
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 "
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.log=False",
+        {"overlong_buffer": {"length": 64, "penalty": 0.5, "response_length": 128}},
+    ),
     "folder": (
         "trainer.default_local_dir=/ckpt/one trainer.experiment_name=one trainer.save_freq=5",
         {"output_dir": "/ckpt", "exp_name": "one", "save_steps": 5},
@@ -176,6 +183,12 @@ def test_settings_keep_their_meaning(tmp_path, case):
     done = converted(tmp_path, overrides)
     job_of(done, tmp_path)
     assert {key: value_at(done.settings, key) for key in wanted} == wanted
+
+
+def test_no_penalty_for_long_responses_where_it_is_off(tmp_path):
+    key = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    done = converted(tmp_path, f"+{key}.enable=False +{key}.len=64 +{key}.penalty_factor=0.5")
+    assert "overlong_buffer" not in done.settings and key in left_out(done, "idle")
 
 
 def test_megatron_ignores_betas_there_as_here(tmp_path):
