@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from roll_batching.losses.distillation import TEACHER_IDS, TEACHER_LOG_PROBS
 from roll_batching.modeling.attention.varlen import VarlenSpans
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.prefetch import map_tensors
@@ -15,14 +16,14 @@ from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.fields import FieldKind
 
 _NEXT_TOKENS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-_OF_SAMPLES = ("advantages", "rewards")
+_OF_SAMPLES = ("advantages", "rewards", "reference_point")
 
 
-def samples_of(plan: Plan, dp_rank: int, *, token_advantages: bool = False) -> SampleBatch:
+def samples_of(plan: Plan, dp_rank: int, top_k: int = 0, *, token_advantages: bool = False) -> SampleBatch:
     """Samples that `plan` assigns to a data-parallel rank: real lengths, zeros as contents, and every field of a loss.
 
-    All tokens are response tokens, and samples 2i and 2i + 1 are a pair. `token_advantages`: advantages per token
-    instead of per sample.
+    All tokens are response tokens, and samples 2i and 2i + 1 are a pair. `top_k`: likely tokens of a teacher at each
+    position; 0: none. `token_advantages`: advantages per token instead of per sample.
     """
     indices = plan.rank_samples(dp_rank)
     lengths = torch.from_numpy(plan.lengths[indices].copy())
@@ -34,6 +35,7 @@ def samples_of(plan: Plan, dp_rank: int, *, token_advantages: bool = False) -> S
         **{name: torch.zeros(count) for name in _OF_SAMPLES},
         "pair": ids // 2,
         "chosen": ids % 2 == 0,
+        "desirable": ids % 2 == 0,
     }
     kinds: dict[str, FieldKind] = {
         "input_ids": "token",
@@ -42,7 +44,12 @@ def samples_of(plan: Plan, dp_rank: int, *, token_advantages: bool = False) -> S
         **dict.fromkeys(_OF_SAMPLES, "sample"),
         "pair": "sample",
         "chosen": "sample",
+        "desirable": "sample",
     }
+    if top_k:
+        fields[TEACHER_LOG_PROBS] = torch.zeros(tokens, top_k)
+        fields[TEACHER_IDS] = torch.zeros(tokens, top_k, dtype=torch.int32)
+        kinds |= {TEACHER_LOG_PROBS: "next_token", TEACHER_IDS: "next_token"}
     if token_advantages:
         fields["advantages"], kinds["advantages"] = torch.zeros(tokens), "next_token"
     return SampleBatch(ids, lengths, fields, {name: FieldSpec(kind) for name, kind in kinds.items()})
@@ -57,12 +64,15 @@ def samples_of_critic(plan: Plan, dp_rank: int) -> SampleBatch:
     )
 
 
-def fake_pack(pack: PackedBatch, device: torch.device) -> PackedBatch:
+def fake_pack(pack: PackedBatch, device: torch.device, top_k: int = 0) -> PackedBatch:
     """Copy of `pack` with a fake tensor of the same shape and dtype on `device` for every tensor.
 
-    Call it under a FakeTensorMode. Fields that share a tensor share the fake one.
+    Call it under a FakeTensorMode. Fields that share a tensor share the fake one. A teacher's fields have `top_k`
+    tokens at each position, however many `pack` has: for the whole vocabulary they would fill the host's memory.
     """
     result = _copied(pack, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    for name in {TEACHER_LOG_PROBS, TEACHER_IDS} & set(result.fields):
+        result.fields[name] = result.fields[name].new_empty(len(result.fields[name]), top_k)
     spans = pack.params.attention
     if isinstance(spans, VarlenSpans):
         set_attention_pairs(result.params.attention.cu_queries, _attention_pairs(spans))

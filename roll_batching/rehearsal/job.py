@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from roll_batching.errors import LayoutError
-from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
-from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.objectives.from_config import critic_mini_batch_size
 from roll_batching.planning import ParallelDims, PlanConstraints
 from roll_batching.rehearsal.experts import EXPERT_COUNT_READS
@@ -18,7 +17,16 @@ from roll_batching.rehearsal.extrapolation import extrapolate_layers
 from roll_batching.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
 from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rollout import fault_of, has_local_rollouts
-from roll_batching.rehearsal.stages import FEW, MORE, letters_of, rehearsed_depths, stages_of
+from roll_batching.rehearsal.stages import (
+    FEW,
+    MORE,
+    StageKind,
+    frozen_roles,
+    letters_of,
+    rank_kinds,
+    rehearsed_depths,
+    stages_of,
+)
 from roll_batching.rehearsal.task import CRITIC, RankReport, RankTask
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
@@ -58,7 +66,7 @@ class StageReport:
     name: str
     report: RankReport
     stages: int = 1
-    """Number of stages that it represents."""
+    """Number of stages that it represents; 0 for a further rank of a stage, with another stage of a frozen model."""
     cp_size: int | None = None
     """Context-parallel size of the packs, where each pack has its own; None: the layout's."""
     other_communicators: frozenset[str] = frozenset()
@@ -167,12 +175,6 @@ def rehearse_job(
         ConfigError: the model's shape is unknown, the layout does not divide it, or the data have no lengths yet.
         RehearsalError: a rank failed.
     """
-    if config.task == "kto":
-        text = "kto is not rehearsed for now: rehearse the model as task: sft, which has one pass less"
-        raise config.error(Problem(("task",), text))
-    if uses_teacher(config):
-        text = "is not rehearsed for now: rehearse the student as task: grpo, or without loss_function: distill"
-        raise config.error(Problem(("teacher",), text))
     if config.actor_train.model_args.freeze_module_prefix is not None:
         path = ("actor_train", "model_args", "freeze_module_prefix")
         raise config.error(Problem(path, "is not rehearsed for now: leave it out, or set lora_target"))
@@ -182,7 +184,7 @@ def rehearse_job(
             continue
         if config.own_devices(name) is not None:
             raise config.error(Problem((name, "device_mapping"), text))
-        if different := differing_keys(role, config.actor_train):
+        if name not in frozen_roles(config) and (different := differing_keys(role, config.actor_train)):
             raise config.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
         own, trained = (one.strategy_args.strategy_config for one in (role, config.actor_train))
         if own.max_context_parallel_size != trained.max_context_parallel_size:
@@ -193,15 +195,20 @@ def rehearse_job(
         lengths = lengths_of_data(config, dims.dp_size)
     split = megatron.chunk_layers(architecture.num_layers)
     chunks = dims.pp_size * dims.vpp_size
+    ranks = rank_kinds(
+        stages_of(split, letters_of(split, architecture)),
+        {name: _stages_of_role(config, name, role) for name, role in frozen_roles(config).items()},
+        world,
+    )
     kinds = [
-        (cp_size, kind, rehearsed_depths(config, kind, split, megatron, architecture))
+        (cp_size, kind, rehearsed_depths(config, kind.policy, split, megatron, architecture))
         for cp_size in context_sizes(config, dims, lengths)
-        for kind in stages_of(split, letters_of(split, architecture))
+        for kind in ranks
     ]
     tasks = [
         RankTask(
             config=config,
-            rank=kind.stage * (world // dims.pp_size),
+            rank=kind.rank,
             world_size=world,
             cp_size=cp_size or 1,
             layers=None if depth is None else depth * chunks,
@@ -217,13 +224,23 @@ def rehearse_job(
         report = next(reports)
         if len(depths) == 2:
             pair, ends = (report, next(reports)), (FEW, MORE)
-            report = extrapolate_layers(*pair, (*ends, kind.chunk_layers[0]))
+            report = extrapolate_layers(*pair, (*ends, kind.policy.chunk_layers[0]))
             # The model's FLOPs are those of all stages.
             whole = extrapolate_layers(*pair, (*ends, architecture.num_layers / chunks))
             report = replace(report, training=whole.training, critic=whole.critic)
         name = kind.name if cp_size is None else f"{kind.name}, CP {cp_size}"
         stages.append(StageReport(name=name, report=report, stages=kind.stages, cp_size=cp_size))
     return Rehearsal(config=config, dims=dims, stages=_with_all_communicators(stages))
+
+
+def _stages_of_role(config: JobConfig, name: str, role: WorkerConfig) -> list[StageKind]:
+    """Kinds of pipeline stages of a frozen model."""
+    megatron, architecture = role.strategy_args.strategy_config, role.model_args.architecture
+    if architecture is None:
+        text = f"is missing, and {role.model_args.model_name_or_path} is not a directory here: a rehearsal needs the "
+        raise config.error(Problem((name, "model_args", "architecture"), f"{text}model's shape"))
+    split = megatron.chunk_layers(architecture.num_layers)
+    return stages_of(split, letters_of(split, architecture))
 
 
 def _with_all_communicators(stages: Sequence[StageReport]) -> tuple[StageReport, ...]:

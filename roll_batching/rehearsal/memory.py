@@ -16,12 +16,12 @@ _LAYER = re.compile(r"\blayers\.\d+\b")
 
 
 def kinds_of(
-    recorder: Recorder, trained: Mapping[str, tuple[Sequence[Any], Any]], reference: Sequence[Any]
+    recorder: Recorder, trained: Mapping[str, tuple[Sequence[Any], Any]], frozen: Mapping[str, Sequence[Any]]
 ) -> dict[int, str]:
     """Kind of each storage that outlives a step, by its index in `recorder.blocks`.
 
     `trained` has chunks and optimizer of the policy, under an empty text, and of the critic, each by the beginning of
-    its kinds' names.
+    its kinds' names; `frozen` the chunks of the reference and of the teacher, by kind.
     """
     kinds: dict[int, str] = {}
 
@@ -37,8 +37,9 @@ def kinds_of(
                 mark([buffer.param_data], f"{name}weights")
             mark(chunk.parameters(), f"{name}weights")
             mark((getattr(p, "main_grad", None) for p in chunk.parameters()), f"{name}gradients")
-    for chunk in reference:
-        mark(chunk.parameters(), "reference")
+    for name, chunks in frozen.items():
+        for chunk in chunks:
+            mark(chunk.parameters(), name)
     for name, (_, optimizer) in trained.items():
         if optimizer is not None:
             mark(_state_of(optimizer), f"{name}optimizer")

@@ -1,21 +1,20 @@
-"""Passes of a step on one rank: the strategies themselves, on micro-batches of fake tensors."""
+"""Passes of a step on one rank, on micro-batches of fake tensors."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from roll_batching.distributed import Facts
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.objectives.from_config import (
     critic_role,
     loss_of,
@@ -25,15 +24,13 @@ from roll_batching.jobs.objectives.from_config import (
 )
 from roll_batching.losses import SFTLoss, loss_spec
 from roll_batching.losses.contract import VALUES as VALUE_FIELD
-from roll_batching.losses.contract import LossSpec
 from roll_batching.modeling.cost import plan_flops
-from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.planning.prefixes import shared_positions
 from roll_batching.planning.role_planner import SMALLEST_SAVING
-from roll_batching.rehearsal.fake_data import fake_pack, real_pack, samples_of, samples_of_critic
+from roll_batching.rehearsal.fake_data import samples_of_critic
 from roll_batching.rehearsal.lengths import (
     Bin,
     fullest_bin,
@@ -45,76 +42,24 @@ from roll_batching.rehearsal.lengths import (
     plan_of_step,
     with_one_size,
 )
+from roll_batching.rehearsal.models import Frozen, Policy, RehearsedStrategy, SharedReference
 from roll_batching.rehearsal.recorder import Recorder
-from roll_batching.rehearsal.rollout import has_local_rollouts, rehearse_rollout
-from roll_batching.rehearsal.task import CRITIC, LOG_PROBS, REFERENCE, VALUES, TrainingBatch
+from roll_batching.rehearsal.rollout import has_local_rollouts
+from roll_batching.rehearsal.task import (
+    CRITIC,
+    LOG_PROBS,
+    MISMATCHED,
+    MISMATCHED_REFERENCE,
+    REFERENCE,
+    TEACHER,
+    VALUES,
+    TrainingBatch,
+)
 from roll_batching.samples import SampleBatch
-from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-from roll_batching.strategy.base_reference import BaseReference
+from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.context_sizes import pack_times_of
 from roll_batching.strategy.prefix_sharing import sharing_of
-from roll_batching.strategy.schedule import Packs
-from roll_batching.strategy.step_inputs import pack_inputs
-
-_CPU = torch.device("cpu")
-
-
-class _RehearsedStrategy(MegatronInferStrategy):
-    """Strategy that packs real tensors on the host and computes on fake ones.
-
-    Packing reads lengths and offsets, so it needs values.
-    """
-
-    recorder: Recorder
-    with_values = False
-    """Whether to compute on real tensors, for the tests that a rehearsal is compared with."""
-
-    def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
-        state = self.state
-        on_host = dataclasses.replace(state, layout=dataclasses.replace(state.layout, device=_CPU))
-        with _disable_current_modes():
-            packs = list(pack_inputs(on_host, facts, local, plan, masks))
-        with self.recorder.during("inputs"):
-            return [real_pack(pack) if self.with_values else fake_pack(pack, state.device) for pack in packs]
-
-    def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
-        return super()._pack_for(facts, local, plan, dataclasses.replace(spec, check=_on_host(spec.check)))
-
-    def _require_finite(self, outputs: SampleBatch) -> SampleBatch:
-        return super()._require_finite(outputs) if self.with_values else outputs
-
-    def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
-        phase = contextlib.nullcontext() if options.get("forward_only") else self.recorder.during("step")
-        with phase:
-            return super()._run(plan, packs, bind, **options)
-
-
-class Policy(_RehearsedStrategy, MegatronTrainStrategy):
-    """Training strategy of the policy."""
-
-    def trace_gradient_sync(self) -> None:
-        """Record the gradient synchronization at the end of the schedule as a separate phase."""
-        config = self.chunks[0].config
-        finalize = config.finalize_model_grads_func
-
-        def traced_finalize(*args: Any, **kwargs: Any) -> Any:
-            with self.recorder.during("gradient sync"):
-                return finalize(*args, **kwargs)
-
-        config.finalize_model_grads_func = traced_finalize
-
-    def roll_out(self, config: JobConfig) -> str:
-        """Rehearse the rollouts of a step; returns a note for the report."""
-        with self._evaluating():
-            return rehearse_rollout(self.state, config, self.recorder)
-
-
-class Reference(_RehearsedStrategy):
-    """Frozen reference model."""
-
-
-class SharedReference(_RehearsedStrategy, BaseReference):
-    """The policy without its adapters."""
+from roll_batching.strategy.top_tokens import top_log_probs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,14 +68,21 @@ class Passes:
 
     config: JobConfig
     policy: Policy
-    reference: Reference | SharedReference | None
+    reference: Frozen | SharedReference | None
     loss: Any
     critic: Policy | None
+    teacher: Frozen | None
     lengths: tuple[int, ...] | None
     """Tokens of the samples of an optimizer step; None: samples as long as the job allows."""
     micro_batches: int | None
     cp_size: int = 1
     """Context-parallel size of the packs, where each pack has its own."""
+
+    @property
+    def frozen_chunks(self) -> dict[str, Sequence[Any]]:
+        """Chunks of the models that do not train, by kind of memory; a policy without its adapters has none."""
+        models = {REFERENCE: self.reference, TEACHER: self.teacher}
+        return {name: one.chunks for name, one in models.items() if one is not None and one.has_own_weights}
 
     @property
     def unit(self) -> int:
@@ -204,12 +156,12 @@ class Passes:
 
     def count(self) -> int:
         """Micro-batches of a pass: enough to fill the pipeline and start one more, unless set."""
-        layout = self.policy.layout
         if self.micro_batches is not None:
             return self.micro_batches
-        if layout.pp_size == 1:
-            return 2
-        return layout.pp_size + 1 if layout.vpp_size == 1 else 2 * layout.pp_size
+        layouts = [one.layout for one in (self.policy, self.reference, self.teacher) if one is not None]
+        count = max(2, *(one.pp_size + 1 if one.vpp_size == 1 else 2 * one.pp_size for one in layouts))
+        multiple = math.lcm(*(one.pp_size for one in layouts if one.vpp_size > 1))
+        return -(-count // multiple) * multiple
 
     def first_step(self) -> None:
         """Run a small step of every trained model, which creates the optimizer state."""
@@ -221,6 +173,19 @@ class Passes:
         """Rehearse rollouts of the training model; returns notes for the report."""
         return (self.policy.roll_out(self.config),) if has_local_rollouts(self.config) else ()
 
+    def host_notes(self) -> tuple[str, ...]:
+        """Host memory of the teacher's likely tokens, which travel with the samples; a note for the report."""
+        if self.teacher is None:
+            return ()
+        dp_size, longest = self.policy.layout.dp_size, longest_sample(self.config)
+        samples = self.config.samples_per_rollout if is_rl(self.config) else self.config.mini_batch_size(dp_size)
+        tokens = sum(self.lengths) / len(self.lengths) if self.lengths else longest
+        size = 8 * self.policy.top_k * tokens * -(-samples // dp_size)
+        return (
+            f"teacher: {self.policy.top_k:,} likely tokens of each position, {8 * self.policy.top_k:,} bytes: "
+            f"{size / (1 << 30):,.2f} GiB on the host of each data-parallel rank in a step, which pass between ranks",
+        )
+
     def run(self, recorder: Recorder) -> dict[str, int]:
         """Run all planned passes of a step; returns the tokens of a micro-batch by pass."""
         tokens, policy = {}, self.policy
@@ -229,13 +194,22 @@ class Passes:
             batching = policy.batching.infer if own else policy.batching.train
             tokens[LOG_PROBS] = self._log_probs(recorder, policy, self.plan(policy, batching, self.count()), LOG_PROBS)
         if (reference := self.reference) is not None:
-            if is_rl(self.config):
-                plan = self.plan(reference, reference.batching.infer, self.count())
-            else:
-                plan = self.plan(
-                    policy, policy.batching.train, self.count()
-                )  # SFT and DPO run the reference on the plan of the step
+            # SFT, DPO and KTO run a reference in the policy's layout on the plan of the step.
+            plans_itself = is_rl(self.config) or reference.layout.dims != policy.layout.dims
+            planner, batching = (
+                (reference, reference.batching.infer) if plans_itself else (policy, policy.batching.train)
+            )
+            plan = self.plan(planner, batching, self.count())
             tokens[REFERENCE] = self._log_probs(recorder, reference, plan, REFERENCE)
+            if self.config.task == "kto":
+                for name, model in ((MISMATCHED, policy), (MISMATCHED_REFERENCE, reference)):
+                    plan = self.plan(model, model.batching.infer, self.count())
+                    tokens[name] = self._log_probs(recorder, model, plan, name)
+        if (teacher := self.teacher) is not None:
+            plan = self.plan(teacher, teacher.batching.infer, self.count())
+            tokens[TEACHER] = int(plan.tokens[0])
+            with recorder.during(TEACHER):
+                top_log_probs(teacher, teacher.samples(plan), plan, policy.top_k, masks=loss_spec(self.loss).masks)
         if self.critic is not None:
             tokens |= self._run_critic(recorder, self.critic)
         plan = self.plan(policy, policy.batching.train, self.count())
@@ -263,15 +237,15 @@ class Passes:
             counts = critic.count(local, loss)
         critic.train_step(local, plan, loss, counts=counts)
 
-    def _log_probs(self, recorder: Recorder, strategy: _RehearsedStrategy, plan: Plan, name: str) -> int:
+    def _log_probs(self, recorder: Recorder, strategy: RehearsedStrategy, plan: Plan, name: str) -> int:
         with recorder.during(name):
-            strategy.compute_log_probs(_local(strategy, plan), plan, masks=loss_spec(self.loss).masks)
+            strategy.compute_log_probs(strategy.samples(plan), plan, masks=loss_spec(self.loss).masks)
         return int(plan.tokens[0])
 
     def _step(self, plan: Plan) -> None:
         spec = loss_spec(self.loss)
         with _disable_current_modes():
-            local = _local(self.policy, plan)
+            local = self.policy.samples(plan)
             if spec.prepare is not None:
                 local = spec.prepare(local, self.policy.layout, self.config.seed)
             counts = self.policy.count(local, self.loss)
@@ -292,15 +266,22 @@ def passes_of(
     policy.recorder, policy.with_values = recorder, with_values
     policy.initialize(weights=with_values)
     policy.trace_gradient_sync()
-    reference: Reference | SharedReference | None = None
+    reference: Frozen | SharedReference | None = None
     if config.max_steps and config.reference is not None and wants_reference(config):
         if policy.state.adapters is not None:
             reference = SharedReference(policy, config.reference)
         else:
-            reference = Reference(config.reference, seed=config.seed, temperature=policy.temperature)
+            reference = Frozen(config.reference, seed=config.seed, temperature=policy.temperature)
         reference.recorder, reference.with_values = recorder, with_values
         if reference.has_own_weights:
             reference.initialize(weights=with_values)
+    teacher = None
+    if uses_teacher(config):
+        assert config.teacher is not None and config.teacher.model_args.architecture is not None
+        teacher = Frozen(config.teacher, seed=config.seed, temperature=config.teacher_temperature)
+        teacher.recorder, teacher.with_values = recorder, with_values
+        teacher.initialize(weights=with_values)
+        policy.top_k = config.logits_topk or config.teacher.model_args.architecture.vocab_size
     critic = None
     if uses_critic(config):
         critic = Policy(critic_role(config, config.dp_size(dist.get_world_size())), seed=config.seed)
@@ -312,6 +293,7 @@ def passes_of(
         policy=policy,
         reference=reference,
         critic=critic,
+        teacher=teacher,
         loss=loss_of(config) if config.max_steps else SFTLoss(),
         lengths=lengths,
         micro_batches=micro_batches,
@@ -331,23 +313,6 @@ def _with_schedule(config: JobConfig) -> WorkerConfig:
 def is_rl(config: JobConfig) -> bool:
     """Whether the main phase of the job is reinforcement learning."""
     return bool(config.max_steps) and not supervised(config)
-
-
-def _on_host(check: Callable[..., None] | None) -> Callable[..., None] | None:
-    """`check` outside the fake modes, because samples are real tensors on the host."""
-    if check is None:
-        return None
-
-    def check_on_host(*args: Any) -> None:
-        with _disable_current_modes():
-            check(*args)
-
-    return check_on_host
-
-
-def _local(strategy: MegatronInferStrategy, plan: Plan) -> SampleBatch:
-    with _disable_current_modes():
-        return samples_of(plan, strategy.layout.dp_rank)
 
 
 def _of_critic(critic: MegatronInferStrategy, plan: Plan) -> SampleBatch:

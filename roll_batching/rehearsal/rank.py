@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch.distributed import get_rank
 
@@ -14,9 +12,9 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.rehearsal import fake_cuda, fake_world
 from roll_batching.rehearsal.experts import assume_balanced_routing, routing_notes
 from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of
-from roll_batching.rehearsal.passes import Passes, passes_of
+from roll_batching.rehearsal.passes import Passes, is_rl, passes_of
 from roll_batching.rehearsal.recorder import Recorder
-from roll_batching.rehearsal.task import CRITIC, REFERENCE, ROLLOUT, PhasePeak, RankReport, RankTask
+from roll_batching.rehearsal.task import CRITIC, ROLLOUT, TEACHER, PhasePeak, RankReport, RankTask
 from roll_batching.rehearsal.variants import with_value
 from roll_batching.settings.megatron_config import SPLIT_KEYS
 
@@ -50,7 +48,7 @@ def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
         with recorder.all_as(_FIRST_STEP):
             passes.first_step()
         first = recorder.clock + 1
-        notes = passes.roll_out() + routing_notes(config, task.expert_imbalance)
+        notes = passes.roll_out() + passes.host_notes() + routing_notes(config, task.expert_imbalance)
         tokens = passes.run(recorder)
     report = _report(recorder, passes, tokens, notes, time.perf_counter() - started)
     if not task.timeline:
@@ -63,8 +61,9 @@ def _name_modules(recorder: Recorder, passes: Passes) -> None:
     chunks = passes.policy.chunks
     for number, chunk in enumerate(chunks):
         recorder.name_modules(chunk, f"chunk {number}" if len(chunks) > 1 else "")
-    for chunk in _reference_chunks(passes):
-        recorder.name_modules(chunk, "reference")
+    for name, frozen in passes.frozen_chunks.items():
+        for chunk in frozen:
+            recorder.name_modules(chunk, name)
     for chunk in () if passes.critic is None else passes.critic.chunks:
         recorder.name_modules(chunk, "critic")
 
@@ -72,13 +71,7 @@ def _name_modules(recorder: Recorder, passes: Passes) -> None:
 def _kinds(recorder: Recorder, passes: Passes) -> dict[int, str]:
     models = {"": passes.policy} | ({} if passes.critic is None else {CRITIC: passes.critic})
     parts = {name: (one.chunks, one.optimizer) for name, one in models.items()}
-    return kinds_of(recorder, parts, _reference_chunks(passes))
-
-
-def _reference_chunks(passes: Passes) -> Sequence[Any]:
-    """The reference's own model; empty where it is the policy without its adapters."""
-    reference = passes.reference
-    return reference.chunks if reference is not None and reference.has_own_weights else []
+    return kinds_of(recorder, parts, passes.frozen_chunks)
 
 
 def _report(
@@ -103,7 +96,7 @@ def _report(
         parameters=sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()),
         kept=kept_bytes(recorder.blocks, kinds),
         peaks={
-            phase: _without_offloaded(peak) if passes.config.is_offload_states else peak
+            phase: _without_offloaded(peak, is_rl(passes.config)) if passes.config.is_offload_states else peak
             for phase, peak in peaks.items()
             if phase != _FIRST_STEP
         },
@@ -119,12 +112,15 @@ def _report(
     )
 
 
-def _without_offloaded(peak: PhasePeak) -> PhasePeak:
-    """`peak` without the state that `jobs.rl.grpo` keeps on the host during the phase."""
-    states = {"gradients", "optimizer"}
-    offloaded = {"reference", *states, *(CRITIC + kind for kind in states)} if peak.phase in ROLLOUT else {"reference"}
-    if peak.phase in (REFERENCE, "build"):
+def _without_offloaded(peak: PhasePeak, of_rl: bool) -> PhasePeak:
+    """`peak` without the state that the job keeps on the host during the phase; a supervised job keeps its teacher."""
+    if peak.phase == "build":
         return peak
+    states = {"gradients", "optimizer"}
+    offloaded = {"reference", TEACHER} if of_rl else {TEACHER}
+    if peak.phase in ROLLOUT:
+        offloaded |= {*states, *(CRITIC + kind for kind in states)}
+    offloaded -= {peak.phase}  # the pass of a frozen model
     kinds = {kind: size for kind, size in peak.kinds.items() if kind not in offloaded}
     return replace(peak, bytes=peak.bytes - sum(peak.kinds.values()) + sum(kinds.values()), kinds=kinds)
 
@@ -132,7 +128,7 @@ def _without_offloaded(peak: PhasePeak) -> PhasePeak:
 def with_layers(config: JobConfig, layers: int) -> JobConfig:
     """Copy of `config` whose models have `layers` layers, equally many in all pipeline stages."""
     chunks = config.actor_train.strategy_args.strategy_config.vpp_size
-    for role in ("actor_train", "reference", "critic", "actor_infer"):
+    for role in ("actor_train", "reference", "critic", "teacher", "actor_infer"):
         if getattr(config, role) is None:
             continue
         if role != "actor_infer":

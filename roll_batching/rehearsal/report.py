@@ -14,10 +14,21 @@ from roll_batching.rehearsal.job import GIB, Rehearsal, StageReport, StepTotals,
 from roll_batching.rehearsal.task import CRITIC, RankReport
 
 _STATES = ("weights", "gradients", "optimizer")
-KINDS = (*_STATES, *(CRITIC + kind for kind in _STATES), "reference", "inputs", "activations")
+KINDS = (*_STATES, *(CRITIC + kind for kind in _STATES), "reference", "teacher", "inputs", "activations")
 _LARGEST = 5
 """Number of holders of the peak in the text."""
-_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#a1b8dc", "#f0c3a8", "#a9d3b5", "#8172b3", "#937860", "#c44e52")
+_COLOURS = (
+    "#4c72b0",
+    "#dd8452",
+    "#55a868",
+    "#a1b8dc",
+    "#f0c3a8",
+    "#a9d3b5",
+    "#8172b3",
+    "#da8bc3",
+    "#937860",
+    "#c44e52",
+)
 
 
 def advice_lines(

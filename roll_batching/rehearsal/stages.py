@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.critic_rules import uses_critic
+from roll_batching.jobs.config.layout_rules import differing_keys
+from roll_batching.jobs.config.objective_rules import wants_reference
+from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.pipeline_split import ChunkLayers
 
@@ -20,12 +24,38 @@ WHOLE = 4
 class StageKind:
     """Pipeline stages that need the same memory, or less than one of them, which is rehearsed."""
 
-    name: str
-    stage: int
-    """Number of the rehearsed one."""
-    stages: int
+    numbers: tuple[int, ...]
+    """Their numbers; the first one is rehearsed."""
     chunk_layers: tuple[int, ...]
-    """Layers of each of its model chunks."""
+    """Layers of each model chunk."""
+    size: int
+    """Number of stages of the pipeline."""
+
+    @property
+    def name(self) -> str:
+        """Name for reports."""
+        return _name_of(self.numbers, self.size)
+
+    @property
+    def stage(self) -> int:
+        """Number of the rehearsed one."""
+        return self.numbers[0]
+
+    @property
+    def stages(self) -> int:
+        """How many they are."""
+        return len(self.numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankKind:
+    """Ranks with the same kinds of stages of all models, represented by the first one."""
+
+    name: str
+    rank: int
+    stages: int
+    """Pipeline stages of the policy that they represent and no kind before them does."""
+    policy: StageKind
 
 
 def letters_of(split: ChunkLayers, architecture: ArchitectureConfig) -> tuple[str, ...]:
@@ -47,16 +77,50 @@ def stages_of(split: ChunkLayers, letters: Sequence[str] | None = None) -> list[
     """
     last = len(split) - 1
     if last == 0:
-        return [StageKind(name="the only stage", stage=0, stages=1, chunk_layers=split[0])]
+        return [StageKind(numbers=(0,), chunk_layers=split[0], size=1)]
     middle: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for stage in range(1, last):
         middle.setdefault((split[stage], letters[stage] if letters else ""), []).append(stage)
     numbers = [[0], *middle.values(), [last]]
-    return [StageKind(name=_name_of(one), stage=one[0], stages=len(one), chunk_layers=split[one[0]]) for one in numbers]
+    return [StageKind(numbers=tuple(one), chunk_layers=split[one[0]], size=len(split)) for one in numbers]
 
 
-def _name_of(stages: list[int]) -> str:
-    """Name of some stages, of which the first is rehearsed."""
+def rank_kinds(policy: Sequence[StageKind], frozen: Mapping[str, Sequence[StageKind]], world: int) -> list[RankKind]:
+    """Kinds of ranks by the stages of the policy, and of `frozen` models in other pipelines, by role."""
+    others = {
+        name: kinds for name, kinds in frozen.items() if kinds[0].size > 1 and _numbers(kinds) != _numbers(policy)
+    }
+    pipelines = (policy, *others.values())
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(0, world, world // math.lcm(*(kinds[0].size for kinds in pipelines))):
+        stages = [rank * kinds[0].size // world for kinds in pipelines]
+        key = tuple(
+            next(at for at, kind in enumerate(kinds) if stage in kind.numbers)
+            for kinds, stage in zip(pipelines, stages, strict=True)
+        )
+        ranks.setdefault(key, []).append(rank)
+    result, represented = [], set()
+    for key, members in ranks.items():
+        names = []
+        for role, kinds in zip(("", *others), pipelines, strict=True):
+            size = kinds[0].size
+            stages = list(dict.fromkeys(rank * size // world for rank in members))
+            names.append(f"{role}'s {_name_of(stages, size)}" if role else _name_of(stages, size))
+        own = {rank * policy[0].size // world for rank in members}
+        stages_here = len(own - represented)
+        represented |= own
+        result.append(RankKind(name=", ".join(names), rank=members[0], stages=stages_here, policy=policy[key[0]]))
+    return result
+
+
+def _numbers(kinds: Sequence[StageKind]) -> list[tuple[int, ...]]:
+    return [kind.numbers for kind in kinds]
+
+
+def _name_of(stages: Sequence[int], size: int) -> str:
+    """Name of some stages of a pipeline of `size`, of which the first is rehearsed."""
+    if size == 1:
+        return "the only stage"
     if len(stages) == 1:
         return f"stage {stages[0]}"
     follow = stages[-1] - stages[0] == len(stages) - 1
@@ -83,10 +147,24 @@ def depths_of(
     return (chunk_layers[0] if is_even else None,)
 
 
+def frozen_roles(config: JobConfig) -> dict[str, WorkerConfig]:
+    """The roles of a reference and of a teacher that the job builds, by name; without one that is the policy's base."""
+    roles: dict[str, WorkerConfig] = {}
+    if config.reference is not None and wants_reference(config) and config.actor_train.model_args.lora_target is None:
+        roles["reference"] = config.reference
+    if config.teacher is not None and uses_teacher(config):
+        roles["teacher"] = config.teacher
+    return roles
+
+
 def rehearsed_depths(
     config: JobConfig, kind: StageKind, split: ChunkLayers, megatron: MegatronConfig, architecture: ArchitectureConfig
 ) -> tuple[int | None, ...]:
-    """`depths_of` the stage; all layers of the job's models where the critic has another shape than the policy."""
-    if config.critic is not None and uses_critic(config) and config.critic.model_args.architecture != architecture:
-        return (None,)
+    """`depths_of` the stage; all layers of the job's models where another model has its own shape or layout."""
+    others = [config.critic if uses_critic(config) else None, *frozen_roles(config).values()]
+    for role in others:
+        if role is None:
+            continue
+        if role.model_args.architecture != architecture or differing_keys(role, config.actor_train):
+            return (None,)
     return depths_of(kind.chunk_layers, split, megatron, architecture)

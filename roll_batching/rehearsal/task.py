@@ -8,7 +8,9 @@ from typing import Literal
 from roll_batching.jobs.config import JobConfig
 
 PREFILL, DECODING, COMPACTION = ROLLOUT = ("rollout prefill", "rollout decoding", "rollout compaction")
-LOG_PROBS, REFERENCE = "old log-probs", "reference"
+LOG_PROBS, REFERENCE, TEACHER = "old log-probs", "reference", "teacher"
+MISMATCHED, MISMATCHED_REFERENCE = "mismatched log-probs", "mismatched reference"
+"""Passes for the reference point of KTO: of the policy and of the reference."""
 GRADIENTS = ("inputs", "forward", "backward", "gradient sync", "optimizer")
 """Phases of a training pass."""
 VALUES = "values"
@@ -46,7 +48,7 @@ class PhasePeak:
     phase: str
     bytes: float
     kinds: dict[str, float] = field(default_factory=dict)
-    """Bytes by kind: weights, gradients, optimizer, those of the critic, reference, inputs, activations."""
+    """Bytes by kind: weights, gradients, optimizer, those of the critic, reference, teacher, inputs, activations."""
     holders: dict[str, float] = field(default_factory=dict)
     """Bytes of activations by module and tensor."""
 

@@ -8,11 +8,23 @@ from typing import Any
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.critic_rules import uses_critic
+from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.lengths import longest_sample
 from roll_batching.rehearsal.rollout import has_local_rollouts, sizes_of
-from roll_batching.rehearsal.task import CRITIC_GRADIENTS, GRADIENTS, LOG_PROBS, REFERENCE, ROLLOUT, VALUES
+from roll_batching.rehearsal.task import (
+    CRITIC_GRADIENTS,
+    GRADIENTS,
+    LOG_PROBS,
+    MISMATCHED,
+    MISMATCHED_REFERENCE,
+    REFERENCE,
+    ROLLOUT,
+    TEACHER,
+    VALUES,
+)
 from roll_batching.settings.fields import Pass
 
 _LAYOUT = "actor_train.strategy_args.strategy_config."
@@ -42,13 +54,18 @@ class Change:
         return " ".join(f"{path}={_yaml_scalar(value)}" for path, value in self.settings.items())
 
     def of(self, config: JobConfig) -> JobConfig:
-        """Copy of `config` with this change."""
+        """Copy of `config` with this change. Roles with a layout of their own keep it."""
+        followers = [name for name in config.roles if name != "actor_train" and follows(config, name)]
         for path, value in self.settings.items():
             config = with_value(config, path, value)
-            for role in ("actor_infer", "reference", "critic") if path.startswith(_LAYOUT) else ():
-                if getattr(config, role) is not None:
-                    config = with_value(config, path.replace("actor_train", role, 1), value)
+            for role in followers if path.startswith(_LAYOUT) else ():
+                config = with_value(config, path.replace("actor_train", role, 1), value)
         return config
+
+
+def follows(config: JobConfig, name: str) -> bool:
+    """Whether the role `name` has the layout of the policy."""
+    return not differing_keys(config.roles[name], config.actor_train)
 
 
 def _yaml_scalar(value: Any) -> str:
@@ -81,11 +98,17 @@ def caps_of(config: JobConfig, dims: ParallelDims) -> list[Cap]:
     """Caps of all passes of a step, the training cap first."""
     plan = config.actor_train.logprob_plan
     in_training = (*GRADIENTS, *((LOG_PROBS,) if plan == "train" else ()))
+    taught = [_cap(config, "teacher", "infer", (TEACHER,))] if uses_teacher(config) else []
     if supervised(config):
-        return [
-            _cap(config, "actor_train", "train", (*in_training, REFERENCE))
-        ]  # the reference runs on the plans of training
-    caps = [_cap(config, "actor_train", "train", in_training)]
+        caps = [_cap(config, "actor_train", "train", (*in_training, REFERENCE)), *taught]
+        if config.reference is not None and not follows(config, "reference"):  # else it runs on the plans of training
+            caps[0] = _cap(config, "actor_train", "train", in_training)
+            caps.append(_cap(config, "reference", "infer", (REFERENCE,)))
+        if config.task == "kto":
+            caps.append(_cap(config, "actor_train", "infer", (MISMATCHED,)))
+            caps.append(_cap(config, "reference", "infer", (MISMATCHED_REFERENCE,)))
+        return caps
+    caps = [_cap(config, "actor_train", "train", in_training), *taught]
     if plan == "own":
         caps.append(_cap(config, "actor_train", "infer", (LOG_PROBS,)))
     if has_local_rollouts(config) and dims.pp_size == dims.cp_size == 1:
@@ -128,13 +151,16 @@ def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Chang
     roles = ("actor_train", *(("critic",) if uses_critic(config) else ()))
     steps = {f"{role}.{_STEPS}": getattr(config, role).training_args.gradient_accumulation_steps for role in roles}
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    teacher = config.teacher if uses_teacher(config) and follows(config, "teacher") else None
+    shapes = (model, None if teacher is None else teacher.model_args.architecture)
+    key_heads = [one.kv_heads for one in shapes if one is not None]
     factors = [factor for factor in (2, 4, 8, 16) if world_size % (factor * megatron.model_size) == 0]
     yield [
         _layout(
             {"tensor_model_parallel_size": factor * tensor, "sequence_parallel": True, **full}, _times(factor, steps)
         )
         for factor in factors
-        if model.kv_heads % (factor * tensor) == 0
+        if all(heads % (factor * tensor) == 0 for heads in key_heads)
     ]
     if has_local_rollouts(config) and pipeline == 1:
         return  # without a KV cache, rollouts under a pipeline recompute the whole sequence for every token

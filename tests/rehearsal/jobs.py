@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from roll_batching.jobs.config import config_from_dict
@@ -168,11 +169,14 @@ def measured(task: RankTask) -> RankReport:
     """Run the passes of `task` on real tensors, as the rank of the environment."""
     from roll_batching.distributed.parallel_layout import start_processes
     from roll_batching.rehearsal.rank import observe
+    from roll_batching.rehearsal.variants import with_value
 
     start_processes()
     if task.config.actor_train.model_args.architecture.moe is not None:
         _route_evenly()
     assert int(os.environ["WORLD_SIZE"]) == task.world_size
+    if task.config.teacher is not None:  # its directory does not exist: random weights instead
+        task = replace(task, config=with_value(task.config, "teacher.model_args.model_name_or_path", None))
     return observe(task, with_values=True)
 
 

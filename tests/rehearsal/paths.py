@@ -69,12 +69,11 @@ def _with_policy(job: dict[str, Any], use: Callable[[Any, Any], Any]) -> Any:
 
 def evaluation(job: dict[str, Any]) -> list[str]:
     """Devices of the parameters after an evaluation of the job's loss."""
-    from roll_batching.rehearsal.passes import _local
 
     def use(passes: Any, recorder: Any) -> list[str]:
         policy = passes.policy
         plan = passes.plan(policy, policy.batching.infer, 2)
-        figures = policy.evaluate(_local(policy, plan), plan, passes.loss)
+        figures = policy.evaluate(policy.samples(plan), plan, passes.loss)
         assert "loss" in figures
         return sorted({str(p.device) for p in policy.chunks[0].parameters()})
 
@@ -85,14 +84,14 @@ def evaluation(job: dict[str, Any]) -> list[str]:
 def parts(_: None) -> dict[str, float]:
     """Phases with host reads inside the schedule, of a strategy built by `from_parts`."""
     from roll_batching.losses import SFTLoss
-    from roll_batching.rehearsal.passes import Policy, _local
+    from roll_batching.rehearsal.models import Policy
 
     def use(passes: Any, recorder: Any) -> dict[str, float]:
         policy = passes.policy
         taken = Policy.from_parts(policy.chunks, policy.optimizer, policy.batching, defer_head=True, vocab_size=512)
         taken.recorder = recorder
         plan = passes.plan(taken, taken.batching.train, 2)
-        taken.train_step(_local(taken, plan), plan, SFTLoss())
+        taken.train_step(taken.samples(plan), plan, SFTLoss())
         return {read.phase: 1 for read in recorder.host_reads if read.phase in ("forward", "backward")}
 
     reads: dict[str, float] = _with_policy(job_of(train=BF16), use)
