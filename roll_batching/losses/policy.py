@@ -21,6 +21,9 @@ from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
 from roll_batching.settings.losses import EngineCorrection, PolicyGradientSettings
 
+IS_WEIGHT = "train_infer_is_weight"
+"""Field of weights that multiply the surrogate: next_token, [tokens]; see `losses.train_infer`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTokens:
@@ -57,9 +60,9 @@ class PolicyGradient(PolicyGradientSettings):
     """The loss aggregation(w S + kl_coef KL - entropy_coef H), with surrogate S and engine correction w.
 
     Reads `response_mask`, `advantages` (sample or token field), `old_log_probs` (next_token; absent: strictly
-    on-policy) and the fields that single options name. Log-ratios are bounded before exp (`losses.estimators`); the
-    metrics `ratio_bounded`, `ref_kl_bounded` and `engine_ratio_bounded` are the shares of counted tokens with a bounded
-    value.
+    on-policy), the factor `train_infer_is_weight` of S where there is one, and the fields that single options name.
+    Log-ratios are bounded before exp (`losses.estimators`); the metrics `ratio_bounded`, `ref_kl_bounded` and
+    `engine_ratio_bounded` are the shares of counted tokens with a bounded value.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs", "entropy"})
@@ -100,6 +103,8 @@ class PolicyGradient(PolicyGradientSettings):
                 tokens, policy.old, self.engine_correction, self.engine_ratio_min, self.engine_ratio_cap
             )
             per_token, metrics = per_token * weight, metrics | more
+        if IS_WEIGHT in tokens:
+            per_token = per_token * tokens[IS_WEIGHT]
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * tokens.entropy
         if self.kl_coef:

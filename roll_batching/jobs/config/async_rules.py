@@ -12,15 +12,23 @@ from roll_batching.settings.batching import LogprobPlan
 
 
 def corrects_engine(job: JobKeys) -> bool:
-    """Whether the loss corrects for the difference between trainer and sampler (`engine_ratio_cap`)."""
-    return job.loss_args.get("engine_ratio_cap") is not None
+    """Whether the loss corrects for the difference between trainer and sampler by weights."""
+    correction = job.train_infer_correction
+    return job.loss_args.get("engine_ratio_cap") is not None or (
+        correction is not None and correction.is_weight is not None
+    )
+
+
+def reads_sampled_log_probs(job: JobKeys) -> bool:
+    """Whether training reads the log-probs with which tokens were sampled."""
+    return logprob_plan_of(job) == "rollout" or corrects_engine(job) or job.train_infer_correction is not None
 
 
 def logprob_plan_of(job: JobKeys) -> LogprobPlan:
     """Source of old log-probs; by default the sampler in an asynchronous job without correction."""
     train = job.actor_train
     if job.asynchronous and "logprob_plan" not in train.model_fields_set and not corrects_engine(job):
-        return "rollout"
+        return "rollout" if job.train_infer_correction is None else train.chosen_logprob_plan
     return train.chosen_logprob_plan
 
 
@@ -48,7 +56,7 @@ def _old_log_probs(job: JobKeys) -> Iterator[Problem]:
     elif plan != "rollout" and not corrects_engine(job):
         text = (
             f"{plan} takes old log-probs from the current weights, but older ones sampled (async_generation_ratio): "
-            "use rollout, or correct for them with loss_args.engine_ratio_cap (truncated importance sampling)"
+            "use rollout, or correct for them with train_infer_correction.is_weight (truncated importance sampling)"
         )
         yield Problem(where, text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from roll_batching.jobs.config.async_rules import corrects_engine, logprob_plan_of
+from roll_batching.jobs.config.async_rules import reads_sampled_log_probs
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
 
@@ -13,7 +13,7 @@ SERVED = ("sglang", "vllm")
 """Engines that run as servers."""
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 """Modes of vLLM's `--logprobs-mode`."""
-_READS = "and logprob_plan: rollout or engine_ratio_cap has the loss read them"
+_READS = "and logprob_plan: rollout, engine_ratio_cap or train_infer_correction has the loss read them"
 """End of the errors about an engine's log-probs."""
 _SET_BY_JOB = ("model", "model_path", "host", "port")
 """Server options that the job sets."""
@@ -84,7 +84,7 @@ def server_options(job: JobKeys) -> dict[str, Any]:
 
 def reads_engine_log_probs(job: JobKeys) -> bool:
     """Whether the loss reads the engine's log-probs, as old log-probs or for the correction."""
-    return uses_engine(job) and (logprob_plan_of(job) == "rollout" or corrects_engine(job))
+    return uses_engine(job) and reads_sampled_log_probs(job)
 
 
 def wrong_log_probs(job: JobKeys, mode: str | None) -> str | None:
@@ -152,7 +152,7 @@ def _unfit_sglang_log_probs(job: JobKeys) -> Iterator[Problem]:
         cure = f"set actor_train.logprob_temperature to {has:g}"
         yield Problem(("actor_infer", "generating_args", "temperature"), f"{text}: {cure}")
     else:
-        cure = f"set it to {has:g}, or use logprob_plan: train without engine_ratio_cap"
+        cure = f"set it to {has:g}, or use logprob_plan: train without a correction"
         yield Problem(("actor_train", "logprob_temperature"), f"{text}: {cure}")
 
 

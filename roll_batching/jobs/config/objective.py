@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, GAE
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.settings.fields import RegisteredName, Settings, setting
+from roll_batching.settings.train_infer import TrainInferCorrection
 
 
 class ObjectiveKeys(Settings):
@@ -92,6 +93,12 @@ class ObjectiveKeys(Settings):
     )
     control: Literal["none", "shuffled"] = setting(
         "none", help="shuffled: shuffle advantages among samples, a control experiment that must not learn."
+    )
+
+    train_infer_correction: TrainInferCorrection | None = setting(
+        None,
+        help="Weights and filters by the mismatch of p_infer, with which the sampler sampled a token, and p_train, the "
+        "trainer's with the same weights (docs/train-infer-correction.md). Default: none.",
     )
 
     ppo_epochs: int = setting(1, help="Passes over a step's samples.", ge=1)

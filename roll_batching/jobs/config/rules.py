@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from roll_batching.jobs.config.adapter_rules import adapter_problems
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
-from roll_batching.jobs.config.async_rules import async_problems
+from roll_batching.jobs.config.async_rules import async_problems, corrects_engine
 from roll_batching.jobs.config.critic_rules import critic_problems, uses_critic
 from roll_batching.jobs.config.device_rules import device_problems
 from roll_batching.jobs.config.diagnostics import Problem
@@ -30,6 +30,7 @@ from roll_batching.jobs.config.rollout_keys import rollout_problems
 from roll_batching.jobs.config.stream_rules import stream_problems
 from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.jobs.config.teacher_rules import missing_for_distillation, teacher_problems
+from roll_batching.jobs.config.train_infer_rules import train_infer_problems
 from roll_batching.jobs.config.withheld import withheld_problems
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
@@ -68,6 +69,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     if not supervised(job):
         shares = job.actor_train.data_args.domain_interleave_probs
         problems += share_problems(shares, job.rewards, job.rollout_batch_size)
+    problems += train_infer_problems(job)
     problems += async_problems(job)
     problems += dynamic_sampling_problems(job)
     problems += reward_shaping_problems(job)
@@ -252,7 +254,7 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
         if problem is not None:
             yield problem
     sampled, own = job.actor_infer.generating_args.temperature, train.logprob_temperature
-    reads_sampled = train.logprob_plan == "rollout" or job.loss_args.get("engine_ratio_cap") is not None
+    reads_sampled = train.logprob_plan == "rollout" or corrects_engine(job) or job.train_infer_correction is not None
     if own not in (None, sampled) and reads_sampled and not _samples_from_servers(job):
         text = f"is {own}, but the loss reads log-probs of the rollouts, at the sampling temperature {sampled}"
         yield Problem(("actor_train", "logprob_temperature"), f"{text}; leave it out, or use logprob_plan: train")

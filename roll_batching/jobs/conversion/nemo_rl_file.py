@@ -45,7 +45,6 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.is_vlm", "refused", "vision-language models are not supported for now"),
     ("policy.quant_", "refused", "quantised weights are not trained here"),
     ("async_rl", "idle", "engine_args, sampler_restarts and rollout_timeout handle failures of rollouts"),
-    ("grpo.seq_logprob_error_threshold", "refused", "loss_args.engine_correction: mask_sequences is similar"),
     ("grpo.invalid_tool_call_", "refused", MARKED),
     ("grpo.malformed_thinking_", "refused", MARKED),
     ("grpo.penalize_", "refused", MARKED),

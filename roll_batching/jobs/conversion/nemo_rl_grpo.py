@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS, NemoRlFile
 from roll_batching.jobs.conversion.nemo_rl_types import CORRECTIONS
+from roll_batching.jobs.conversion.train_infer import SECTION, nemo_rl_correction
 
 
 def convert_algorithm(file: NemoRlFile) -> None:
@@ -213,14 +214,18 @@ def _engine_correction(file: NemoRlFile) -> None:
     key = "loss_fn.truncated_importance_sampling"
     corrected = file.take("loss_fn.use_importance_sampling_correction")
     kind, cap = file.take(f"{key}_type"), file.take(f"{key}_ratio")
-    lowest = file.take(f"{key}_ratio_min")
-    if corrected and cap is None:
+    lowest, error = file.take(f"{key}_ratio_min"), file.take("grpo.seq_logprob_error_threshold")
+    per_sequence = "importance_sampling" in file.draft.values
+    if error is not None or (corrected and per_sequence):
+        section = nemo_rl_correction(kind if corrected else "none", cap, lowest, per_sequence=per_sequence, error=error)
+        origin = f"{key}_type" if error is None else "grpo.seq_logprob_error_threshold"
+        file.draft.put((SECTION,), section, origin)
+    elif corrected and cap is None:
         text = "no cap: log-ratios are bounded at 20, so no weight reaches it"
         name = "loss_fn.use_importance_sampling_correction"
         file.draft.put(("loss_args", "engine_ratio_cap"), _NO_CAP, name, text)
     elif corrected:
-        text = "weights per token; NeMo-RL: per sequence" if "importance_sampling" in file.draft.values else ""
-        file.draft.put(("loss_args", "engine_ratio_cap"), cap, f"{key}_ratio", text)
+        file.draft.put(("loss_args", "engine_ratio_cap"), cap, f"{key}_ratio")
         if lowest is not None:
             file.draft.put(("loss_args", "engine_ratio_min"), lowest, f"{key}_ratio_min")
         if CORRECTIONS[kind] != "truncate":

@@ -24,6 +24,7 @@ from roll_batching.jobs.conversion.roll_distillation import (
     rename_students,
 )
 from roll_batching.jobs.conversion.roll_rewards import REWARD_WORKERS, divide_prompts, translate_rewards
+from roll_batching.jobs.conversion.train_infer import convert_roll_section
 
 AGENTIC = "agentic rollouts (environments, several turns) are not supported"
 
@@ -75,6 +76,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     supervised, student = data.pop("sft_train", None), data.pop("student", None)
     pairs = {key: data.pop(key) for key in _PAIR_KEYS if key in data}
     validation = data.pop("validation", None)
+    convert_roll_section(draft, data)
     translate_rewards(draft, data)
     if pipeline == "agentic":  # unknown keys are settings of environments, which choose their names
         for key in [key for key in data if field_at((key,)) is None and key not in FOREIGN_KEYS[JobKeys]]:

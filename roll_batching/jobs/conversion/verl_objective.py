@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll_batching.jobs.conversion.train_infer import SECTION, verl_filters, verl_weight
 from roll_batching.jobs.conversion.verl_options import ACTOR, ROLLOUT, VerlFile
 
 _ESTIMATORS = {
@@ -168,20 +169,23 @@ def _correction(file: VerlFile) -> None:
         file.put(("actor_train", "logprob_plan"), "rollout", key)
         if loss not in (None, "ppo_clip"):
             file.draft.leave_out(f"{_CORRECTION}.loss_type", "refused", f"{loss}: the loss is the one of loss_function")
-    if kind == "token" and not bypassed:
-        low, _, high = str(limit).rpartition("_")
+    normalize = bool(file.take(f"{_CORRECTION}.rollout_is_batch_normalize"))
+    modes, bounds = file.take(f"{_CORRECTION}.rollout_rs"), file.take(f"{_CORRECTION}.rollout_rs_threshold")
+    for name, given in (("rollout_is", kind), ("rollout_rs", modes)):
+        if bypassed and given is not None:
+            text = "bypass_mode takes the engine's log-probs for old ones: there is no ratio before the update"
+            file.draft.leave_out(f"{_CORRECTION}.{name}", "refused", text)
+    if kind is not None and not bypassed:
         try:
-            file.put(("loss_args", "engine_ratio_cap"), float(high), f"{_CORRECTION}.rollout_is_threshold")
-            if low:
-                file.put(("loss_args", "engine_ratio_min"), float(low), f"{_CORRECTION}.rollout_is_threshold")
+            weight = verl_weight(kind, limit, normalize)
+            file.put((SECTION, "is_weight"), weight, f"{_CORRECTION}.rollout_is")
         except ValueError:
             text = f"{limit!r}: write a number, or two as 0.5_2.0"
             file.draft.leave_out(f"{_CORRECTION}.rollout_is_threshold", "refused", text)
-    elif kind is not None:
-        text = f"{kind}: weights of an engine's samples are per token here (loss_args.engine_ratio_cap)"
-        file.draft.leave_out(f"{_CORRECTION}.rollout_is", "refused", text)
-    file.expect_off(f"{_CORRECTION}.rollout_is_batch_normalize", why="weights are not scaled to a mean of 1")
-    text = "samples are not rejected by ratios; loss_args.engine_correction: mask_sequences is similar"
-    file.expect_off(f"{_CORRECTION}.rollout_rs", why=text)
+    if modes is not None and not bypassed:
+        try:
+            file.put((SECTION, "filters"), verl_filters(str(modes), bounds), f"{_CORRECTION}.rollout_rs")
+        except (ValueError, ZeroDivisionError) as error:
+            file.draft.leave_out(f"{_CORRECTION}.rollout_rs", "refused", str(error))
     if file.take(f"{ROLLOUT}.calculate_log_probs") is False:
         file.draft.leave_out(f"{ROLLOUT}.calculate_log_probs", "idle", "log-probs of the engine are always kept")

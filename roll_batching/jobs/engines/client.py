@@ -64,8 +64,8 @@ class EngineClient:
             problem = None if process is None else wrong_log_probs(self.config, process.logprobs_mode)
             if problem is not None:
                 raise EngineError(
-                    f"{url}: {problem}. Start the server with another --logprobs-mode: logprob_plan: rollout and "
-                    "engine_ratio_cap have the loss read its log-probs"
+                    f"{url}: {problem}. Start the server with another --logprobs-mode: logprob_plan: rollout, "
+                    "engine_ratio_cap and train_infer_correction have the loss read its log-probs"
                 )
 
     def set_loaded(self, live: Mapping[str, ServerProcess | None], version: int) -> None:

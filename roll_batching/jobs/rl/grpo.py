@@ -51,6 +51,7 @@ from roll_batching.jobs.seeds import step_seed
 from roll_batching.jobs.steps.update import train_on_rollouts
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.losses import loss_spec, mask_overlong
+from roll_batching.losses.train_infer import with_correction
 from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch, mini_batches
 from roll_batching.strategy import GenerationSettings, StepResult
@@ -334,7 +335,10 @@ class Grpo:
         self, batch: SampleBatch, scores: StepScores, idle_ids: np.ndarray | None, step: int
     ) -> Iterator[tuple[Plan, StepResult]]:
         config = self.config
-        adds_fields = self.advantages.of_tokens is not None or self.sampler is not None or self.teacher is not None
+        adds_fields = any(
+            one is not None
+            for one in (self.advantages.of_tokens, self.sampler, self.teacher, config.train_infer_correction)
+        )
         seed = step_seed(config.seed, step)
         return train_on_rollouts(
             self.strategy,
@@ -353,7 +357,10 @@ class Grpo:
         )
 
     def _add_fields(self, batch: SampleBatch, domains: np.ndarray, seed: int) -> SampleBatch:
-        """`batch`, with log-probs, plus advantages of tokens; trains the critic; records metrics. Collective."""
+        """`batch`, with log-probs, plus fields of roles and advantages; trains the critic; records metrics. Collective.
+
+        Filters of `train_infer_correction` come last: advantages are those of all sampled tokens.
+        """
         if self.sampler is not None:
             self._metrics |= self.sampler.metrics(batch)
         if self.teacher is not None:
@@ -366,6 +373,9 @@ class Grpo:
             self._metrics |= metrics
         if self.critic is not None:
             self._metrics |= self.critic.train(batch, seed)
+        if self.config.train_infer_correction is not None:
+            batch, metrics = with_correction(batch, self.config.train_infer_correction, self.strategy.layout)
+            self._metrics |= metrics
         return batch
 
 

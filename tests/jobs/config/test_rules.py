@@ -25,6 +25,22 @@ BROKEN = {
         {"loss_args.engine_ratio_cap": 2.0, "actor_train.logprob_temperature": 0.5},
         {"actor_train.logprob_temperature": "sampling temperature"},
     ),
+    "a correction inside the loss and one before it": (
+        {"loss_args.engine_ratio_cap": 2.0, "train_infer_correction.is_weight": {}},
+        {"loss_args.engine_ratio_cap": "keep one of the two"},
+    ),
+    "a correction without old log-probs": (
+        {"actor_train.logprob_plan": "rollout", "train_infer_correction.is_weight": {}},
+        {"actor_train.logprob_plan": "nothing to compare"},
+    ),
+    "a correction of groups without old log-probs": (
+        {"drop_zero_advantage_groups": True, "train_infer_correction.is_weight": {}},
+        {"drop_zero_advantage_groups": "without old log-probs"},
+    ),
+    "a filter without bounds": (
+        {"train_infer_correction.filters": [{"agg_type": "sequence"}]},
+        {"train_infer_correction.filters.0.agg_type": "has no bound"},
+    ),
     "router replay with the experts of samplers": (
         {f"{ARCHITECTURE}.moe": {"num_experts": 4}, "actor_train.router_replay.mode": "R3"},
         {"actor_train.router_replay.mode": "use R2"},

@@ -382,6 +382,26 @@ LOSSES = {
 
 
 @pytest.mark.config
+def test_sequences_with_large_errors_are_filtered(tmp_path):
+    kind = "truncated_importance_sampling_type: icepop, truncated_importance_sampling_ratio_min: 0.5"
+    done = converted(
+        tmp_path,
+        CHILD.replace("steps: 40", "steps: 40, seq_logprob_error_threshold: 1.5") + f"loss_fn: {{{TIS}, {kind}}}\n",
+    )
+    assert done.settings["train_infer_correction"] == {
+        "is_weight": {"weight_type": "token", "upper_bound": None},
+        "filters": [
+            {"agg_type": "token", "ratio_low": 0.5, "ratio_high": 5.0, "effect": "zero"},
+            {"agg_type": "geometric", "error_high": 1.5},
+        ],
+    }
+    assert "engine_ratio_cap" not in done.settings.get("loss_args", {})
+    assert not [one.key for one in done.left_out_as("refused", "unknown") if "error_threshold" in one.key]
+    (tmp_path / "job.yaml").write_text(done.to_yaml())
+    assert load_config(tmp_path / "job.yaml").train_infer_correction is not None
+
+
+@pytest.mark.config
 @pytest.mark.parametrize("given", LOSSES)
 def test_its_loss_is_ours(tmp_path, given):
     from roll_batching.jobs.objectives.from_config import loss_of

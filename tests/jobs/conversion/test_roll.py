@@ -293,6 +293,28 @@ def test_a_variant_of_the_policy_gradient_is_a_loss(rlvr, tmp_path, variant, los
     assert "actor_train.pg_variant" in {one.key for one in done.left_out_as("idle")}, "no other worker reads it"
 
 
+@pytest.mark.config
+def test_the_correction_of_sampler_and_trainer_is_ours(rlvr, tmp_path):
+    section = (
+        "train_infer_correction:\n  is_weight: {enabled: true, weight_type: segment, upper_bound: 1.5}\n  filters:\n"
+        "  - {enabled: true, agg_type: sequence, diff_enabled: true, ratio_high: 1.05, diff_low: -0.1}\n"
+        "  - {enabled: false, agg_type: token}\n"
+    )
+    rlvr.write_text(RLVR + section)
+    done = converted(rlvr)
+    loads_quietly(done, tmp_path)
+    assert done.settings["train_infer_correction"] == {
+        "is_weight": {"weight_type": "segment", "upper_bound": 1.5},
+        "filters": [
+            {"agg_type": "sequence", "ratio_low": 0.8, "ratio_high": 1.05, "diff_low": -0.1, "diff_high": 0.2},
+        ],
+    }
+    rlvr.write_text(RLVR + "train_infer_correction: {is_weight: {enabled: false}}\n")
+    done = converted(rlvr)
+    assert "train_infer_correction" not in done.settings
+    assert "train_infer_correction" in {one.key for one in done.left_out_as("idle")}
+
+
 FILES = "[data/judge_a.jsonl, data/aime.jsonl, data/KodCode.jsonl, data/other.jsonl, FOLDER/x.jsonl, FOLDER/y.jsonl]"
 
 

@@ -125,7 +125,24 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sapo": (f"{A}.policy_loss.loss_mode=sapo {A}.tau_neg=1.1", {"loss_args.temperature_negative": 1.1}),
     "token weights": (
         "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_3.0",
-        {"loss_args.engine_ratio_cap": 3.0, "loss_args.engine_ratio_min": 0.5},
+        {"train_infer_correction.is_weight": {"weight_type": "token", "upper_bound": 3.0, "lower_bound": 0.5}},
+    ),
+    "sequence weights and rejection": (
+        "algorithm.rollout_correction.rollout_is=sequence "
+        "algorithm.rollout_correction.rollout_is_batch_normalize=true "
+        "'algorithm.rollout_correction.rollout_rs=\"token_k1,seq_max_k2\"' "
+        "'algorithm.rollout_correction.rollout_rs_threshold=\"0.5_2.0,0.3\"'",
+        {
+            "train_infer_correction.is_weight": {
+                "weight_type": "sequence",
+                "upper_bound": 2.0,
+                "batch_normalize": True,
+            },
+            "train_infer_correction.filters": [
+                {"agg_type": "token", "ratio_low": 0.5, "ratio_high": 2.0},
+                {"agg_type": "max", "k2_high": 0.3},
+            ],
+        },
     ),
     "bypass": ("algorithm.rollout_correction.bypass_mode=true", {"actor_train.logprob_plan": "rollout"}),
     "kl in reward": (
@@ -323,10 +340,15 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "no dropout",
     ),
     "turns": (f"{R}.multi_turn.enable=True", f"{R}.multi_turn", "one turn"),
-    "sequence weights": (
-        "algorithm.rollout_correction.rollout_is=sequence",
+    "rejection by an unknown estimate": (
+        "algorithm.rollout_correction.rollout_rs=seq_max_k1 algorithm.rollout_correction.rollout_rs_threshold=2",
+        "algorithm.rollout_correction.rollout_rs",
+        "no filter of verl's",
+    ),
+    "weights of the engine's own log-probs": (
+        "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.bypass_mode=true",
         "algorithm.rollout_correction.rollout_is",
-        "per token",
+        "no ratio before the update",
     ),
     "grouped kl": ("algorithm.use_kl_in_reward=True", "algorithm.use_kl_in_reward", "use_kl_loss"),
     "engine": ("model_engine=veomni", "model_engine", "FSDP"),
