@@ -46,7 +46,10 @@ class RolloutSizes:
     """Rollouts of one rank in a step."""
 
     prompts: int
+    """Contexts that are computed once each: the prompts, with a rollout function those of each row's last turn."""
     rows: int
+    context: int
+    """Tokens of the longest context."""
     room: int
     """Positions per row in the KV cache."""
 
@@ -54,11 +57,10 @@ class RolloutSizes:
 def sizes_of(config: JobConfig, dims: ParallelDims) -> RolloutSizes:
     """Rollouts of one data-parallel rank of `config` in a step."""
     prompts, settings = -(-config.prompts_per_generation // dims.dp_size), sampling_of(config, None)
-    return RolloutSizes(
-        prompts=prompts,
-        rows=prompts * settings.num_return_sequences,
-        room=cache_positions(config.prompt_length, settings, dims),
-    )
+    rows, context = prompts * settings.num_return_sequences, config.prompt_length
+    if config.rollout_function is not None:  # every turn computes its whole context anew, and each row has its own
+        prompts, context = rows, max(context, (config.sequence_length or 0) - settings.max_new_tokens)
+    return RolloutSizes(prompts=prompts, rows=rows, context=context, room=cache_positions(context, settings, dims))
 
 
 def rehearse_rollout(model: ModelState, config: JobConfig, recorder: Recorder) -> str:
@@ -76,8 +78,8 @@ def rehearse_rollout(model: ModelState, config: JobConfig, recorder: Recorder) -
         )
     sizes = sizes_of(config, layout)
     wave = len(split_by_cache_limit([sizes.room] * sizes.rows, settings.max_tokens_in_cache, layout)[0])
-    prompts = [torch.zeros(config.prompt_length, dtype=torch.int64, device=layout.device) for _ in range(sizes.prompts)]
-    rows = [prompts[number // settings.num_return_sequences] for number in range(wave)]
+    prompts = [torch.zeros(sizes.context, dtype=torch.int64, device=layout.device) for _ in range(sizes.prompts)]
+    rows = [prompts[number * sizes.prompts // sizes.rows] for number in range(wave)]
     number = torch.arange(wave, device=layout.device)
     with decoding(model, settings) as make_decoder, torch.no_grad():
         with recorder.during(PREFILL):

@@ -69,6 +69,9 @@ def test_rollouts_of_a_rank():
     sizes = sizes_of(job, ParallelDims(dp_size=4))
     assert (sizes.prompts, sizes.rows, sizes.room) == (2, 8, 200)
     assert sizes_of(job, ParallelDims(dp_size=1, tp_size=2, sequence_parallel=True)).room == 201
+    turns = {"rollout_function": "examples.calculator.rollout:rollout", "sequence_length": 400}
+    sizes = sizes_of(config_from_dict(job_of(**SAMPLED, **turns)), ParallelDims(dp_size=4))
+    assert (sizes.prompts, sizes.rows, sizes.context, sizes.room) == (8, 8, 250, 400)
 
 
 def test_jobs_with_and_without_local_rollouts():
