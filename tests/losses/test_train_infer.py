@@ -154,12 +154,11 @@ def test_the_loss_is_weighted_for_any_placement_of_samples() -> None:
     from roll_batching.losses import PolicyLoss
 
     data, _ = corrected(is_weight={"weight_type": "sequence", "upper_bound": 1.5})
-    data = data.with_fields({"train_infer_is_weight": data["train_infer_is_weight"].double()}, {})
     loss = PolicyLoss(kl_coef=0.1, entropy_coef=0.2)
 
     def of_one(f: Any, lp: Any, h: Any) -> Any:
         ratio = (lp - f["old_log_probs"]).exp()
-        weight = (f["old_log_probs"] - f["rollout_log_probs"]).sum().exp().clamp(max=1.5)
+        weight = (f["old_log_probs"] - f["rollout_log_probs"]).sum().exp().clamp(max=1.5).float()
         surrogate = -torch.minimum(ratio * f["advantages"], ratio.clamp(0.8, 1.2) * f["advantages"])
         d = f["ref_log_probs"] - lp
         return (weight * surrogate + 0.1 * (d.exp() - 1 - d).clamp(max=10) - 0.2 * h).sum(), len(lp)

@@ -16,6 +16,8 @@ class AdvantageEstimator(Entry):
     """Its settings: by key of the job, the keyword of its function."""
     compares: bool = False
     """Whether it compares the responses to a prompt, and so needs at least two."""
+    of_turns: bool = False
+    """Whether it gives advantages of turns, from the states and rewards that a rollout function returns."""
     greedy: bool = False
     """Whether it needs the reward of a greedy completion of each prompt, which is sampled for it (`baselines`)."""
     implied: Mapping[str, str | bool] = field(default_factory=dict)
@@ -25,8 +27,8 @@ class AdvantageEstimator(Entry):
 _CLIPS = {"reward_clip": "reward_clip", "advantage_clip": "advantage_clip"}
 _LIMITS = {**_CLIPS, "whiten_advantages": "whiten"}
 
-GAE = "gae"
-"""Name of the estimator that needs a critic."""
+GAE, GIGPO = "gae", "gigpo"
+"""Names of the estimators that need a critic, and states of turns."""
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
     "advantage estimator",
@@ -101,6 +103,21 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         greedy=True,
     ),
     AdvantageEstimator(
+        name=GIGPO,
+        target="roll_batching.jobs.objectives.gigpo:GiGPO",
+        summary="of turns: rewards of episodes minus their group's mean, and those of turns in equal states (GiGPO)",
+        keys={
+            "norm_std_type": "std",
+            "advantage_clip": "advantage_clip",
+            "episode_reward_weight": "episode_weight",
+            "step_reward_weight": "step_weight",
+            "step_reward_gamma": "gamma",
+        },
+        compares=True,
+        of_turns=True,
+        implied={"norm_mean_type": "group"},
+    ),
+    AdvantageEstimator(
         name=GAE,
         target="roll_batching.jobs.objectives.advantages:reinforce",
         summary="rewards as norm_* says, minus the values of a critic (generalised advantage estimation, PPO)",
@@ -109,8 +126,15 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
 )
 ADVANTAGE_KEYS = tuple(dict.fromkeys(key for entry in ADVANTAGE_ESTIMATORS for key in entry.keys))
 """Keys that registered estimators read. A user's estimator reads none of them."""
+
+
+def compares_states(name: str) -> bool:
+    """Whether the estimator `name` compares turns in equal states."""
+    entry = ADVANTAGE_ESTIMATORS.get(name)
+    return entry is not None and entry.of_turns
+
+
 REFUSED_ESTIMATORS: Mapping[str, str] = {
-    "gigpo": "it compares steps of agents, which are not supported; choose grpo or step_reinforce",
     "agentic_reinforce": "it discounts over turns of agents, which are not supported; choose reinforce",
     "optimal_token_baseline": "it needs the norms of each token's logits; choose opo, whose baseline weighs by length",
 }

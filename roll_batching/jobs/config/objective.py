@@ -49,6 +49,11 @@ class ObjectiveKeys(Settings):
     )
     reward_clip: float | None = setting(None, help="Clip normalised rewards to [-x, x].", gt=0)
     advantage_clip: float | None = setting(None, help="Clip advantages to [-x, x].", gt=0)
+    episode_reward_weight: float = setting(1.0, help="gigpo: weight of the advantages of episodes.", ge=0)
+    step_reward_weight: float = setting(1.0, help="gigpo: weight of the advantages of turns in equal states.", ge=0)
+    step_reward_gamma: float = setting(
+        0.95, help="gigpo: discount per turn of the rewards that follow a turn.", ge=0, le=1
+    )
     gamma: float = setting(
         1.0,
         help="Discount per token: the reward of a response counts less for earlier tokens. 1: equally for all.",

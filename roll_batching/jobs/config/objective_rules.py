@@ -82,6 +82,9 @@ def advantage_arguments(job: JobKeys) -> dict[str, Any]:
         "reward_clip": job.reward_clip,
         "advantage_clip": job.advantage_clip,
         "whiten": job.whiten_advantages,
+        "episode_weight": job.episode_reward_weight,
+        "step_weight": job.step_reward_weight,
+        "gamma": job.step_reward_gamma,
     }
     keywords = [] if entry is None else list(entry.keys.values())
     if job.advantages_of_tokens:

@@ -12,6 +12,7 @@ from roll_batching.jobs.config.device_rules import device_problems
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_problems
 from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, uses_engine
+from roll_batching.jobs.config.gigpo_rules import gigpo_problems
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
     cp_per_pack_problems,
@@ -70,6 +71,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         shares = job.actor_train.data_args.domain_interleave_probs
         problems += share_problems(shares, job.rewards, job.rollout_batch_size)
     problems += train_infer_problems(job)
+    problems += gigpo_problems(job)
     problems += async_problems(job)
     problems += dynamic_sampling_problems(job)
     problems += reward_shaping_problems(job)

@@ -20,8 +20,10 @@ from roll_batching.jobs.config.objective_rules import AGGREGATIONS, advantage_ar
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.objectives.advantages import AdvantageFunction, check_advantages
+from roll_batching.jobs.objectives.gigpo import shuffled_turns, state_metrics
 from roll_batching.jobs.objectives.stateful import DomainMoments, KlCoefficient, Stateful
 from roll_batching.jobs.objectives.token_rewards import TokenRewards
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.losses import ValueLoss, constant_mean, loss_spec
 from roll_batching.registry import describe_error
@@ -41,6 +43,8 @@ class Advantages:
     estimate: AdvantageFunction
     moments: DomainMoments | None = None
     """Moments of all rewards so far, where the estimator normalises by them."""
+    of_turns: bool = False
+    """Whether `estimate` is a `GiGPO`, which makes advantages of turns (`of_episodes`)."""
     greedy: bool = False
     """Whether it takes `baselines`, float64[prompts]: rewards of greedy responses."""
     of_tokens: TokenRewards | None = None
@@ -74,6 +78,18 @@ class Advantages:
             source = f"{self.name} for {domain}" if domain else self.name
             result[members] = check_advantages(advantages, rewards[members], source)
         return result
+
+    def of_episodes(
+        self, episodes: np.ndarray, group_size: int, rng: np.random.Generator | None
+    ) -> tuple[list[np.ndarray], Metrics]:
+        """Advantages of the turns of each sample, float64[turns], and metrics of their states.
+
+        `episodes` are those of a step, by id. `rng` shuffles the advantages among all turns, for the control.
+        """
+        turns: Any = self.estimate(episodes.tolist(), group_size)
+        if rng is not None:
+            turns = shuffled_turns(turns, rng)
+        return turns, state_metrics(episodes.tolist(), group_size)
 
     def stateful_parts(self) -> dict[str, Stateful]:
         """State between steps, by name."""
@@ -129,9 +145,11 @@ def advantages_of(config: JobConfig) -> Advantages:
         raise config.error(Problem(("adv_estimator",), text))
     arguments = advantage_arguments(config)
     entry = ADVANTAGE_ESTIMATORS.get(name)
+    of_turns = entry is not None and entry.of_turns
     return Advantages(
         name=name,
-        estimate=partial(function, **arguments),
+        estimate=function(**arguments) if of_turns else partial(function, **arguments),
+        of_turns=of_turns,
         moments=DomainMoments() if "running" in (arguments.get("mean"), arguments.get("std")) else None,
         greedy=entry is not None and entry.greedy,
         of_tokens=_token_rewards(config) if config.advantages_of_tokens else None,

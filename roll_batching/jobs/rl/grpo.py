@@ -18,6 +18,7 @@ from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.objectives.advantages import outside_difficulty, shuffled, zero_groups
 from roll_batching.jobs.objectives.from_config import Advantages, sampling_of
+from roll_batching.jobs.objectives.gigpo import with_turn_advantages
 from roll_batching.jobs.objectives.reward_shaping import shape_rewards
 from roll_batching.jobs.objectives.stateful import CompositeState
 from roll_batching.jobs.observe.metrics_file import Metrics
@@ -35,6 +36,7 @@ from roll_batching.jobs.rollouts.rollout import (
     StepScores,
     generate_rollouts,
     score_rollouts,
+    with_scores,
 )
 from roll_batching.jobs.rollouts.sampler import SeparateSampler
 from roll_batching.jobs.rollouts.step_metrics import (
@@ -53,7 +55,7 @@ from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.losses import loss_spec, mask_overlong
 from roll_batching.losses.train_infer import with_correction
 from roll_batching.planning import Plan
-from roll_batching.samples import FieldSpec, SampleBatch, mini_batches
+from roll_batching.samples import SampleBatch, mini_batches
 from roll_batching.strategy import GenerationSettings, StepResult
 from roll_batching.strategy.offload import OffloadStats
 
@@ -251,8 +253,13 @@ class Grpo:
         if self.config.shapes_rewards:
             shaped = replace(scores, rewards=shape_rewards(self.config, scores.rewards, scores.response_tokens))
             self._metrics["shaped_reward"] = float(shaped.rewards.mean())
-        advantages = self._compute_advantages(shaped, masked, step, baselines)
-        batch = _with_scores(batch, shaped, advantages)
+        turns = self._turn_advantages(shaped, step) if self.advantages.of_turns else None
+        if turns is None:
+            advantages = self._compute_advantages(shaped, masked, step, baselines)
+            batch = with_scores(batch, shaped, advantages)
+        else:
+            advantages = np.array([np.abs(one).max() for one in turns])
+            batch = with_turn_advantages(with_scores(batch, shaped, advantages), turns)
         # The id of a sample is its place among all samples of the step.
         batch = mask_overlong(batch, torch.from_numpy(masked[batch.ids.numpy()]))
         idle = masked
@@ -331,6 +338,14 @@ class Grpo:
             return shuffled(advantages, np.random.default_rng(step_seed(config.seed, step)))
         return advantages
 
+    def _turn_advantages(self, scores: StepScores, step: int) -> list[np.ndarray]:
+        """Advantages of the turns of all samples of the step, float64 [turns] each, the same on every rank."""
+        config = self.config
+        rng = np.random.default_rng(step_seed(config.seed, step)) if config.control == "shuffled" else None
+        turns, metrics = self.advantages.of_episodes(scores.episodes, config.group_size, rng)
+        self._metrics |= metrics
+        return turns
+
     def _train(
         self, batch: SampleBatch, scores: StepScores, idle_ids: np.ndarray | None, step: int
     ) -> Iterator[tuple[Plan, StepResult]]:
@@ -377,16 +392,3 @@ class Grpo:
             batch, metrics = with_correction(batch, self.config.train_infer_correction, self.strategy.layout)
             self._metrics |= metrics
         return batch
-
-
-def _with_scores(batch: SampleBatch, scores: StepScores, advantages: np.ndarray) -> SampleBatch:
-    """`batch` with `advantages` and `rewards`; its `log_probs` become `rollout_log_probs`."""
-    local = batch.ids.numpy()
-    fields = {
-        "advantages": torch.from_numpy(advantages[local]).float(),
-        "rewards": torch.from_numpy(scores.rewards[local]).float(),
-        "rollout_log_probs": batch["log_probs"],
-    }
-    sample, next_token = FieldSpec("sample"), FieldSpec("next_token")
-    schema = {"advantages": sample, "rewards": sample, "rollout_log_probs": next_token}
-    return batch.without("log_probs").with_fields(fields, schema)

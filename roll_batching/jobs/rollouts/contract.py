@@ -85,6 +85,9 @@ class RolloutSample:
     """Of each token, as the client returned them; None or 0 where `loss_mask` is 0."""
     reward: float | Sequence[float] | None = None
     """Reward, or one per turn, which are added. None: the job's reward function scores the text."""
+    states: Sequence[str | int] | None = None
+    """A key of the environment's state before each turn, a run of tokens with `loss_mask` 1: equal for equal states.
+    Read by `adv_estimator: gigpo`, which needs one reward per turn as well."""
     finished: bool | None = None
     """Whether the sample ended by itself. None: whether its last token is a stop token."""
     marks: Mapping[str, bool] = field(default_factory=dict)
@@ -110,6 +113,8 @@ class LoadedRolloutFunction:
     """Most tokens of a prompt and all that follows."""
     has_reward: bool
     """Whether a reward function of the job scores its samples, so that it returns no reward."""
+    needs_states: bool = False
+    """Whether the advantage estimator compares states, so that it returns one and a reward for each turn."""
 
     def __call__(self, prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer) -> Awaitable[RolloutSample]:
         """The awaitable of one sample's rollout."""

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.advantages import compares_states
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.engines.client import replica_group
+from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Completion, Scored
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, load_rollout_function
 from roll_batching.jobs.rollouts.function_calls import FunctionCalls, TokenRequest
@@ -59,6 +61,8 @@ class FunctionSamples:
     """Rewards that the function returned; None where the job's reward function scores."""
     turns: np.ndarray
     """int64 `[n]`: calls of the client."""
+    episodes: list[Episode | None]
+    """States and rewards of turns, where the advantage estimator compares states."""
 
 
 class FunctionRollouts:
@@ -105,6 +109,7 @@ class FunctionRollouts:
             completions=[_completion(prompt, sample, tokenizer) for prompt, sample in zip(given, samples, strict=True)],
             scored=None if function.has_reward else _scored(samples),
             turns=np.array([sample.calls for sample in samples], dtype=np.int64),
+            episodes=[sample.episode for sample in samples],
         )
 
     def _replica(self, layout: ParallelLayout) -> tuple[Any, int] | None:
@@ -168,6 +173,7 @@ def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:
         max_calls=config.rollout_max_calls,
         sequence_length=config.sequence_length or 1,
         has_reward=config.has_reward,
+        needs_states=compares_states(config.adv_estimator),
     )
     return FunctionRollouts(loaded, patience=60 * config.actor_train.backend_timeout)
 

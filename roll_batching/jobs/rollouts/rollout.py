@@ -15,6 +15,7 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
+from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards import Completion, Scored
 from roll_batching.jobs.rewards.pool import RewardPool
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
@@ -23,7 +24,7 @@ from roll_batching.jobs.texts.encode import encode_prompts
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning import batch_balance
-from roll_batching.samples import SampleBatch
+from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.strategy import GenerationSettings
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Rollouts:
     """Rewards that a rollout function returned; None where the reward function scores."""
     turns: np.ndarray
     """int64 `[n]`: generations of the model in each response."""
+    episodes: list[Episode | None]
+    """States and rewards of turns, where the advantage estimator compares states; else None for each response."""
     prompt_tokens: np.ndarray
     """int64 `[n]`."""
     seed: int
@@ -90,17 +93,19 @@ def generate_rollouts(
         prompt_of_response = [prompts[i] for i in np.repeat(local_prompts, group_size).tolist()]
         completions = completions_of(batch, prompt_of_response, tokenizer)
         scored, turns = None, np.ones(len(batch), dtype=np.int64)
+        episodes: list[Episode | None] = [None] * len(batch)
     else:
         local = [prompts[i] for i in local_prompts.tolist()]
         samples = function(sampler, encoded.select(local_prompts), local, tokenizer, settings)
         batch, completions = samples.batch.with_ids(ids), samples.completions
-        scored, turns = samples.scored, samples.turns
+        scored, turns, episodes = samples.scored, samples.turns, samples.episodes
     seconds = time.perf_counter() - started
     return Rollouts(
         batch=batch,
         completions=completions,
         scored=scored,
         turns=turns,
+        episodes=episodes,
         prompt_tokens=prompt_tokens,
         seed=settings.seed,
         group_size=group_size,
@@ -149,6 +154,8 @@ class StepScores:
     """int64 `[n]`: tokens that the model sampled."""
     turns: np.ndarray
     """int64 `[n]`: generations of the model in the response."""
+    episodes: np.ndarray
+    """`Episode` `[n]`, states and rewards of turns, where the advantage estimator compares states; else None."""
     lengths: np.ndarray
     """int64 `[n]`: tokens of prompt and response."""
     generate_seconds: np.ndarray
@@ -258,12 +265,20 @@ def _score_local(rollouts: Rollouts, reward: RewardPool, shown: int) -> tuple[St
         finished=np.array([c.finished for c in rollouts.completions], dtype=bool),
         response_tokens=np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
         turns=rollouts.turns,
+        episodes=_column(rollouts.episodes),
         lengths=rollouts.batch.lengths.numpy(),
         generate_seconds=np.full(len(rollouts.completions), rollouts.seconds),
         reward_seconds=np.full(len(rollouts.completions), time.perf_counter() - started),
         sample_log=_sample_log(rollouts, scored, shown),
     )
     return scores, scored.failures[:1]
+
+
+def _column(values: Sequence[Any]) -> np.ndarray:
+    """`values` as an array of objects, [n]."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
 
 
 def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]]:
@@ -291,3 +306,16 @@ def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str
             }
         )
     return lines
+
+
+def with_scores(batch: SampleBatch, scores: StepScores, advantages: np.ndarray) -> SampleBatch:
+    """`batch` with `advantages` and `rewards`; its `log_probs` become `rollout_log_probs`."""
+    local = batch.ids.numpy()
+    fields = {
+        "advantages": torch.from_numpy(advantages[local]).float(),
+        "rewards": torch.from_numpy(scores.rewards[local]).float(),
+        "rollout_log_probs": batch["log_probs"],
+    }
+    sample, next_token = FieldSpec("sample"), FieldSpec("next_token")
+    schema = {"advantages": sample, "rewards": sample, "rollout_log_probs": next_token}
+    return batch.without("log_probs").with_fields(fields, schema)

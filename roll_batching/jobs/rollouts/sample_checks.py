@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Score, check_score
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, RolloutSample
 from roll_batching.registry import printable
 
 _LARGEST_LOG_PROB = 1e-3
 """Log-probs of certain tokens may exceed 0 by rounding."""
+_LONGEST_STATE = 32
+"""Characters of a key of a state that is passed between ranks as it is; longer ones as digests."""
 _FEWEST_REPEATED = 2
 """Tokens of a prompt that is recognised when a sample repeats it: one token may be a coincidence."""
 
@@ -37,6 +41,8 @@ class CheckedSample:
     """float64 `[n]`, 0 outside the mask."""
     score: Score | None
     """None: the job's reward function scores it."""
+    episode: Episode | None
+    """States and rewards of its turns, where the advantage estimator compares states."""
     finished: bool
     calls: int
     """Calls of the client."""
@@ -83,6 +89,7 @@ def check_sample(
         mask=mask,
         log_probs=log_probs,
         score=_score(result, function),
+        episode=_episode(result, mask) if function.needs_states else None,
         finished=bool(finished),
         calls=calls,
     )
@@ -163,6 +170,36 @@ def _score(result: RolloutSample, function: LoadedRolloutFunction) -> Score | No
         return check_score(Score(reward=total, marks=result.marks))
     except (TypeError, ValueError) as error:
         raise SampleFault(f"marks: {error}") from None
+
+
+def _episode(result: RolloutSample, mask: np.ndarray) -> Episode:
+    """The turns of a sample whose rewards are checked; long keys of states become digests."""
+    why = "adv_estimator: gigpo compares turns in equal states"
+    turns = int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
+    if result.states is None:
+        raise SampleFault(f"states is None, and {why}: give the key of the state before each of the {turns} turns")
+    states = _as_list("states", result.states)
+    for name, values in (("states", states), ("reward", result.reward)):
+        if not _is_sequence(values):
+            raise SampleFault(f"{name} is {_excerpt(values)}, and {why}: give a list with one value per turn")
+        if len(values) != turns:  # type: ignore[arg-type]
+            raise SampleFault(
+                f"{name} has {len(values)} values, and loss_mask has {turns} turns, runs of 1: give one value per "  # type: ignore[arg-type]
+                "turn, and put at least one token of the environment between two turns"
+            )
+    for place, state in enumerate(states):
+        if isinstance(state, (bool, np.bool_)) or not isinstance(state, (str, int, np.integer)):
+            raise SampleFault(f"states[{place}] is {_excerpt(state)}: give a text or an integer")
+    return Episode(
+        states=tuple(_state_key(state) for state in states),
+        rewards=tuple(float(value) for value in _as_list("reward", result.reward)),
+    )
+
+
+def _state_key(state: Any) -> str:
+    """A short text of a state's key; a text and an integer are never equal."""
+    text = repr(state if isinstance(state, str) else int(state))
+    return text if len(text) <= _LONGEST_STATE else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _is_sequence(value: Any) -> bool:

@@ -69,7 +69,7 @@ WITHOUT_KEY = frozenset(
     """
     add_len_reward audio_folder autocast_adapter_dtype balance_length base_dir batch_adjust_mode chosen_key code_url
     critic custom_data_kwargs_func data_seed dataset_filter device_map dirty_data_mask env_monitor
-    episode_reward_weight error_max_len_threshold exp_mode force_disable_old_logprobs_recompute format_pattern
+    error_max_len_threshold exp_mode force_disable_old_logprobs_recompute format_pattern
     generate_opt_level gradient_checkpointing_use_reentrant image_max_pixels image_min_pixels ipo
     is_offload_optimizer_states_in_train_step is_use_additional_prompts judge_api_key judge_api_url judge_model_name
     judge_model_type judge_prompt l2 label_smoothing lambd length_profiler_dir local_rank lora_dropout
@@ -80,7 +80,7 @@ WITHOUT_KEY = frozenset(
     query_filter_config query_key ratio_type rejected_key render_save_dir report_length_and_rewards
     response_filter_config response_key response_length_penalty_coef reward reward_manager_config reward_model
     reward_normalization reward_type rl_loss_coef rollout_mock router_args save_hf_model save_logging_board_dir
-    sft_train skip_mock_system_prompt step_reward_gamma step_reward_weight student_infer student_train system_key
+    sft_train skip_mock_system_prompt student_infer student_train system_key
     tag_included tag_to_template teacher tf32 topr_negative_weight topr_positive_weight train_env_manager
     train_infer_correction transfer_backend ulysses_size use_local use_policy_loss_type use_reward_norm
     use_reward_scaling use_token_reward use_topr_loss use_topr_neg_loss_coef user_defined_rollout_loop_cls

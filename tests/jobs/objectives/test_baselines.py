@@ -88,7 +88,7 @@ def test_what_an_estimator_fixes_may_be_said_and_not_changed() -> None:
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
-    ("name", "words"), [("gae", "needs the role `critic`"), ("gigpo", "choose grpo or step_reinforce")]
+    ("name", "words"), [("gae", "needs the role `critic`"), ("agentic_reinforce", "choose reinforce")]
 )
 def test_estimators_that_do_not_exist_here_are_refused_by_name(name: str, words: str) -> None:
     with pytest.raises(ConfigFileError, match=words):

@@ -206,6 +206,7 @@ def drawn(
         finished=number % 3 == 0,
         response_tokens=number + first,
         turns=np.ones(count, dtype=np.int64),
+        episodes=np.full(count, None),
         lengths=np.ones(count, dtype=np.int64),
         generate_seconds=np.full(count, 2.0),
         reward_seconds=np.full(count, 1.0),
