@@ -81,7 +81,7 @@ class Passes:
     @property
     def frozen_chunks(self) -> dict[str, Sequence[Any]]:
         """Chunks of the models that do not train, by kind of memory; a policy without its adapters has none."""
-        models = {REFERENCE: self.reference, TEACHER: self.teacher}
+        models: dict[str, Frozen | SharedReference | None] = {REFERENCE: self.reference, TEACHER: self.teacher}
         return {name: one.chunks for name, one in models.items() if one is not None and one.has_own_weights}
 
     @property
@@ -158,7 +158,8 @@ class Passes:
         """Micro-batches of a pass: enough to fill the pipeline and start one more, unless set."""
         if self.micro_batches is not None:
             return self.micro_batches
-        layouts = [one.layout for one in (self.policy, self.reference, self.teacher) if one is not None]
+        models: list[RehearsedStrategy | None] = [self.policy, self.reference, self.teacher]
+        layouts = [one.layout for one in models if one is not None]
         count = max(2, *(one.pp_size + 1 if one.vpp_size == 1 else 2 * one.pp_size for one in layouts))
         multiple = math.lcm(*(one.pp_size for one in layouts if one.vpp_size > 1))
         return -(-count // multiple) * multiple
@@ -195,14 +196,14 @@ class Passes:
             tokens[LOG_PROBS] = self._log_probs(recorder, policy, self.plan(policy, batching, self.count()), LOG_PROBS)
         if (reference := self.reference) is not None:
             # SFT, DPO and KTO run a reference in the policy's layout on the plan of the step.
-            plans_itself = is_rl(self.config) or reference.layout.dims != policy.layout.dims
-            planner, batching = (
-                (reference, reference.batching.infer) if plans_itself else (policy, policy.batching.train)
-            )
+            planner: MegatronInferStrategy = policy
+            batching = policy.batching.train
+            if is_rl(self.config) or reference.layout.dims != policy.layout.dims:
+                planner, batching = reference, reference.batching.infer
             plan = self.plan(planner, batching, self.count())
             tokens[REFERENCE] = self._log_probs(recorder, reference, plan, REFERENCE)
             if self.config.task == "kto":
-                for name, model in ((MISMATCHED, policy), (MISMATCHED_REFERENCE, reference)):
+                for name, model in self._mismatched_passes(reference).items():
                     plan = self.plan(model, model.batching.infer, self.count())
                     tokens[name] = self._log_probs(recorder, model, plan, name)
         if (teacher := self.teacher) is not None:
@@ -217,6 +218,10 @@ class Passes:
         with recorder.during("optimizer"):
             self._step(plan)
         return tokens
+
+    def _mismatched_passes(self, reference: RehearsedStrategy) -> dict[str, RehearsedStrategy]:
+        """The models of the passes for the reference point of KTO."""
+        return {MISMATCHED: self.policy, MISMATCHED_REFERENCE: reference}
 
     def _run_critic(self, recorder: Recorder, critic: Policy) -> dict[str, int]:
         """Values and a training step of the critic; the tokens of a micro-batch of both."""

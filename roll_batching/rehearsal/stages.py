@@ -99,7 +99,8 @@ def rank_kinds(policy: Sequence[StageKind], frozen: Mapping[str, Sequence[StageK
             for kinds, stage in zip(pipelines, stages, strict=True)
         )
         ranks.setdefault(key, []).append(rank)
-    result, represented = [], set()
+    result: list[RankKind] = []
+    represented: set[int] = set()
     for key, members in ranks.items():
         names = []
         for role, kinds in zip(("", *others), pipelines, strict=True):

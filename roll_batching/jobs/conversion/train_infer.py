@@ -24,7 +24,8 @@ def convert_roll_section(draft: Draft, data: dict[str, Any]) -> None:
     if not isinstance(given, dict) or not isinstance(given.get("filters") or [], list):
         draft.leave_out(SECTION, "refused", "is no section with is_weight and filters")
         return
-    weight, section = given.get("is_weight") or {}, {}
+    section: dict[str, Any] = {}
+    weight = given.get("is_weight") or {}
     if weight.get("enabled"):
         section["is_weight"] = {"weight_type": weight.get("weight_type", "token")}
         section["is_weight"]["upper_bound"] = weight.get("upper_bound", 1.2)

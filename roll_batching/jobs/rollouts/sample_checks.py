@@ -178,22 +178,26 @@ def _episode(result: RolloutSample, mask: np.ndarray) -> Episode:
     turns = int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
     if result.states is None:
         raise SampleFault(f"states is None, and {why}: give the key of the state before each of the {turns} turns")
-    states = _as_list("states", result.states)
-    for name, values in (("states", states), ("reward", result.reward)):
-        if not _is_sequence(values):
-            raise SampleFault(f"{name} is {_excerpt(values)}, and {why}: give a list with one value per turn")
-        if len(values) != turns:  # type: ignore[arg-type]
-            raise SampleFault(
-                f"{name} has {len(values)} values, and loss_mask has {turns} turns, runs of 1: give one value per "  # type: ignore[arg-type]
-                "turn, and put at least one token of the environment between two turns"
-            )
+    states, rewards = _of_turns("states", result.states, turns, why), _of_turns("reward", result.reward, turns, why)
     for place, state in enumerate(states):
         if isinstance(state, (bool, np.bool_)) or not isinstance(state, (str, int, np.integer)):
             raise SampleFault(f"states[{place}] is {_excerpt(state)}: give a text or an integer")
     return Episode(
-        states=tuple(_state_key(state) for state in states),
-        rewards=tuple(float(value) for value in _as_list("reward", result.reward)),
+        states=tuple(_state_key(state) for state in states), rewards=tuple(float(value) for value in rewards)
     )
+
+
+def _of_turns(name: str, given: Any, turns: int, why: str) -> list[Any]:
+    """The field `name` as a list with one value per turn."""
+    if not _is_sequence(given):
+        raise SampleFault(f"{name} is {_excerpt(given)}, and {why}: give a list with one value per turn")
+    values = _as_list(name, given)
+    if len(values) != turns:
+        raise SampleFault(
+            f"{name} has {len(values)} values, and loss_mask has {turns} turns, runs of 1: give one value per turn, "
+            "and put at least one token of the environment between two turns"
+        )
+    return values
 
 
 def _state_key(state: Any) -> str:

@@ -58,6 +58,20 @@ async def searches(prompt: Any, client: Any, tokenizer: Any) -> Any:
     )
 
 
+async def two_states(prompt: Any, client: Any, tokenizer: Any, states: Any, reward: Any) -> Any:
+    """Two turns of three tokens with a reply between them, and these states and rewards."""
+    first = await client.generate(prompt.tokens, max_new_tokens=STEP)
+    reply = tokenizer.encode("+1")
+    last = await client.generate([*prompt.tokens, *first.tokens, *reply], max_new_tokens=STEP)
+    return RolloutSample(
+        tokens=[*first.tokens, *reply, *last.tokens],
+        loss_mask=[1] * len(first.tokens) + [0] * len(reply) + [1] * len(last.tokens),
+        log_probs=[*first.log_probs, *[None] * len(reply), *last.log_probs],
+        reward=reward,
+        states=states,
+    )
+
+
 # ---- faults; sample 2 has them, others are right
 
 

@@ -23,7 +23,15 @@ HERE = "tests.jobs.rollouts.rollout_functions:"
 TOKENIZER = CharTokenizer(VOCABULARY, eos="$", pad=".")
 
 
-def run_calls(name: str, *, has_reward: bool = False, timeout: float = 20, max_calls: int = 9, **arguments: Any) -> Any:
+def run_calls(
+    name: str,
+    *,
+    has_reward: bool = False,
+    needs_states: bool = False,
+    timeout: float = 20,
+    max_calls: int = 9,
+    **arguments: Any,
+) -> Any:
     """The samples of four calls of `name`; every generation is `ab$`, cut at its limit."""
     path = HERE + name
     function = LoadedRolloutFunction(
@@ -34,6 +42,7 @@ def run_calls(name: str, *, has_reward: bool = False, timeout: float = 20, max_c
         max_calls=max_calls,
         sequence_length=64,
         has_reward=has_reward,
+        needs_states=needs_states,
     )
     prompts = [
         RolloutPrompt(tokens=TOKENIZER.encode(f"a+{i}="), text=f"a+{i}=", record={"level": i}, sample=i, seed=i)
@@ -97,6 +106,28 @@ def test_a_reward_beside_a_reward_function_is_refused():
     with pytest.raises(DataError, match=r"sample \d .*reward is set, and the job has a reward function as well"):
         run_calls("three_turns", has_reward=True)
     assert all(sample.score is None for sample in run_calls("one_turn", has_reward=True))
+
+
+def test_states_and_rewards_of_turns_are_checked():
+    def made(states: Any, reward: Any) -> Any:
+        return run_calls("two_states", needs_states=True, states=states, reward=reward)
+
+    episode = made(["a", "b" * 999], [0.5, 1])[0].episode
+    assert episode.states[0] == "'a'" and len(episode.states[1]) == 32 and episode.rewards == (0.5, 1.0)
+    assert made(["3", 3], [0, 0])[0].episode.states == ("'3'", "3"), "a text and an integer differ"
+    for states, reward, words in (
+        (None, [0, 0], "states is None, and adv_estimator: gigpo .*each of the 2 turns"),
+        (["a"], [0, 0], "states has 1 values, and loss_mask has 2 turns"),
+        (["a", "b"], [0, 0, 0], "reward has 3 values, and loss_mask has 2 turns"),
+        (["a", "b"], 1.0, "reward is a float, 1.0, and adv_estimator: gigpo"),
+        ("ab", [0, 0], "states is a str"),
+        ([1.5, "b"], [0, 0], r"states\[0\] is a float"),
+        ([True, "b"], [0, 0], r"states\[0\] is a bool"),
+        (["a", "b"], [0, float("nan")], r"reward\[1\]: the reward is nan"),
+    ):
+        with pytest.raises(DataError, match=words):
+            made(states, reward)
+    assert all(sample.episode is None for sample in run_calls("two_states", states=None, reward=1.0))
 
 
 def test_one_object_for_two_samples_is_refused():
