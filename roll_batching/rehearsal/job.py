@@ -184,7 +184,7 @@ def rehearse_job(
             continue
         if config.own_devices(name) is not None:
             raise config.error(Problem((name, "device_mapping"), text))
-        if name not in frozen_roles(config) and (different := differing_keys(role, config.actor_train)):
+        if name not in ("reference", "teacher") and (different := differing_keys(role, config.actor_train)):
             raise config.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
         own, trained = (one.strategy_args.strategy_config for one in (role, config.actor_train))
         if own.max_context_parallel_size != trained.max_context_parallel_size:
