@@ -121,7 +121,6 @@ FUNCTION = {"adv_estimator": "gigpo", "rollout_function": "examples.corridor.rol
         ({"norm_std_type": "batch"}, "norm_std_type", "group divides"),
         ({"gamma": 0.9}, "gamma", "step_reward_gamma"),
         ({"step_reward_weight": 0.0, "episode_reward_weight": 0.0}, "step_reward_weight", "no advantage"),
-        ({"num_return_sequences_in_group": 1}, "num_return_sequences_in_group", "at least"),
     ],
 )
 def test_what_excludes_it_is_named(changes: dict[str, Any], key: str, words: str) -> None:
