@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from roll_batching.distributed import Facts
 from roll_batching.distributed.parallel_layout import ParallelLayout
@@ -132,12 +133,13 @@ def check_candidates(batch: SampleBatch, name: str | None, state: ModelState) ->
 
     They have no logit, and would get a log-prob all the same. A field that is missing is an error where it is read.
     """
-    if name is None or name not in batch or not batch.num_tokens:
+    if name is None or name not in batch or not batch[name].numel():
         return
     ids, count = batch[name], state.vocab_size or gpt_of(state.chunks[0]).vocab_size
     if ids.is_floating_point() or ids.dtype is torch.bool:
         raise DataError(f"{name} has {ids.dtype}: give int32 or int64, the ids of tokens")
-    lowest, largest = (int(x) for x in ids.aminmax())
+    with _disable_current_modes():  # a rehearsal computes on fake tensors, but its samples have values
+        lowest, largest = (int(x) for x in ids.aminmax())
     if lowest < 0 or largest >= count:
         wrong = lowest if lowest < 0 else largest
         raise DataError(
