@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.models
 
 LIMIT = 1e-5
-NEW, STEPS, RATE = 12, 3, 1e-3
+NEW, MANY, STEPS, RATE = 4, 12, 3, 1e-3
 LAYOUTS = [Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=2), Layout(cp=2)]
 EXPERT_LAYOUTS = [Layout(dp=2, ep=2, moe=True), Layout(tp=2, sp=True, moe=True)]
 
@@ -71,6 +71,11 @@ def test_one_rank(models: Any, report: Callable[[str], None]) -> None:
     _check(models, [(name, Layout(), EVERYTHING) for name in tiny.MODELS], report)
 
 
+@pytest.mark.slow
+def test_longer_responses(models: Any, report: Callable[[str], None]) -> None:
+    _check(models, [(name, Layout(), {"greedy": MANY}) for name in tiny.MODELS], report)
+
+
 TRAINED = {"steps": STEPS, "rate": RATE}
 
 
@@ -102,14 +107,19 @@ def test_two_ropes_and_norms_behind_layers(models: Any, report: Callable[[str], 
 
 
 def test_experts(models: Any, report: Callable[[str], None]) -> None:
-    names = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
+    names = ("qwen3_moe", "deepseek_v3")
     cases = [(name, layout, TRAINED) for name in names for layout in EXPERT_LAYOUTS]
-    _check(models, [*cases, ("gpt_oss", EXPERT_LAYOUTS[0], TRAINED), ("gpt_oss", Layout(cp=2), TRAINED)], report)
+    _check(models, [*cases, ("gpt_oss", EXPERT_LAYOUTS[0], TRAINED)], report)
 
 
 def test_gated_delta_nets(models: Any, report: Callable[[str], None]) -> None:
     """Their heads are divided over context-parallel ranks, too."""
-    _check(models, [("qwen3_next", layout, TRAINED) for layout in (Layout(cp=2), Layout(pp=2))], report)
+    layouts = (Layout(cp=2), Layout(pp=2), *EXPERT_LAYOUTS)
+    _check(models, [("qwen3_next", layout, TRAINED) for layout in layouts], report)
+
+
+@pytest.mark.slow
+def test_gated_delta_nets_under_tensor_and_context_parallelism(models: Any, report: Callable[[str], None]) -> None:
     _check(models, [("qwen3_next", Layout(tp=2, sp=True, cp=2, moe=True), TRAINED)], report)
 
 

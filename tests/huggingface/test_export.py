@@ -49,17 +49,19 @@ def check_equal(written, read):
     ("names", "layouts"),
     [
         (["qwen3", "qwen2"], LAYOUTS),
-        (["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"], EXPERT_LAYOUTS),
+        (["deepseek_v3", "qwen3_next"], EXPERT_LAYOUTS),
+        pytest.param(["qwen3_moe", "glm4_moe"], EXPERT_LAYOUTS, marks=pytest.mark.slow),
         (["nemotron_h"], [Layout(tp=2, sp=True, dp=2)]),
-        (["nemotron_h_moe", "nemotron_h_latent"], EXPERT_LAYOUTS),
-        (["qwen3", "qwen2"], UNEVEN),
+        pytest.param(["nemotron_h_moe", "nemotron_h_latent"], EXPERT_LAYOUTS, marks=pytest.mark.slow),
+        pytest.param(["qwen3", "qwen2"], UNEVEN, marks=pytest.mark.slow),
         (["gpt_oss"], [Layout(pp=2, dp=2, ep=2, moe=True)]),
-        (["gemma3", "gemma3_vision", "qwen3_5_vision"], [Layout(tp=2, pp=2)]),
+        pytest.param(["gemma3", "gemma3_vision", "qwen3_5_vision"], [Layout(tp=2, pp=2)], marks=pytest.mark.slow),
         (["qwen3_5_moe_vision"], EXPERT_LAYOUTS),
     ],
     ids=[
         "dense",
         "experts",
+        "more experts",
         "hybrid",
         "hybrid with experts",
         "uneven stages",
@@ -130,7 +132,10 @@ def test_what_an_uneven_pipeline_trained_is_written_to_the_bit(tmp_path, report)
     assert gap < 1e-5 and moved > 1e-2
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h_latent"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "qwen3_next", "nemotron_h_latent")]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", *SLOW])
 def test_a_checkpoint_has_expert_biases_and_attention_sinks(name, tmp_path, report):
     """Saved with expert parallelism, loaded into pipeline stages over the untrained model.
 

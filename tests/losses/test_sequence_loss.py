@@ -97,7 +97,10 @@ def compare(megatron: dict[str, Any]) -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("tensor 2, context 2", "tensor 2")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
 def test_a_sequence_loss_equals_the_token_loss(layout: str, report) -> None:
     ranks, megatron = LAYOUTS[layout]
     for rank in run_ranks(ranks, HERE + "compare", megatron):

@@ -94,6 +94,12 @@ def of_the_model(report: RankReport) -> dict[str, tuple[float, float]]:
 REFERRING = ("DPO", "adapters and their reference, TP2")
 """Jobs with a reference."""
 SLOW = {
+    "PP2 x VPP2, uneven",
+    "multi-latent attention and sigmoid routing",
+    "attention sinks and windows",
+    "norms behind layers, two RoPEs",
+    "gated delta nets",
+    "layers with one part each",
     "adapters and their reference, TP2",
     "shared prompts, TP2",
     "TP2",

@@ -67,6 +67,7 @@ def test_a_job_that_does_not_fit_exits_with_1(capsys):
     assert "does not fit 0.00 GiB" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_packs_of_each_context_parallel_size_are_rehearsed(capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--no-advice", "actor_train.strategy_args.strategy_config.context_parallel_size=auto"])

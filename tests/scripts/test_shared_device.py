@@ -103,6 +103,7 @@ def test_a_layout_is_recorded_beside_one_that_fails(monkeypatch: pytest.MonkeyPa
     assert all(value < 1e-5 for value, _ in good["limits"].values())
 
 
+@pytest.mark.slow
 def test_second_layouts_and_experts_equal_one_process(monkeypatch: pytest.MonkeyPatch, report: Any) -> None:
     """The layouts with the most kinds of exchanges; the slow test of all checks runs every one."""
     some = tuple(case for case in shared_device.CASES if case.other or (case.layout.moe and case.layout.tp > 1))

@@ -49,6 +49,7 @@ def test_passes_and_transfers_have_megatrons_order(stages: int, chunks: int, cou
             assert result["transfers"][place] == calls
 
 
+@pytest.mark.slow
 @pytest.mark.layouts
 def test_sleeping_stages_take_as_long_as_predicted(report) -> None:
     """Interleaved: unequal micro-batches wait for calls that return late, which a free order of messages would not."""

@@ -72,16 +72,20 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        ("MaskedSoftmax", "masked softmax"),
-        ("RotatedByTheModel", "masked softmax behind rotation"),
-        ("FlashOnTheCpu", "flash_attn on the CPU"),
-        ("FlashFourOnTheCpu", "flash_attn_4 on the CPU"),
-    ],
-)
+BACKENDS = {
+    "MaskedSoftmax": "masked softmax",
+    "RotatedByTheModel": "masked softmax behind rotation",
+    "FlashOnTheCpu": "flash_attn on the CPU",
+    "FlashFourOnTheCpu": "flash_attn_4 on the CPU",
+}
+CASES = [
+    pytest.param(backend, name, layout, marks=[] if layout == "one rank" or "Flash" in backend else [pytest.mark.slow])
+    for backend, name in BACKENDS.items()
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "layout"), CASES)
 def test_a_core_from_outside_equals_the_reference(
     backend: str, name: str, layout: str, references: Path, report: Any
 ) -> None:

@@ -29,12 +29,11 @@ LIMIT = 2e-6
 LOSS_LIMIT = 1e-5
 """Relative; positive and negative terms of a loss cancel."""
 
-CORE = [
+CORE = [Layout(dp=4, distopt=True, per_token=False), Layout(dp=2, pp=2, vpp=2)]
+MORE = [
     Layout(dp=4),
-    Layout(dp=4, distopt=True, per_token=False),
     Layout(dp=2, pp=2),
     Layout(dp=2, tp=2, sp=True),
-    Layout(dp=2, pp=2, vpp=2),
     Layout(dp=4, ep=2, moe=True),
 ]
 MATRIX = [
@@ -209,8 +208,10 @@ def compare_with_prefixes(seeds: int) -> list[str]:
     return differing
 
 
-def test_packs_that_share_prefixes() -> None:
-    for found in run_ranks(4, HERE + "compare_with_prefixes", 2, timeout=600):
+@pytest.mark.layouts
+@pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_packs_that_share_prefixes(seeds: int) -> None:
+    for found in run_ranks(4, HERE + "compare_with_prefixes", seeds, timeout=600):
         assert not found, "\n".join(found)
 
 
@@ -295,9 +296,17 @@ def test_bad_input_of_one_rank_is_an_error_on_all() -> None:
 
 
 def test_core_layouts() -> None:
-    _run(CORE, ["policy", "logits"], 2)
+    _run(CORE, ["policy", "logits"], 1)
 
 
+@pytest.mark.slow
+@pytest.mark.layouts
+def test_more_layouts() -> None:
+    _run(CORE + MORE, ["policy", "logits"], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
 def test_every_loss() -> None:
     _run([Layout(dp=4)], list(losses()), 2)
 

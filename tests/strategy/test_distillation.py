@@ -30,9 +30,9 @@ TEACHER_SHAPE = {"hidden_size": 48, "num_attention_heads": 4, "num_query_groups"
 PAIRS = [
     (Layout(), Layout()),
     (Layout(tp=2, sp=True), Layout(pp=2)),
+    (Layout(dp=2, distopt=True), Layout(cp=2)),
     (Layout(pp=2, tied=True), Layout(tp=2)),
     (Layout(cp=2), Layout(dp=2)),
-    (Layout(dp=2, distopt=True), Layout(cp=2)),
     (Layout(tp=2), Layout(tp=2)),
 ]
 """Layouts of student and teacher on the same ranks."""
@@ -193,9 +193,18 @@ def references():
         yield folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_values_and_gradients_are_the_reference_s(ranks: int, references: str, report) -> None:
-    pairs = [pair for pair in PAIRS + LARGER if pair[0].ranks == ranks]
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        PAIRS[:1],
+        PAIRS[1:3],
+        pytest.param(PAIRS[3:], marks=pytest.mark.slow),
+        pytest.param(LARGER, marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "two ranks", "more on two ranks", "four ranks"],
+)
+def test_values_and_gradients_are_the_reference_s(pairs: Any, references: str, report) -> None:
+    ranks = pairs[0][0].ranks
     payload = (references, [(asdict(student), asdict(teacher)) for student, teacher in pairs])
     found = run_ranks(ranks, HERE + "compare", payload, timeout=500)
     for (student, teacher), gaps in zip(pairs, found[0], strict=True):

@@ -5,7 +5,6 @@ The reference shares no code with the package: see `tests/support/reference.py`.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.equality
 
-BATCHES = 50
+FEW, ALL = 14, 50
+"""Batches; the first 14 have all sizes."""
 CAP = 48
 LIMIT = 1e-5
 LOSS_LIMIT = 1e-6
@@ -27,7 +27,7 @@ def _sizes(seed: int) -> int:
     return 1 + (seed * 5) % 14
 
 
-def write_references(folder: str) -> None:
+def write_references(payload: tuple[str, int]) -> None:
     """Loss and gradients of every batch, one process, stock attention.
 
     The loss, and the mean absolute value of its terms, are an fp64 model's.
@@ -37,13 +37,14 @@ def write_references(folder: str) -> None:
     from tests.support.models import random_batch
     from tests.support.reference import gradients, policy_loss, stock_model
 
+    folder, count = payload
     make_layout(ParallelDims(), start_processes())
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(0)
     model, exact = stock_model(), stock_model().double()
     terms = {"clip": (0.2, 0.28), "kl": 0.05, "entropy": 0.02}
-    for seed in range(BATCHES):
+    for seed in range(count):
         batch = random_batch(seed, _sizes(seed), CAP)
         with torch.no_grad():
             loss = float(policy_loss(exact, batch, **terms))
@@ -52,13 +53,14 @@ def write_references(folder: str) -> None:
         torch.save((loss, size, found), Path(folder) / f"reference{seed}.pt")
 
 
-def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str]]:
+def compare_modes(payload: tuple[str, int]) -> dict[tuple[str, bool], tuple[float, float, str]]:
     """Worst difference of the loss (of its mean absolute term) and of gradients, per mode and loss scaling."""
     from roll_batching.losses import PolicyLoss
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import fill, random_batch, whole_gradients, worker_config, worst_difference
 
+    folder, count = payload
     worst: dict[tuple[str, bool], tuple[float, float, str]] = {}
     loss = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
     for per_token in (True, False):
@@ -67,7 +69,7 @@ def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str
             config = worker_config(mode, CAP, megatron={"calculate_per_token_loss": per_token})
             strategies[mode] = MegatronTrainStrategy(config)
             strategies[mode].initialize()
-        for seed in range(BATCHES):
+        for seed in range(count):
             expected_loss, size, expected = torch.load(Path(folder) / f"reference{seed}.pt")
             whole = random_batch(seed, _sizes(seed), CAP)
             for mode, strategy in strategies.items():
@@ -87,22 +89,18 @@ def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str
     return worst
 
 
+@pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_modes_equal_the_reference(dp_size: int, references: Path, report) -> None:
-    worst = run_ranks(dp_size, "tests.strategy.test_equality:compare_modes", str(references))[0]
+def test_modes_equal_the_reference(dp_size: int, count: int, tmp_path: Path, report) -> None:
+    payload = (str(tmp_path), count)
+    run_ranks(1, "tests.strategy.test_equality:write_references", payload)
+    worst = run_ranks(dp_size, "tests.strategy.test_equality:compare_modes", payload)[0]
     for (mode, per_token), (loss_gap, gradient_gap, where) in worst.items():
         scaling = "per-token" if per_token else "micro-batch mean"
         report(
-            f"{mode:8} dp={dp_size} {scaling:16} worst of {BATCHES} batches: loss {loss_gap:.1e}, gradient "
+            f"{mode:8} dp={dp_size} {scaling:16} worst of {count} batches: loss {loss_gap:.1e}, gradient "
             f"{gradient_gap:.1e} ({where})"
         )
     assert len(worst) == 6
     assert max(gap for gap, _, _ in worst.values()) < LOSS_LIMIT
     assert max(gap for _, gap, _ in worst.values()) < LIMIT
-
-
-@pytest.fixture(scope="module")
-def references():
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, "tests.strategy.test_equality:write_references", folder)
-        yield Path(folder)

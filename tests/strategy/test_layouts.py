@@ -46,12 +46,10 @@ EXPERT_FIELDS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
 MATRIX = pairwise()
 CORE = [
     Layout(tp=2, sp=True),
-    Layout(pp=2),
     Layout(pp=2, vpp=2),
     Layout(cp=2),
     Layout(dp=2, distopt=True),
     Layout(tp=2, sp=True, pp=2),
-    Layout(pp=2, vpp=2, cp=2),
 ]
 
 

@@ -179,7 +179,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name == "4 ranks, tp2 dp2")) for name in LAYOUTS]
+)
 def test_rubbish_on_one_rank_is_the_same_error_on_all(layout: str, tmp_path: Any, report: Any) -> None:
     world, sizes = LAYOUTS[layout]
     results = run_ranks(world, "tests.strategy.test_rubbish:attempts", (sizes, str(tmp_path)), timeout=240)

@@ -26,7 +26,9 @@ HERE = "tests.strategy.test_shared_prefixes:"
 CAP = 320
 VALUES = "values"
 LIMIT = 2e-6
-LAYOUTS = [*CORE, Layout(moe=True, dp=2, ep=2), Layout(tp=2, sp=True, recompute=True)]
+LAYOUTS = [Layout(tp=2, sp=True), Layout(pp=2, vpp=2), Layout(cp=2), Layout(moe=True, dp=2, ep=2)]
+MORE = [*CORE, Layout(tp=2, sp=True, recompute=True)]
+SLOW = [pytest.mark.slow, pytest.mark.layouts]
 
 
 def _tree(g: torch.Generator, sizes: list[Any]) -> list[torch.Tensor]:
@@ -189,12 +191,17 @@ def test_every_kind_of_tree_and_loss_on_one_rank() -> None:
     _run([Layout()], [(kind, name) for kind in kinds() for name in losses() if name != VALUES])
 
 
-def test_values_of_a_critic() -> None:
-    _run([Layout(), Layout(cp=2), Layout(tp=2, sp=True), Layout(pp=2)], [(kind, VALUES) for kind in kinds()])
+OF_A_CRITIC = [Layout(), Layout(tp=2, sp=True), Layout(pp=2)]
 
 
-def test_core_layouts() -> None:
-    _run(LAYOUTS, [("groups", "policy"), ("three levels", "logits"), ("a group above the cap", "sft")])
+@pytest.mark.parametrize("layouts", [[Layout(cp=2)], pytest.param(OF_A_CRITIC, marks=SLOW)], ids=["cp2", "more"])
+def test_values_of_a_critic(layouts: list[Layout]) -> None:
+    _run(layouts, [(kind, VALUES) for kind in kinds()])
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE, marks=SLOW)], ids=["core", "more"])
+def test_core_layouts(layouts: list[Layout]) -> None:
+    _run(layouts, [("groups", "policy"), ("three levels", "logits"), ("a group above the cap", "sft")])
 
 
 WINDOWS = {"sliding_window": 16, "window_layers": [1, 0]}
@@ -224,6 +231,13 @@ MODELS: dict[str, tuple[dict[str, Any], list[Layout]]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_with_other_attention(model: str) -> None:
+    _run([Layout(cp=2)], [("groups", "policy"), ("a group above the cap", "policy")], MODELS[model][0])
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
+@pytest.mark.parametrize("model", MODELS)
+def test_models_with_other_attention_in_more_layouts(model: str) -> None:
     architecture, layouts = MODELS[model]
     _run(layouts, [(kind, "policy") for kind in kinds()], architecture)
 

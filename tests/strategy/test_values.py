@@ -201,7 +201,7 @@ def references():
         yield folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_gradients_and_steps_are_the_reference_s(ranks: int, references: str, report) -> None:
     layouts = [layout for layout in LAYOUTS + LARGER if layout.ranks == ranks]
     found = run_ranks(ranks, HERE + "compare", (references, [asdict(one) for one in layouts]), timeout=400)

@@ -166,10 +166,10 @@ def pairwise(at_least: int = 40) -> list[Layout]:
 EXPERTS = [
     Layout(moe=True, router=True, dp=2, ep=2),
     Layout(moe=True, router=True, tp=2, sp=True),
-    Layout(moe=True, router=True, pp=2, vpp=2),
 ]
-"""One of each kind, for every run of the tests."""
+"""For every run of the tests."""
 MORE_EXPERTS = [
+    Layout(moe=True, router=True, pp=2, vpp=2),
     Layout(moe=True, router=True),
     Layout(moe=True, dp=2, distopt=True),
     Layout(moe=True, router=True, cp=2, ep=2),
@@ -186,11 +186,11 @@ MORE_EXPERTS = [
 UNEVEN = [
     Layout(pp=2, layers=4, first=1),
     Layout(pp=2, vpp=2, layers=5, pattern="Et|tt|t|tL"),
+]
+"""For every run of the tests."""
+MORE_UNEVEN = [
     Layout(tp=2, sp=True, pp=2, layers=4, last=1, tied=True),
     Layout(pp=4, layers=6, embedding=True, loss=True),
-]
-"""One of each kind of key, for every run of the tests."""
-MORE_UNEVEN = [
     Layout(pp=2, dp=2, layers=4, first=3, distopt=True, recompute=True),
     Layout(pp=2, dp=2, layers=5, pattern="Et|ttttL", tied=True, distopt=True, per_token=False),
     Layout(pp=4, layers=5, first=1, last=2),

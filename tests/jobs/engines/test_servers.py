@@ -128,10 +128,8 @@ def test_a_server_that_does_not_start_ends_the_job_with_its_last_lines(folder, r
     assert time.monotonic() - began > 5
 
 
-SLOW = [pytest.param(whom, marks=pytest.mark.slow) for whom in ("rank", "supervisor")]
-
-
-@pytest.mark.parametrize("whom", ["launcher", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "rank", "supervisor"])
 def test_no_server_outlives_the_job(whom, folder):
     file = written(folder, "vllm", infer={"device_mapping": [0]}, max_steps=1000, eval_samples=0)
     with started(folder, *train(file), **install(folder / "engine")) as launcher:

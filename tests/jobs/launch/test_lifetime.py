@@ -32,6 +32,7 @@ def test_nothing_outlives_a_killed_launcher(when, saved, tmp_path):
         wait_for(lambda: not processes(tmp_path), 5)
 
 
+@pytest.mark.slow
 def test_a_key_pressed_ends_a_job_with_one_line(tmp_path):
     """As a terminal does, the whole process group of the command gets the signal."""
     with started(tmp_path, *train(write_job(tmp_path, **LONG))) as launcher:

@@ -57,6 +57,7 @@ def test_an_output_that_fails_is_said_once_and_done_without(tmp_path, kind, word
     assert [line for line in log if line.startswith("line ")] == [f"line {number}" for number in range(2000)]
 
 
+@pytest.mark.slow
 def test_a_job_without_a_terminal_is_done(tmp_path):
     """Standard output closed from the start: `>&-`."""
     arguments = train(write_job(tmp_path, warmup=None, max_steps=1, eval_samples=0), ranks=1)
@@ -108,8 +109,9 @@ class Waits:
         return LossOutput(-tokens.mean(tokens.log_probs))
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_waits_alone_is_named_with_its_line(tmp_path, report, rank):
     code, said = trained(
         tmp_path,

@@ -87,6 +87,7 @@ def test_the_layouts_of_student_and_teacher_change_nothing(name: str, folder: Pa
             assert two[key] == pytest.approx(one[key], rel=2e-4), key
 
 
+@pytest.mark.slow
 def test_resumed_to_the_bit_on_two_ranks(folder: Path) -> None:
     options = {"save_steps": 1, "is_offload_states": True, "kd_objective": "mixed_kl"}
     options["actor_train__strategy_args__strategy_config"] = {"use_distributed_optimizer": True}

@@ -94,7 +94,10 @@ def expected(folder: Path, size: int, wanted: int, steps: int) -> list[tuple[lis
     return result
 
 
-@pytest.mark.parametrize(("ranks", "wanted", "size"), [(1, 4, None), (2, 4, None), (2, 5, 8), (2, 1, 2)])
+SLOW = [pytest.param(2, *sizes, marks=pytest.mark.slow) for sizes in ((4, None), (1, 2))]
+
+
+@pytest.mark.parametrize(("ranks", "wanted", "size"), [(1, 4, None), (2, 5, 8), *SLOW])
 def test_steps_are_full_of_groups_whose_rewards_differ(folder, ranks, wanted, size):
     """With one prompt a step, one of two ranks has no sample."""
     run_ranks(ranks, RUN, job_of(folder, rollout_batch_size=wanted, dynamic_sampling_batch_size=size))
@@ -114,6 +117,7 @@ def test_steps_are_full_of_groups_whose_rewards_differ(folder, ranks, wanted, si
         assert row["tokens"] == sum(line["prompt_tokens"] + line["response_tokens"] for line in step)
 
 
+@pytest.mark.slow
 def test_resumed_to_the_bit_on_two_ranks(folder):
     run_ranks(2, RUN, job_of(folder, "straight", save_steps=1))
     run_ranks(2, RUN, job_of(folder, "resumed", save_steps=1))

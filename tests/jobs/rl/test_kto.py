@@ -159,6 +159,7 @@ def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None
             assert one[key] == pytest.approx(other[key], rel=2e-4, abs=2e-5), key
 
 
+@pytest.mark.slow
 def test_resumed_to_the_bit_on_two_ranks(tmp_path: Path) -> None:
     changes = {"save_steps": 1, "actor_train__training_args__per_device_train_batch_size": 4}
     run_ranks(2, RUN, job(tmp_path, "straight", **changes))

@@ -163,6 +163,7 @@ def test_the_critic_makes_the_passes_of_critic_epochs(tmp_path) -> None:
     assert critic_role(config, 1).training_args.max_steps == 48, "4 RL steps of 3 passes of 4 mini-batches"
 
 
+@pytest.mark.slow
 def test_resumed_to_the_bit_on_two_ranks(tmp_path) -> None:
     """A critic with its optimizer sharded, warm-up, and the KL divergence in the reward; resumed in its warm-up."""
     write_data(tmp_path)

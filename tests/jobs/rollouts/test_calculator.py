@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from roll_batching.jobs.observe.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,6 +22,7 @@ FEW = (
 )
 
 
+@pytest.mark.slow
 def test_the_model_calls_the_calculator_twice_in_a_sample(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -48,6 +48,7 @@ def job(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_to_the_bit(folder: Path) -> None:
     from safetensors.torch import load_file
 

@@ -159,7 +159,8 @@ def test_conversations_on_a_model_directory(folder):
 # ---- going on
 
 
-@pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_killed_and_resumed_to_the_bit(folder, task):
     variant = {
         "save_steps": 1,
