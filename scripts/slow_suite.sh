@@ -6,7 +6,7 @@
 #   ./scripts/slow_suite.sh --turn 3     another turn
 #   ./scripts/slow_suite.sh --turns      lists all turns
 #
-# A turn is a suite or a part of a long one. After SLOW_SUITE_MINUTES (25) pytest is interrupted, and the exit status is
+# A turn is a suite or a part of a long one. After SLOW_SUITE_MINUTES (15) pytest is interrupted, and the exit status is
 # 124. Parts have equal numbers of tests, not equal times. `rest` has the slow tests without a suite. `te` needs the
 # environment of te_environment.sh, and has a turn only if it exists. `pages` types the commands of README and docs, for
 # about an hour, and has no turn. PYTHON and --no-install work as in test.sh.
@@ -15,8 +15,9 @@ source "$(dirname "$0")/_env.sh"
 cd "$root"
 
 suites=(layouts models streams rehearse cluster pages)
-turns=("layouts 1/3" "cluster 1/2" "rest 1/2" "streams 1/1" "layouts 2/3" "models 1/1" "cluster 2/2" "rehearse 1/1"
-    "rest 2/2" "layouts 3/3")
+turns=("layouts 1/6" "cluster 1/4" "rest 1/4" "models 1/2" "layouts 2/6" "rehearse 1/2" "cluster 2/4" "rest 2/4"
+    "streams 1/2" "layouts 3/6" "models 2/2" "cluster 3/4" "layouts 4/6" "rest 3/4" "rehearse 2/2" "layouts 5/6"
+    "cluster 4/4" "streams 2/2" "rest 4/4" "layouts 6/6")
 if [ -x .venv-te/bin/python ]; then turns+=("te 1/1"); fi
 
 suite="" turn="" arguments=()
@@ -48,7 +49,7 @@ part=1/1 limit=0
 if [ -z "$suite" ]; then
     turn=$((${turn:-$(git rev-list --count HEAD)} % ${#turns[@]}))
     read -r suite part <<<"${turns[$turn]}"
-    limit=${SLOW_SUITE_MINUTES:-25}
+    limit=${SLOW_SUITE_MINUTES:-15}
 fi
 
 case $suite in
