@@ -66,11 +66,11 @@ class Registry(Generic[E]):
 
 
 def is_dotted(name: object) -> bool:
-    """Whether `name` has the form package.module:name."""
+    """Whether `name` has the form package.module:name. Paths of files and relative modules have not."""
     if not isinstance(name, str):
         return False
     module, colon, attribute = name.partition(":")
-    return bool(module and colon and attribute)
+    return bool(colon and attribute) and "" not in module.split(".") and "/" not in module
 
 
 def load_dotted(kind: str, path: str) -> Any:

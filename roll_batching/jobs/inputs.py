@@ -41,7 +41,7 @@ from roll_batching.jobs.texts.texts import (
 )
 from roll_batching.jobs.texts.token_count_cache import FOLDER, TokenCountCache
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
-from roll_batching.jobs.vocabularies import check_teacher_vocabulary
+from roll_batching.jobs.vocabularies import check_vocabularies
 from roll_batching.planning.arrays import Ints
 
 logger = logging.getLogger(__name__)
@@ -396,5 +396,5 @@ def _tokenizer_that_fits(config: JobConfig) -> Tokenizer:
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocab_size of {model.vocab_size}: "
             "raise actor_train.model_args.architecture.vocab_size"
         )
-    check_teacher_vocabulary(config, tokenizer)
+    check_vocabularies(config, tokenizer)
     return tokenizer

@@ -258,9 +258,10 @@ def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -
         f"{key} is {saved[key]} there and {own[key]} here" for key in own if key in saved and saved[key] != own[key]
     ]
     if differing:
-        raise CheckpointError(
-            f"the checkpoint {path} is of another model: {_some(differing)}. Set model_args.architecture as it was"
-        )
+        cure = "Set model_args.architecture as it was"
+        if saved["value_head"] != own["value_head"]:
+            cure = "A critic's checkpoint is the folder `critic` of a job's, and a policy's the folder around it"
+        raise CheckpointError(f"the checkpoint {path} is of another model: {_some(differing)}. {cure}")
 
 
 def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: bool) -> None:

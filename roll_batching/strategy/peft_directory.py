@@ -44,6 +44,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others change the frozen weights, too
 }
 """Keys of `adapter_config.json` that change what an adapter computes, and the values that it has here."""
+_KNOWN = (
+    *("r", "lora_alpha", "target_modules", "lora_dropout", "inference_mode", "task_type", "auto_mapping", "revision"),
+    *("base_model_name_or_path", "peft_version", "exclude_modules", "layers_pattern", "qalora_group_size"),
+    *("megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "ensure_weight_tying"),
+)
+"""Keys that are checked elsewhere, or change nothing in the adapters of a directory."""
 _SHOWN = 4
 
 
@@ -122,8 +128,12 @@ def load_adapters(state: ModelState, source: str, path: str) -> None:
                 f"the adapters in {folder} do not fit the model: {'; '.join(problems[:_SHOWN])}{more}"
             )
     with consensus(group, _READING):
-        for matrix in matrices:
-            matrix.values.copy_(slices[matrix.name][_local_part(matrix)])
+        parts = [slices[matrix.name][_local_part(matrix)] for matrix in matrices]
+        for matrix, part in zip(matrices, parts, strict=True):
+            if not bool(torch.isfinite(part).all()):
+                raise CheckpointError(f"{matrix.name} in {folder / WEIGHTS} holds NaN or infinities: export it again")
+    for matrix, part in zip(matrices, parts, strict=True):
+        matrix.values.copy_(part)
 
 
 def _require_adapters(state: ModelState) -> AdapterState:
@@ -217,6 +227,8 @@ def _check_config(folder: Path, adapters: AdapterState) -> None:
         for key, allowed in _FIXED.items()
         if key in config and config[key] not in allowed
     ]
+    unknown = sorted(key for key in config if key not in _FIXED and key not in _KNOWN and config[key])
+    problems += [f"{key} is {config[key]!r}, a key that is unknown here: leave it out" for key in unknown[:_SHOWN]]
     if config.get("peft_type") is None:
         problems.append("peft_type is missing")
     if problems:

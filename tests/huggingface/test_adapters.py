@@ -152,6 +152,15 @@ def test_merged_peft_and_checkpoint_agree(tmp_path, layout, report):
     assert gap(found, merged) < 1e-5
 
 
+def with_nan(file: Path) -> None:
+    """Writes NaN into one tensor of a safetensors file."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, file)
+
+
 def refused(payload: tuple[str, str]) -> dict[str, str]:
     """Messages of loads that cannot work, by name."""
     from roll_batching.errors import RollBatchingError
@@ -175,9 +184,9 @@ def refused(payload: tuple[str, str]) -> dict[str, str]:
             messages[name] = str(error)
         del strategy
         part()
-    for name, changes in {
-        "rslora": {"use_rslora": True}, "pissa": {"init_lora_weights": "pissa"}, "rank 2": {"r": 2}, "no file": None
-    }.items():  # fmt: skip
+    configs = {"rslora": {"use_rslora": True}, "rank 2": {"r": 2}, "qalora": {"use_qalora": True}}
+    configs |= {"pissa": {"init_lora_weights": "pissa_niter_4"}, "no file": None, "nan": {"revision": "a"}}
+    for name, changes in configs.items():
         folder = Path(to) / name
         shutil.copytree(f"{to}/adapter", folder)
         if changes is None:
@@ -185,6 +194,8 @@ def refused(payload: tuple[str, str]) -> dict[str, str]:
         else:
             file = folder / "adapter_config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        if name == "nan":
+            with_nan(folder / "adapter_model.safetensors")
         _meet(Path(to) / f"met-{name}")
         try:
             strategy_of(directory, Layout(), **LORA, adapter_name_or_path=str(folder))
@@ -206,9 +217,11 @@ def test_what_does_not_fit_is_named(tmp_path, report):
         "other target": "lora_target is",
         "other model": "model.safetensors differ in size or content",
         "rslora": "use_rslora is True",
-        "pissa": "init_lora_weights is 'pissa'",
         "rank 2": "r is 2, and lora_rank is 4",
         "no file": "cannot be read",
+        "qalora": "use_qalora is True, a key that is unknown here",
+        "pissa": "init_lora_weights is 'pissa_niter_4'",
+        "nan": "adapter_model.safetensors holds NaN or infinities",
     }.items():
         report(f"{name}: {messages.get(name)}")
         assert words in messages[name], name

@@ -41,12 +41,12 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
             yield from _differences(given, ArchitectureConfig.model_validate(found.architecture), path, name)
 
 
-def missing_model(job: JobKeys, name: str) -> list[Problem]:
-    """The problem that the model directory `name` of actor_train does not exist, or none."""
+def missing_model(job: JobKeys, role: str, name: str) -> list[Problem]:
+    """The problem that the model directory `name` of `role` does not exist, or none."""
     try:
         directory_of(name)
     except ConfigError as error:
-        return [Problem(_place(job, "actor_train", name), str(error))]
+        return [Problem(_place(job, role, name), str(error))]
     return []
 
 

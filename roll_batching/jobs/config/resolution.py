@@ -143,7 +143,7 @@ def _derive_batching(role: WorkerConfig, sequence_length: int | None, rows: int)
 
 
 def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
-    """`role` with actor_train's model, and its layout keys where `role` gives none."""
+    """`role` with actor_train's time limit, and its model and layout keys where `role` gives none."""
     for key in ("model_name_or_path", "family", "architecture", "dtype"):
         if key not in role.model_args.model_fields_set:
             role = _update(role, "model_args", **{key: getattr(train.model_args, key)})
@@ -160,7 +160,8 @@ def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
             missing = {name: value for name, value in missing.items() if name not in _PIPELINE_KEYS}
     strategy = role.strategy_args.model_copy(update={"strategy_config": layout.model_copy(update=missing)})
     devices = train.device_mapping if role.device_mapping is None else role.device_mapping
-    return role.model_copy(update={"strategy_args": strategy, "device_mapping": devices})
+    changes = {"strategy_args": strategy, "device_mapping": devices, "backend_timeout": train.backend_timeout}
+    return role.model_copy(update=changes)
 
 
 def _with_adapters(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:

@@ -56,6 +56,11 @@ REWARDS: Registry[Entry] = Registry(
 )
 
 
+def name_of(path: str) -> str:
+    """The registered name of the function at the dotted `path`; other paths unchanged."""
+    return next((entry.name for entry in REWARDS if entry.target == path), path)
+
+
 _SHARES_SUM_TO = 1e-3
 """Largest difference from 1 of the sum of the parts."""
 

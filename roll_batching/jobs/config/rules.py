@@ -230,6 +230,7 @@ def _router_replay(job: JobKeys) -> Iterator[Problem]:
         return
     if model is not None and model.moe is None:
         yield Problem(path, f"is {mode}, but the model has no mixture of experts (architecture.moe); leave it out")
+        return
     if mode == "R3":
         text = "is R3, router replay with the experts of the sampler, which samplers do not return here for now"
         yield Problem(path, f"{text}; use R2, which replays the experts of the pass of old log-probs")
@@ -350,7 +351,7 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
 
     model = job.actor_train.model_args
     if model.model_name_or_path is not None:
-        problems += missing_model(job, model.model_name_or_path)
+        problems += missing_model(job, "actor_train", model.model_name_or_path)
     else:
         need(
             model.architecture,
@@ -370,6 +371,9 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     else:
         need(tokenizer.name_or_path, ("tokenizer", "name_or_path"), "is missing: folder or name of the tokenizer")
     problems += missing_for_distillation(job)
+    critic = job.critic.model_args.model_name_or_path if job.critic is not None and uses_critic(job) else None
+    if critic is not None and critic != model.model_name_or_path:
+        problems += missing_model(job, "critic", critic)
     if supervised(job):
         return [*problems, *missing_for_supervised(job)]
     if not job.max_steps:

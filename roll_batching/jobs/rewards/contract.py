@@ -26,6 +26,8 @@ from roll_batching.registry import load_dotted
 MOST_MARKS = 100
 """Different names of marks in one step; each is a metric."""
 _LONGEST_NAME = 100
+_LARGEST_REWARD = 1e15
+"""Magnitude of a reward; sums of squares of much larger ones overflow in fp32, in which losses are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,10 @@ def check_score(result: Any) -> Score:
     reward = _number(score.reward)
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, and advantages of its whole group would not be finite")
+    if abs(reward) > _LARGEST_REWARD:
+        raise ValueError(
+            f"the reward is {reward:g}, above {_LARGEST_REWARD:g}: its square may overflow in fp32, scale it"
+        )
     if not isinstance(score.marks, Mapping):
         raise TypeError(f"Score.marks is {_excerpt(score.marks)}, not a dict of names and booleans")
     if len(score.marks) > MOST_MARKS:

@@ -17,6 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from roll_batching.errors import ConfigError, DataError
+from roll_batching.jobs.config.rewards import name_of
 from roll_batching.jobs.processes.child_process import describe_exit, kill_process_groups, start_child_process
 from roll_batching.jobs.rewards.contract import Completion
 from roll_batching.jobs.seeds import reward_seed
@@ -62,6 +63,11 @@ class RewardProcess:
     ) -> None:
         """`secrets` False: the worker's environment has only a few of our variables, and no keys."""
         self.path, self.arguments, self.limits, self.secrets = path, dict(arguments or {}), limits, secrets
+        self.name = name_of(path)
+        """For messages: as the job's file has it."""
+        self._cure = "reward_failure: zero or drop goes on without such rewards"
+        if self.name == path:
+            self._cure = "It must return a finite number or a roll_batching.jobs.rewards.Score"
         self.notice = ""
         """The function's notice about its settings, after the start."""
         self.connection: Connection | None = None
@@ -80,7 +86,7 @@ class RewardProcess:
             if (code := self._process.poll()) is None:
                 return
             how = describe_exit(code)  # between two calls, so that no sample is to blame
-            print(f"notice: a process of {self.path} ended {how} and is started again", file=sys.stderr, flush=True)
+            print(f"notice: a process of {self.name} ended {how} and is started again", file=sys.stderr, flush=True)
             self.close()
         environment = None
         if not self.secrets:
@@ -90,7 +96,9 @@ class RewardProcess:
         )
         self._calls, self._read = 0, b""
         try:
-            self._send((self.path, self.arguments), "the import of its module", self.limits.start)
+            self._send(
+                (self.path, self.arguments, self.name != self.path), "the import of its module", self.limits.start
+            )
             while (answer := self.result(wait=_POLL_SECONDS)) is None:
                 pass
         except DataError as failed:
@@ -125,11 +133,10 @@ class RewardProcess:
             self.close()
             raise
         except (EOFError, OSError, ValueError):
-            raise DataError(f"reward function {self.path} failed on {self._subject}: {self._describe_end()}") from None
+            raise DataError(f"reward function {self.name} failed on {self._subject}: {self._describe_end()}") from None
         if "error" in reply and self._calls:
             raise DataError(
-                f"reward function {self.path} failed on {self._subject}: {printable(reply['error'])}. It must return a "
-                "finite number or a roll_batching.jobs.rewards.Score"
+                f"reward function {self.name} failed on {self._subject}: {printable(reply['error'])}. {self._cure}"
             )
         return reply
 
@@ -183,7 +190,7 @@ class RewardProcess:
         waited = time.monotonic() - self._sent
         if waited > self._limit:
             raise DataError(
-                f"reward function {self.path} did not return within {self._limit:g} s on {self._subject}: raise "
+                f"reward function {self.name} did not return within {self._limit:g} s on {self._subject}: raise "
                 "reward_timeout (seconds per call), or set a shorter timeout inside the function"
             )
         if waited > self._next_notice:
@@ -204,7 +211,7 @@ class RewardProcess:
         rank = os.environ.get("RANK", "0")
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         print(
-            f"notice: rank {rank} waits for reward function {self.path} on {self._subject} since {since} "
+            f"notice: rank {rank} waits for reward function {self.name} on {self._subject} since {since} "
             f"({seconds:.0f} s); reward_timeout ends the wait after {self._limit:g} s",
             file=sys.stderr,
             flush=True,

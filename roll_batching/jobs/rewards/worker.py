@@ -26,7 +26,7 @@ def serve(connection: Connection, memory: int) -> None:
 
     `memory`: MiB that calls may allocate beyond the process's memory after the import; 0: no limit.
     """
-    path, arguments = connection.recv()
+    path, arguments, is_ours = connection.recv()
     function: LoadedReward | None = None
     try:
         function = load_reward(path, arguments)
@@ -41,7 +41,7 @@ def serve(connection: Connection, memory: int) -> None:
             number, seed, completion = connection.recv()
         except EOFError:
             return
-        _reply(connection, number, _score(function, completion, seed))
+        _reply(connection, number, _score(function, completion, seed, is_ours=is_ours))
 
 
 def _limit_memory(additional: int) -> None:
@@ -53,7 +53,8 @@ def _limit_memory(additional: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 
 
-def _score(function: RewardFunction, completion: Completion, seed: int) -> dict[str, Any]:
+def _score(function: RewardFunction, completion: Completion, seed: int, *, is_ours: bool) -> dict[str, Any]:
+    """`is_ours`: a registered function, whose ValueErrors are written for users."""
     own = os.getpid()
     random.seed(seed)
     np.random.seed(seed)
@@ -62,7 +63,7 @@ def _score(function: RewardFunction, completion: Completion, seed: int) -> dict[
     try:
         reply = _plain_score(function(completion))
     except BaseException as error:  # also SystemExit: the job must get an error, not a closed connection
-        reply = {"error": describe_error(error)}
+        reply = {"error": str(error) if is_ours and type(error) is ValueError else describe_error(error)}
     if os.getpid() != own:  # a fork would reply a second time
         print("a copy of the reward's process, forked by the reward function, has returned from it too and ends here")
         os._exit(1)

@@ -6,6 +6,7 @@ step are discarded, as there, so that the data's position alone restores a run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -18,8 +19,12 @@ from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rollouts.rollout import StepScores
 from roll_batching.samples import SampleBatch
 
+logger = logging.getLogger(__name__)
+
 _LEAST_DEVIATION = 1e-6
 """Standard deviation of a group's rewards above which they differ. Source: slime, `check_reward_nonzero_std`."""
+_BATCHES_BETWEEN_WARNINGS = 10
+"""Without a limit, a step that stays incomplete is reported after each so many generation batches."""
 _SUMMED = ("_seconds", "dropped_samples")
 """Endings of the sampler's metrics that add up over the batches of a step; of others the last batch's counts."""
 
@@ -70,6 +75,8 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
     while taken < wanted:
         if most is not None and counts.batches == most:
             raise DataError(_too_few(config, step, taken, counts))
+        if most is None and counts.batches and not counts.batches % _BATCHES_BETWEEN_WARNINGS:
+            logger.warning("%s", _too_few(config, step, taken, counts))
         batch, scores, figures = draw(counts.batches)
         varied = varied_groups(scores.rewards, size)
         counts.add(scores, varied)
@@ -128,10 +135,12 @@ def _add_metrics(total: Metrics, batch: Metrics) -> Metrics:
 
 
 def _too_few(config: JobConfig, step: int, taken: int, counts: _Counts) -> str:
+    is_limited = config.dynamic_sampling_max_batches is not None
+    limit = "(dynamic_sampling_max_batches)" if is_limited else "(dynamic_sampling_max_batches is ~, no limit)"
+    most = "dynamic_sampling_max_batches, " if is_limited else ""
     return (
         f"step {step} has {taken} of {config.rollout_batch_size} prompts whose rewards differ, after "
-        f"{counts.batches} generation batches (dynamic_sampling_max_batches) with {counts.groups} prompts; the mean "
+        f"{counts.batches} generation batches {limit} with {counts.groups} prompts; the mean "
         f"reward is {counts.reward_sum / counts.groups:.4g}. If the prompts are too hard or too easy for the model, "
-        "change them or the reward; otherwise raise dynamic_sampling_max_batches, dynamic_sampling_batch_size or "
-        "num_return_sequences_in_group"
+        f"change them or the reward; otherwise raise {most}dynamic_sampling_batch_size or num_return_sequences_in_group"
     )

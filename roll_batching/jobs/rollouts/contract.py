@@ -25,7 +25,7 @@ from roll_batching.registry import load_dotted
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPrompt:
-    """The prompt of one sample."""
+    """The prompt of one sample; changes of its tokens and record reach neither the sample nor the reward."""
 
     tokens: list[int]
     """Token ids; the sample begins with them."""

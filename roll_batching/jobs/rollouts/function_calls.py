@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import logging
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -147,14 +148,16 @@ class FunctionCalls:
 
     async def _call(self, number: int) -> None:
         """One sample's call."""
-        client = _Client(self, number)
+        client, prompt = _Client(self, number), self.prompts[number]
+        # Copies, for `context = prompt.tokens` that grows in place would otherwise lengthen the prompt of the sample.
+        given = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
         try:
-            result = await self.function(self.prompts[number], client, self.tokenizer)
+            result = await self.function(given, client, self.tokenizer)
             if id(result) in self._returned:
                 raise SampleFault("it returned an object that it has returned for another sample: make a new one")
             sample = check_sample(
                 result,
-                self.prompts[number],
+                prompt,
                 self.function,
                 vocab_size=self.vocab_size,
                 stop_token_ids=tuple(self.stop_token_ids),

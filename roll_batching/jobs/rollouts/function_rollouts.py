@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -179,14 +178,14 @@ def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:
 
 
 def _prompts(encoded: SampleBatch, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[RolloutPrompt]:
-    """The prompt of each sample, group by group; every sample has its own copy of the record."""
+    """The prompt of each sample, group by group."""
     group = settings.num_return_sequences
     rows = zip(encoded.ids.tolist(), encoded.to_lists("input_ids"), prompts, strict=True)
     return [
         RolloutPrompt(
             tokens=row.tolist(),
             text=prompt.prompt,
-            record=copy.deepcopy({"prompt": prompt.prompt, "answer": prompt.answer, **prompt.extra}),
+            record={"prompt": prompt.prompt, "answer": prompt.answer, **prompt.extra},
             sample=number * group + member,
             seed=rollout_function_seed(settings.seed, number * group + member),
         )

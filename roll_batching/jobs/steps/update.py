@@ -17,6 +17,7 @@ import torch
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan
+from roll_batching.jobs.steps.role_errors import errors_of_role
 from roll_batching.losses import loss_spec
 from roll_batching.losses.contract import CANDIDATES, VALUES
 from roll_batching.packing.prefetch import prefetch_items
@@ -218,10 +219,11 @@ def with_reference_log_probs(
     `plan` makes the plan of a reference in the same layout; one in another layout plans for itself.
     """
     layout_exchange = layout_exchange_between(strategy, reference)
-    if layout_exchange is None:
-        return with_log_probs(reference, local_batch, [agree_on_plan(strategy, plan)], REFERENCE, masks)
-    table = reference.gather_table(local_batch)
-    return with_log_probs_over(layout_exchange, reference, local_batch, table, REFERENCE, masks)
+    with errors_of_role("reference"):
+        if layout_exchange is None:
+            return with_log_probs(reference, local_batch, [agree_on_plan(strategy, plan)], REFERENCE, masks)
+        table = reference.gather_table(local_batch)
+        return with_log_probs_over(layout_exchange, reference, local_batch, table, REFERENCE, masks)
 
 
 def with_reference_point(

@@ -61,6 +61,11 @@ def train_on_texts(context: JobContext, loss: Any) -> None:
         steps = StreamedSteps(inputs.corpus, encoder, strategy, config.stream, token_counts=inputs.token_counts)
     else:
         steps = PlannedSteps(inputs.corpus, encoder, strategy, size=context.texts_per_step, seed=config.seed)
+    if config.task == "kto":
+        from roll_batching.jobs.texts.verdicts import warn_of_one_verdict  # other jobs have no verdicts
+
+        data = config.actor_train.data_args
+        warn_of_one_verdict(inputs.corpus, data.file_name, data.label)
     _train(context, _Phase(name=config.task, training=context.schedule, loss=loss, steps=steps))
 
 

@@ -1,6 +1,6 @@
 """Run abuses of a job of two processes: every failure must be reported once and in time.
 
-    python scripts/abuse.py                     # all abuses: half an hour on two idle cores
+    python scripts/abuse.py                     # all abuses: about an hour on two idle cores
     python scripts/abuse.py --only reward       # abuses whose names contain the word
     python scripts/abuse.py --part 2/3          # every third of the selected abuses, from the second on
     python scripts/abuse.py --json out.json

@@ -7,12 +7,16 @@ import json
 
 import numpy as np
 
+from tests.campaigns.abuse.adapters import ADAPTERS
 from tests.campaigns.abuse.convert import CONVERSIONS
 from tests.campaigns.abuse.critics import CRITICS
 from tests.campaigns.abuse.engines import ENGINES
+from tests.campaigns.abuse.hybrids import HYBRIDS
 from tests.campaigns.abuse.losses import LOSSES
+from tests.campaigns.abuse.objectives import OBJECTIVES
 from tests.campaigns.abuse.parts import PARTS
 from tests.campaigns.abuse.resume import PLATFORM, RESUMES
+from tests.campaigns.abuse.rollouts import ROLLOUTS
 from tests.campaigns.abuse.runner import DONE, FAILED, LAUGHS, REFUSED, SAVING, TRAIN, Abuse, free_port, lines_of
 from tests.campaigns.abuse.scenes import (
     FILLING_REWARD,
@@ -31,6 +35,8 @@ from tests.campaigns.abuse.scenes import (
     scribbled,
     small_disk,
 )
+from tests.campaigns.abuse.teachers import TEACHERS
+from tests.campaigns.abuse.verdicts import VERDICTS
 
 SOON = 30.0
 """Time limit in seconds for errors that are found before any rank starts."""
@@ -354,4 +360,5 @@ PLACES = [
 CASES = [
     *(*REWARDS, *RUNS, *RESUMES, *CRITICS, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *PLANS, *PLACES),
     *(*ENGINES, *PARTS),
+    *(*ROLLOUTS, *ADAPTERS, *TEACHERS, *OBJECTIVES, *VERDICTS, *HYBRIDS),
 ]

@@ -11,29 +11,14 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns.abuse.runner import DONE, FAILED, Abuse, Lost, NotReachedError, free_port, limit, reached, started
+from tests.campaigns.abuse.directories import tiny_model
+from tests.campaigns.abuse.runner import DONE, FAILED, Abuse, Lost, free_port, limit, reached, started
 from tests.campaigns.abuse.scenes import METRICS, WAITING, faults_of
 
 _PLACE = "http://server-{}"
 """Placeholder of a URL until its server runs."""
-_MODEL = """
-from pathlib import Path
-from tests.huggingface import tiny
-tiny.write_model(Path({folder!r}), {name!r})
-tiny.write_tokenizer(Path({folder!r}))
-"""
 Server = Callable[[Path], AbstractContextManager[str]]
 """Starts a server for the abuse in a folder; yields its URL."""
-
-
-def _model(home: Path, name: str) -> Path:
-    """Model directory shared by the abuses of a campaign."""
-    folder = home.parent / f"model-{name}"
-    if not folder.exists():
-        with started(home, "-c", _MODEL.format(folder=str(folder), name=name), log="model") as process:
-            if process.wait(limit(120)):
-                raise NotReachedError(f"no model: {(home / 'model').read_text()[-300:]}")
-    return folder
 
 
 @contextlib.contextmanager
@@ -57,7 +42,7 @@ def engine(fault: str | None = None, *, kind: str = "sglang", log: str = "engine
 
     @contextlib.contextmanager
     def server(home: Path) -> Iterator[str]:
-        with _serving(home, "server", str(_model(home, "llama3")), "--kind", kind, log=log) as url:
+        with _serving(home, "server", str(tiny_model(home, "llama3")), "--kind", kind, log=log) as url:
             if fault is not None:
                 _order(url, fault)
             yield url
@@ -81,7 +66,7 @@ def _among(*servers: Server, steps: int = 0) -> Callable[[Path], AbstractContext
 
     @contextlib.contextmanager
     def scene(home: Path) -> Iterator[Lost]:
-        folder = _model(home, "llama3")
+        folder = tiny_model(home, "llama3")
         with ExitStack() as stack:
             urls = [stack.enter_context(server(home)) for server in servers]
             text = (home / "job.yaml").read_text().replace("MODEL", str(folder))

@@ -55,6 +55,8 @@ SCENES = {
     "rank": Scene("grpo", "launcher", "rank"),
     "rank of a stream": Scene("pairs", "torchrun", "rank"),
     "rank of a block": Scene("blocks", "launcher", "rank"),
+    "rank with a critic": Scene("critic", "launcher", "rank"),
+    "rank of a student": Scene("student", "launcher", "rank"),
     "launcher": Scene("grpo", "launcher", "launcher"),
     "torchrun's agent": Scene("pairs", "torchrun", "launcher"),
     "rank on Ray": Scene("grpo", "ray", "rank"),

@@ -23,6 +23,7 @@ from tests.jobs.streams.jobs import settings as stream_settings
 from tests.jobs.streams.jobs import write_data as write_stream_data
 
 RANKS = 2
+_FUNCTIONS = "tests.jobs.rollouts.rollout_functions"
 COUNTS = ("engine_replicas", "engine_dropped", "engine_requests", "engine_failed_attempts")
 """Metrics of servers and attempts, which differ after a kill."""
 
@@ -91,7 +92,40 @@ def engine(folder: Path) -> dict[str, Any]:
     return data
 
 
-JOBS = {"grpo": grpo, "pairs": pairs, "blocks": blocks, "engine": engine}
+def critic(folder: Path) -> dict[str, Any]:
+    """PPO with a critic, whose samples a rollout function makes and scores."""
+    job = grpo(folder) | {
+        "adv_estimator": "gae",
+        "rollout_function": f"{_FUNCTIONS}:three_turns",
+        "sequence_length": 80,
+    }
+    del job["reward_function"]
+    packing = {"max_packed_sequence_length_train": 128}
+    trained = {"learning_rate": 2e-3, "per_device_train_batch_size": 3}
+    return job | {"critic": {"training_args": trained, "use_sequence_packing": True, "sequence_packing_args": packing}}
+
+
+def student(folder: Path) -> dict[str, Any]:
+    """Distillation of a teacher whose parallel layout is not the student's."""
+    write_rl_data(folder)
+    for name, model in (("student", "qwen3"), ("teacher", "llama3")):
+        tiny.write_model(folder / name, model)
+        tiny.write_tokenizer(folder / name)
+    given = {**SMALL, "task": "distill", "logits_topk": 8, "num_return_sequences_in_group": 1, "rollout_batch_size": 8}
+    job = rl_settings(folder, **given, pretrain=str(folder / "student"))
+    for key in ("tokenizer", "warmup", "adv_estimator", "reward_function"):
+        del job[key]
+    job["actor_train"]["model_args"] = {}
+    job["teacher"] = {
+        "model_args": {"model_name_or_path": str(folder / "teacher")},
+        "strategy_args": {"strategy_config": {"tensor_model_parallel_size": 2}},
+        "use_sequence_packing": True,
+        "sequence_packing_args": {"max_packed_sequence_length_forward": 160},
+    }
+    return job
+
+
+JOBS = {"grpo": grpo, "pairs": pairs, "blocks": blocks, "engine": engine, "critic": critic, "student": student}
 
 
 @contextlib.contextmanager
@@ -198,7 +232,7 @@ def _is(kind: str, process: psutil.Process, of_launcher: set[int]) -> bool:
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """Metrics of a run, without times and counts of failures."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    left_out = {*TIMES, *COUNTS}
+    left_out = {*TIMES, *COUNTS, "critic_train_seconds", "teacher_seconds"}
     return [{key: value for key, value in json.loads(line).items() if key not in left_out} for line in lines]
 
 

@@ -49,6 +49,10 @@ BROKEN = {
         {"actor_train.router_replay.mode": "R2"},
         {"actor_train.router_replay.mode": "no mixture of experts"},
     ),
+    "router replay with the experts of samplers, of a dense model": (
+        {"actor_train.router_replay.mode": "R3"},
+        {"actor_train.router_replay.mode": "no mixture of experts"},
+    ),
     "router replay without the pass that records": (
         {
             f"{ARCHITECTURE}.moe": {"num_experts": 4},
@@ -382,7 +386,7 @@ def test_broken_rule(name, report):
     with pytest.raises(ConfigFileError) as caught:
         config_from_dict(changed(changes))
     found = {".".join(map(str, problem.path)): problem.message for problem in caught.value.problems}
-    assert found.keys() == expected.keys(), found
+    assert found.keys() == expected.keys() and len(found) == len(caught.value.problems), caught.value.problems
     for path, words in expected.items():
         assert words in found[path]
         report(f"{name}: {path}: {found[path]}")

@@ -149,6 +149,7 @@ _FAILURES = {
     "none": lambda c: None,
     "text": lambda c: "1.0",
     "huge": lambda c: 10**400,
+    "overflowing": lambda c: -1e39,
     "list": lambda c: [1.0],
     "array": lambda c: np.ones(1),
     "coroutine": later,

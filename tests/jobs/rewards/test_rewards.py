@@ -129,6 +129,7 @@ def test_a_path_that_leads_nowhere(path, words, tmp_path, monkeypatch, report):
         ("none", "returned a NoneType, None, not a number"),
         ("text", "returned a str, '1.0', not a number"),
         ("huge", "which no float can hold"),
+        ("overflowing", "the reward is -1e+39, above 1e+15"),
         ("list", "returned a list, [1.0], not a number"),
         ("array", "returned an array of shape (1,), not a number"),
         ("coroutine", "returned a coroutine"),

@@ -152,7 +152,7 @@ def test_a_teacher_with_other_tokens_under_the_ids_is_refused(folder: Path, repo
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(described))
     (text,) = run_ranks(1, HERE + "refusal", job(folder))
-    assert text.startswith("ConfigError") and "choose a teacher with the student's tokenizer" in text
+    assert text.startswith("ConfigError") and "choose a teacher with the same tokenizer" in text
     report(text)
 
 

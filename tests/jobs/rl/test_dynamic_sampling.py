@@ -242,12 +242,14 @@ def test_groups_keep_their_order_and_all_that_belongs_to_them():
     }  # fmt: skip
 
 
-def test_without_a_limit_it_goes_on():
+def test_without_a_limit_it_goes_on_and_says_so(caplog):
     config = JobConfig.model_validate(
         {"rollout_batch_size": 1, "num_return_sequences_in_group": 2, "dynamic_sampling_max_batches": None, **MINIMAL}
     )
     _, _, metrics = sample_full_step(config, 1, lambda number: drawn([[0, int(number == 50)]], 0))
     assert metrics["dynamic_sampling/batches"] == 51
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 5 and "after 10 generation batches (dynamic_sampling_max_batches is ~" in warnings[0]
     config = config.model_copy(update={"dynamic_sampling_max_batches": 50})
     with pytest.raises(DataError, match="has 0 of 1 prompts whose rewards differ, after 50 generation batches"):
         sample_full_step(config, 1, lambda number: drawn([[0, int(number == 50)]], 0))

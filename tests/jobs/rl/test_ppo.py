@@ -297,10 +297,11 @@ def test_a_critic_without_gae_is_not_built_and_its_keys_have_notices(tmp_path) -
 
 @pytest.mark.config
 def test_what_a_critic_takes_from_actor_train(tmp_path) -> None:
-    config = config_from_dict(ppo(tmp_path, max_grad_norm=0.25))
+    config = config_from_dict(ppo(tmp_path, max_grad_norm=0.25, actor_train__backend_timeout=2))
     critic, train = config.critic, config.actor_train
     assert critic is not None and critic.model_args.value_head and not train.model_args.value_head
     assert critic.model_args.architecture == train.model_args.architecture
+    assert critic.backend_timeout == 2, "also the limit of its packing algorithm"
     assert critic.training_args.max_grad_norm == 0.25 and critic.training_args.learning_rate == 2e-3
     assert critic.batching().infer.max_tokens == 160 and critic.batching().train.max_tokens == 96
     from roll_batching.jobs.objectives.from_config import critic_role, schedule_of

@@ -134,6 +134,19 @@ FAULTS = {
     ),
 }
 
+
+async def lengthens(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    """A context that grows in place: right if the prompt's tokens are the function's own."""
+    context, size, log_probs = prompt.tokens, len(prompt.tokens), []
+    for _ in range(2):
+        made = await client.generate(context)
+        context += made.tokens
+        log_probs += made.log_probs
+    prompt.record["level"] = "forged"
+    tokens = context[size:]
+    return RolloutSample(tokens=tokens, loss_mask=[1] * len(tokens), log_probs=log_probs, reward=0.5)
+
+
 _KEPT: list[RolloutSample] = []
 
 

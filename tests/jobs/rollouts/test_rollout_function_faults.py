@@ -26,13 +26,14 @@ TOKENIZER = CharTokenizer(VOCABULARY, eos="$", pad=".")
 def run_calls(
     name: str,
     *,
+    prompts: Any = None,
     has_reward: bool = False,
     needs_states: bool = False,
     timeout: float = 20,
     max_calls: int = 9,
     **arguments: Any,
 ) -> Any:
-    """The samples of four calls of `name`; every generation is `ab$`, cut at its limit."""
+    """The samples of four calls of `name`; every generation is `ab$`, cut at its limit. `prompts` gets the prompts."""
     path = HERE + name
     function = LoadedRolloutFunction(
         path=path,
@@ -44,13 +45,15 @@ def run_calls(
         has_reward=has_reward,
         needs_states=needs_states,
     )
-    prompts = [
+    given = [
         RolloutPrompt(tokens=TOKENIZER.encode(f"a+{i}="), text=f"a+{i}=", record={"level": i}, sample=i, seed=i)
         for i in range(4)
     ]
     sampling = GenerationSettings(max_new_tokens=8, eos_token_id=TOKENIZER.eos_token_id, vocab_size=43)
     made = [*TOKENIZER.encode("ab"), TOKENIZER.eos_token_id]
-    with FunctionCalls(function, prompts, TOKENIZER, sampling) as calls:
+    if prompts is not None:
+        prompts += given
+    with FunctionCalls(function, given, TOKENIZER, sampling) as calls:
         while requests := calls.take():
             limits = [request.max_new_tokens for request in requests]
             calls.answer(requests, [(made[:limit], [-0.5, -0.25, -1.0][:limit]) for limit in limits])
@@ -130,6 +133,14 @@ def test_states_and_rewards_of_turns_are_checked():
     assert all(sample.episode is None for sample in run_calls("two_states", states=None, reward=1.0))
 
 
+def test_changes_of_a_prompt_reach_neither_its_sample_nor_its_reward():
+    prompts: list[Any] = []
+    samples = run_calls("lengthens", prompts=prompts)
+    assert [prompt.tokens for prompt in prompts] == [TOKENIZER.encode(prompt.text) for prompt in prompts]
+    assert [prompt.record for prompt in prompts] == [{"level": i} for i in range(4)]
+    assert {len(sample.tokens) for sample in samples} == {6}, "two turns of three tokens, without the prompt"
+
+
 def test_one_object_for_two_samples_is_refused():
     with pytest.raises(DataError, match="an object that it has returned for another sample"):
         run_calls("same_object")
@@ -195,7 +206,8 @@ def test_a_call_that_blocks_is_reported(caplog):
         (HERE + "two_arguments", "cannot be called with a prompt, a client, a tokenizer"),
         (HERE + "missing", "has no 'missing'"),
         ("tests.no_such_module:rollout", "cannot import 'tests.no_such_module'"),
-        ("tests..jobs:rollout", "cannot import"),
+        ("tests..jobs:rollout", "write it as package.module:name"),
+        ("../tests/jobs:rollout", "write it as package.module:name"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_refused(path, words):
