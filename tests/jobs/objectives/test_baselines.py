@@ -63,7 +63,9 @@ def test_pass_at_k_rewards_the_lead_alone() -> None:
     assert pass_at_k(REWARDS, 4, std=False).tolist() == [0.5, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in ADVANTAGE_ESTIMATORS if entry.compares and not entry.of_turns])
+@pytest.mark.parametrize(
+    "name", [entry.name for entry in ADVANTAGE_ESTIMATORS if entry.compares and not entry.of_turns]
+)
 def test_groups_of_equal_rewards_have_exact_zeros_and_groups_of_one_are_refused(name: str) -> None:
     equal = np.array([0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
     if "whiten_advantages" not in ADVANTAGE_ESTIMATORS.get(name).implied:
