@@ -10,7 +10,7 @@ from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import CONFIG, directory_of
 from roll_batching.strategy.checkpoint_files import check_regular
 from roll_batching.strategy.checkpoint_manifest import digests_of_pieces, pieces_of
-from roll_batching.strategy.model_state import AdapterState, ModelState
+from roll_batching.strategy.model_state import ModelState
 
 PART = ".adapter."
 """Part of the names of an adapter's parameters."""
@@ -25,8 +25,10 @@ def describe_adapters(model: ModelState, group: Any) -> dict[str, Any] | None:
     if adapters is None:
         return None
     entry: dict[str, Any] = {"targets": list(adapters.targets), "rank": adapters.rank, "alpha": adapters.alpha}
-    base = None if adapters.base is None else {"sizes": _sizes(adapters.base), "digests": _digests(adapters, group)}
-    return {**entry, "base": base}
+    if adapters.base is None:
+        return {**entry, "base": None}
+    sizes, digests = _read_base(adapters.base, group)
+    return {**entry, "base": {"sizes": sizes, "digests": digests}}
 
 
 def without_base(model: ModelState, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def check_base_digests(model: ModelState, saved: dict[str, Any] | None, path: Pa
     adapters = model.adapters
     if saved is None or adapters is None or adapters.base is None:
         return
-    now, before = _digests(adapters, group), saved["base"]["digests"]
+    (_, now), before = _read_base(adapters.base, group), saved["base"]["digests"]
     if changed := [name for name in now if now[name] != before.get(name)]:
         raise CheckpointError(_other_base(path, adapters.base, changed))
 
@@ -98,17 +100,27 @@ def _sizes(base: str) -> dict[str, int]:
     return {name: check_regular(folder / name) for name in sorted(names)}
 
 
-def _digests(adapters: AdapterState, group: Any) -> dict[str, list[str]]:
-    """Digests of the pieces of all files of the frozen model, by name, the same on all ranks. Collective."""
-    assert adapters.base is not None
-    folder, sizes = directory_of(adapters.base), _sizes(adapters.base)
-    stamps = tuple((folder / name).stat().st_mtime_ns for name in sizes)
-    key = (folder, *sizes.items(), *stamps)
-    known = exchange(group, _READING, lambda: key in _known)
-    if not all(known):
-        tasks = pieces_of(sizes)
-        ranks, rank = len(known), group.rank()
-        shares = exchange(group, _READING, lambda: digests_of_pieces(folder, tasks[rank::ranks]))
+def _read_base(base: str, group: Any) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """Sizes of the frozen model's files, and digests of their pieces, by name, the same on all ranks. Collective.
+
+    Raises `RankError` on all ranks where one cannot read them, and `CheckpointError` where machines have other files.
+    """
+    keys = []
+
+    def look() -> tuple[dict[str, int], bool]:
+        folder, sizes = directory_of(base), _sizes(base)
+        stamps = tuple((folder / name).stat().st_mtime_ns for name in sizes)
+        keys.append((folder, *sizes.items(), *stamps))
+        return sizes, keys[0] in _known
+
+    seen = exchange(group, _READING, look)
+    sizes, (key,) = seen[0][0], keys
+    if any(other != sizes for other, _ in seen):
+        raise CheckpointError(f"{base} has other files on other machines: give all machines the same model directory")
+    if not all(is_known for _, is_known in seen):
+        tasks, ranks = pieces_of(sizes), len(seen)
+        rank = 0 if group is None else group.rank()
+        shares = exchange(group, _READING, lambda: digests_of_pieces(key[0], tasks[rank::ranks]))
         digests = {task: one for share in shares for task, one in share.items()}
         _known[key] = {name: [digests[task] for task in tasks if task[0] == name] for name in sizes}
-    return _known[key]
+    return sizes, _known[key]

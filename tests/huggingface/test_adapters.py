@@ -252,3 +252,37 @@ def test_experts_are_merged(tmp_path, report):
         difference = gap(rows, merged[rank::2])
         report(f"rank {rank}: {difference:.1e}")
         assert difference < 1e-5
+
+
+def described(folder: str) -> str:
+    """The error of describing adapters on a model whose directory the second rank does not see, or sees cut."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from roll_batching.distributed.parallel_layout import start_processes
+    from roll_batching.errors import RollBatchingError
+    from roll_batching.strategy.adapter_checkpoint import describe_adapters
+    from roll_batching.strategy.model_state import AdapterState
+
+    start_processes()
+    found = []
+    for other in ("nowhere", "cut"):
+        base = f"{folder}/{other if dist.get_rank() else 'whole'}"
+        adapters = AdapterState(targets=("q_proj",), rank=RANK, alpha=ALPHA, base=base)
+        try:
+            describe_adapters(SimpleNamespace(adapters=adapters), dist.group.WORLD)  # type: ignore[arg-type]
+        except RollBatchingError as error:
+            found.append(str(error))
+    return "\n".join(found)
+
+
+@pytest.mark.bad_input
+def test_a_frozen_model_that_one_machine_lacks_is_an_error_on_all_ranks(tmp_path, report):
+    for name, size in (("whole", 8), ("cut", 7)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(size))
+    for message in run_ranks(2, f"{HERE}described", str(tmp_path)):
+        report(message)
+        assert "rank 1" in message and "nowhere" in message and "has other files on other machines" in message
