@@ -105,7 +105,7 @@ def _read_base(base: str, group: Any) -> tuple[dict[str, int], dict[str, list[st
 
     Raises `RankError` on all ranks where one cannot read them, and `CheckpointError` where machines have other files.
     """
-    keys = []
+    keys: list[tuple[Any, ...]] = []
 
     def look() -> tuple[dict[str, int], bool]:
         folder, sizes = directory_of(base), _sizes(base)

@@ -40,8 +40,12 @@ _PARTS = re.compile(r"\{(question|response|reference|delimiter)\}")
 _YES_OR_NO = re.compile(r"[\W_]*(yes|no)[\W_]*", re.IGNORECASE)
 _MARKUP = re.compile(r"<[|｜][^<>\n]{0,60}[|｜]>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]")
 """Special tokens of chat templates, which a server's tokenizer may read in a message's text."""
-_ROLE_OF_USER = "user\n"
-_ROLE_OF_ASSISTANT = "assistant"
+_USER_TURN = re.compile(
+    r"<[|｜](?:im_start|start|start_header_id)[|｜]>user(?:<[|｜](?:end_header_id|message)[|｜]>)?"
+    r"|<start_of_turn>user|<[|｜][uU]ser[|｜]>|\[INST\]"
+)
+"""Begins a user turn: ChatML (Qwen), Llama 3, gpt-oss, Gemma, DeepSeek, Phi and GLM, Mistral."""
+_TURN_END = re.compile(r"<[|｜][^<>\n]{0,60}[|｜]>|<end_of_turn>|\[/INST\]")
 _LONGEST_VERDICT = 1000
 """Characters of the reply's last line."""
 _OWN_KEYS = frozenset({"messages", "model", "n", "stream"})
@@ -194,11 +198,12 @@ def _message(completion: Completion, response: str, template: str, question_fiel
 
 
 def _last_turn(prompt: str) -> str:
-    """The last user turn of a rendered chat, without special tokens; other prompts unchanged."""
-    text = _MARKUP.sub("", prompt)
-    if text == prompt:
-        return prompt.strip()
-    return text.rpartition(_ROLE_OF_USER)[2].strip().removesuffix(_ROLE_OF_ASSISTANT).strip()
+    """The last user turn of a rendered chat; other prompts without special tokens."""
+    begin = max((turn.end() for turn in _USER_TURN.finditer(prompt)), default=None)
+    if begin is None:
+        return _MARKUP.sub("", prompt).strip()
+    end = _TURN_END.search(prompt, begin)
+    return prompt[begin : None if end is None else end.start()].strip()
 
 
 def _break_token(token: re.Match[str]) -> str:
