@@ -121,6 +121,20 @@ def trained_and_written(payload: tuple[str, Layout, dict[str, Any]]) -> None:
     strategy.export(wanted["export"])
 
 
+def gradients_written(payload: tuple[str, Layout, str]) -> None:
+    """Writes the gradients of `sft_losses`' first step as a model directory: they take the places of the weights."""
+    from roll_batching.modeling.head import gpt_of
+
+    directory, layout, target = payload
+    strategy = strategy_of(directory, layout)
+    sft_losses(strategy, 1, 1e-3)
+    with torch.no_grad():
+        for chunk in strategy.chunks:
+            for parameter in gpt_of(chunk).parameters():
+                parameter.copy_(parameter.main_grad)
+    strategy.export(target)
+
+
 def log_probs_by(payload: tuple[str, Layout, str, str]) -> list[torch.Tensor]:
     """Log-probs of this rank's share by an attention backend, in packs or padded."""
     from roll_batching.strategy import MegatronTrainStrategy

@@ -171,6 +171,29 @@ def test_tensor_with_context_and_expert_parallelism(models: Any, report: Callabl
     _check(models, [("nemotron_h_latent", layout, TRAINED) for layout in layouts], report)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2)], ids=str)
+def test_every_gradient_is_that_of_transformers(
+    layout: Layout, models: Any, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    """Steps of AdamW hide the scale of a gradient. Experts' gradients are exported as experts are."""
+    from safetensors.torch import load_file
+
+    name = "nemotron_h" if layout.ranks > 1 else "nemotron_h_latent"
+    folder, model = models(name)
+    run_ranks(layout.ranks, "tests.huggingface.ranks:gradients_written", (str(folder), layout, str(tmp_path / "found")))
+    found = {}
+    for file in (tmp_path / "found").glob("*.safetensors"):
+        found |= load_file(file)
+    tiny.write_gradients(model, tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    gaps = {key: float((found[key] - expected[key]).norm() / expected[key].norm().clamp(min=1e-8)) for key in expected}
+    worst = max(gaps, key=gaps.__getitem__)
+    report(f"{name} {layout}: gradients differ by at most {gaps[worst]:.1e} ({worst})")
+    assert gaps[worst] < 1e-5, gaps
+
+
 @pytest.mark.bad_input
 def test_groups_must_divide(models: Any) -> None:
     with pytest.raises(AssertionError, match="4 groups of Mamba layers do not divide among TP x CP = 8 ranks"):

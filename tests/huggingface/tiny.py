@@ -314,6 +314,16 @@ def sft_losses(model: Any, steps: int, rate: float) -> list[float]:
     return losses
 
 
+def write_gradients(model: Any, folder: Path) -> None:
+    """Saves the gradients of `sft_losses`' first loss, by transformers alone, in the places of the weights."""
+    model = copy.deepcopy(model)
+    (-torch.cat(log_probs(model)).mean()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(folder)
+
+
 TEXT = "0123456789+-=;#abcdefghijklmnopqrstuvwxyz$. \n"
 MARKED_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'][0] + '>' }}"
