@@ -15,7 +15,8 @@ Join = Literal[
     "copy", "rows", "columns", "gated", "qkv", "gated_qkv", "by_unit", "vocabulary", "expert", "expert_gated"
 ]
 """copy: replicated. rows, columns: sharded along the first or second dimension. gated: two tensors, each sharded by
-rows, concatenated. qkv: three tensors, sharded by query groups; each group's queries, key and value are adjacent.
+rows, concatenated. qkv: three tensors; each group's queries, key and value are adjacent, and rows are sharded evenly:
+with fewer groups than ranks, a group's rows are on several.
 gated_qkv: the same, with a gate behind each query head, which the parameter has behind the group's queries.
 by_unit: parts of tensors, sharded by the units of recurrent layers (key heads of gated delta nets, groups of Mamba);
 each unit's rows of all parts are adjacent.
@@ -240,49 +241,43 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
                 for half in range(2):
                     at = slice(half * width // 2, (half + 1) * width // 2)
                     yield Piece(first, one, slice(half, None, 2), at, of_expert=True)
-        case "gated_qkv":
-            yield from _gated_qkv_pieces(shapes, sizes, rank, ranks)
-        case "by_unit":
-            yield from _unit_pieces(rule, shapes, sizes, rank, ranks)
-        case "qkv":
-            start = 0
-            for group in range(rank * sizes.groups // ranks, (rank + 1) * sizes.groups // ranks):
-                for name, shape in shapes:
-                    share = shape[0] // sizes.groups
-                    yield Piece(name, slice(group * share, (group + 1) * share), None, slice(start, start + share))
-                    start += share
+        case "qkv" | "gated_qkv" | "by_unit":
+            share = sum(shape[0] for _, shape in shapes) // ranks
+            yield from _part(_rows(rule, shapes, sizes), rank * share, (rank + 1) * share)
 
 
-def _gated_qkv_pieces(
-    shapes: list[tuple[str, tuple[int, ...]]], sizes: Sizes, rank: int, ranks: int
-) -> Iterator[Piece]:
-    """Of each group: its queries, their gates, its key and its value."""
-    (queries, _), *others = shapes
-    start, per_group = 0, sizes.heads // sizes.groups
-    for group in range(rank * sizes.groups // ranks, (rank + 1) * sizes.groups // ranks):
-        for half in range(2):
-            for head in range(group * per_group, (group + 1) * per_group):
-                first = (2 * head + half) * sizes.head
-                yield Piece(queries, slice(first, first + sizes.head), None, slice(start, start + sizes.head))
-                start += sizes.head
-        for name, _ in others:
-            rows = slice(group * sizes.head, (group + 1) * sizes.head)
-            yield Piece(name, rows, None, slice(start, start + sizes.head))
-            start += sizes.head
+def _rows(rule: TensorRule, shapes: list[tuple[str, tuple[int, ...]]], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+    """The unsharded parameter from top to bottom, as (tensor, first row, number of rows)."""
+    if rule.join == "by_unit":
+        for unit in range(sizes.recurrent_units):
+            for (name, _), parts in zip(shapes, rule.parts, strict=True):
+                first = 0
+                for rows in sizes.shape(parts):
+                    share = rows // sizes.recurrent_units
+                    yield name, first + unit * share, share
+                    first += rows
+        return
+    (queries, shape), *others = shapes
+    per_group = shape[0] // sizes.groups
+    for group in range(sizes.groups):
+        if rule.join == "qkv":
+            yield queries, group * per_group, per_group
+        else:  # its queries, and behind them their gates
+            for half in range(2):
+                for first in range(group * per_group, (group + 1) * per_group, 2 * sizes.head):
+                    yield queries, first + half * sizes.head, sizes.head
+        for name, (rows, *_) in others:
+            yield name, group * rows // sizes.groups, rows // sizes.groups
 
 
-def _unit_pieces(
-    rule: TensorRule, shapes: list[tuple[str, tuple[int, ...]]], sizes: Sizes, rank: int, ranks: int
-) -> Iterator[Piece]:
-    start, heads = 0, sizes.recurrent_units
-    for head in range(rank * heads // ranks, (rank + 1) * heads // ranks):
-        for (name, _), parts in zip(shapes, rule.parts, strict=True):
-            first = 0
-            for rows in sizes.shape(parts):
-                share = rows // heads
-                at = first + head * share
-                yield Piece(name, slice(at, at + share), None, slice(start, start + share))
-                start, first = start + share, first + rows
+def _part(rows: Iterable[tuple[str, int, int]], start: int, stop: int) -> Iterator[Piece]:
+    """Rows `start` to `stop` of a parameter; a shard may begin and end inside a group's queries, key or value."""
+    end = 0
+    for name, first, count in rows:
+        begin, end = end, end + count
+        low, high = max(begin, start), min(end, stop)
+        if low < high:
+            yield Piece(name, slice(first + low - begin, first + high - begin), None, slice(low - start, high - start))
 
 
 def local_shape(rule: TensorRule, sizes: Sizes, ranks: int) -> tuple[int, ...]:

@@ -145,16 +145,17 @@ def build_chunks(
 
 def _indivisible(architecture: ArchitectureConfig, layout: ParallelLayout) -> list[str]:
     """Units of recurrent layers that tensor- and context-parallel ranks cannot divide."""
-    delta, hybrid, ranks = architecture.gated_delta_net, architecture.hybrid, layout.tp_size * layout.cp_size
-    units = {
-        "key heads of gated delta nets": ranks if delta is None else delta.num_key_heads,
-        "groups of Mamba layers": ranks if hybrid is None else hybrid.mamba_num_groups,
-    }
+    delta, ranks = architecture.gated_delta_net, layout.tp_size * layout.cp_size
+    if architecture.hybrid is not None:
+        from roll_batching.settings.model_parts import mamba_misfit  # few models need it
+
+        misfit = mamba_misfit(architecture.hybrid, layout.tp_size, layout.cp_size)
+        return [] if misfit is None else [misfit]
+    if delta is None or not delta.num_key_heads % ranks:
+        return []
     return [
-        f"{count} {name} do not divide among TP x CP = {ranks} ranks: lower tensor_model_parallel_size or "
-        "context_parallel_size"
-        for name, count in units.items()
-        if count % ranks
+        f"{delta.num_key_heads} key heads of gated delta nets do not divide among TP x CP = {ranks} ranks: lower "
+        "tensor_model_parallel_size or context_parallel_size"
     ]
 
 

@@ -58,11 +58,10 @@ class PackedDeltaNet(RecurrentLayer):
                 self.A_log.log_()
                 self.dt_bias.fill_(1.0)
 
-    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def split(self, parts: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Convolved channels; gates [tokens, value heads, channels], rates and decays [tokens, value heads]."""
-        per_key = projected.view(*projected.shape[:-1], -1, self.width)
         count = self.values_per_key
-        mixed, gates, rate, decay = per_key.split([self.mixed, count * self.value_dim, count, count], -1)
+        mixed, gates, rate, decay = parts.split([self.mixed, count * self.value_dim, count, count], -1)
         gates = gates.reshape(*gates.shape[:-2], -1, self.value_dim)
         return mixed.flatten(-2), (gates, rate.flatten(-2), decay.flatten(-2))
 

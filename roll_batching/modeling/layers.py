@@ -46,6 +46,12 @@ def recurrent_layers(config: Any) -> str | None:
     return "Mamba layers" if getattr(config, "layer_kinds", None) else None
 
 
+def has_shared_keys(config: TransformerConfig) -> bool:
+    """Whether a model has fewer key-value heads than tensor-parallel ranks, which share them."""
+    heads = config.num_query_groups or config.num_attention_heads
+    return not config.multi_latent_attention and heads < config.tensor_model_parallel_size
+
+
 def has_window(config: TransformerConfig, layer_number: int) -> bool:
     """Whether a layer (numbers start at 1) has the sliding window of the config."""
     size = getattr(config, "window_size", None)

@@ -33,7 +33,7 @@ class RecurrentLayer(MegatronModule):
 
     Rows of `in_proj`, channels of the convolution and heads are grouped into units, which tensor parallelism divides.
     Under context parallelism each rank computes all tokens of its part of these units, which an all-to-all before and
-    one behind brings about.
+    one behind brings about. What reads a token alone stays where the token is (`finish`).
     """
 
     sharded: ClassVar[tuple[str, ...]]
@@ -60,9 +60,17 @@ class RecurrentLayer(MegatronModule):
         self.conv_weight: torch.Tensor
         self.conv_bias: torch.Tensor | None = None
 
-    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def parts(self, projected: torch.Tensor, ranks: int = 1) -> torch.Tensor:
+        """Inputs of the recurrence [..., parts, channels], in the order of the `ranks` that compute them."""
+        return projected.unflatten(-1, (-1, self.width))
+
+    def split(self, parts: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Channels to convolve [..., channels], and the other inputs of the recurrence."""
         raise NotImplementedError
+
+    def weights(self, rank: int = 0, ranks: int = 1) -> Weights:
+        """Rows of the parameters `sharded` for the parts of one context-parallel rank."""
+        return {name: getattr(self, name).chunk(ranks)[rank] for name in self.sharded}
 
     def scan(
         self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, chunks: Chunks,
@@ -76,6 +84,10 @@ class RecurrentLayer(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [rows, channels] and states of one more token per row."""
         raise NotImplementedError
+
+    def finish(self, out: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        """The input of `out_proj` [tokens, channels], of the outputs and the projection of these tokens."""
+        return out
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **unused: Any
@@ -92,44 +104,43 @@ class RecurrentLayer(MegatronModule):
         output, _ = self.out_proj(out)
         return output, None
 
-    def _weights(self) -> Weights:
-        return {name: getattr(self, name) for name in self.sharded}
-
     def _pack(self, projected: torch.Tensor, params: PackedParams) -> torch.Tensor:
         """[tokens / cp, units * width] -> [tokens / cp, units * output channels]."""
         group = None if params.local_tokens is None else params.context_group(self.pg_collection.cp)
-        weights = self._weights()
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        parts = self.parts(projected, size)
         if group is not None:
-            size, rank = group.size(), group.rank()
-            projected = _gather_tokens_split_heads(projected, group)[params.restore]
-            weights = {name: weight.chunk(size)[rank] for name, weight in weights.items()}
+            exchanged = _gather_tokens_split_heads(parts.flatten(-2), group)[params.restore]
+            parts = exchanged.unflatten(-1, (-1, parts.shape[-1]))
         if params.chunks is None:
-            params.chunks = Chunks.of(params.cu_seqlens_q, len(projected))
+            params.chunks = Chunks.of(params.cu_seqlens_q, len(parts))
         chunks: Chunks = params.chunks
-        mixed, others = self.split(projected)
+        weights = self.weights(rank, size)
+        mixed, others = self.split(parts)
         mixed = causal_convolution(mixed, weights["conv_weight"], chunks.positions, weights.get("conv_bias"))
         out, _ = self.scan(mixed, others, weights, chunks)
-        if group is None:
-            return out
-        assert params.restore is not None
-        gathered = torch.empty_like(out).index_copy(0, params.restore, out)
-        return _split_tokens_gather_heads(gathered, group)
+        if group is not None:
+            assert params.restore is not None
+            gathered = torch.empty_like(out).index_copy(0, params.restore, out)
+            out = _split_tokens_gather_heads(gathered, group)
+        return self.finish(out, projected)
 
     def _decode(self, projected: torch.Tensor, params: DecodeParams) -> torch.Tensor:
         """[positions, rows, units * width] -> [positions, rows, channels]; the state is in the cache."""
-        weights, conv = self._weights(), self.conv_weight
+        weights, conv = self.weights(), self.conv_weight
         if params.visible is not None:  # one position per row, perhaps repeated
-            mixed, others = self.split(projected[0])
+            mixed, others = self.split(self.parts(projected[0]))
             inputs, state = params.cache.states(self.layer_number)
             window = torch.cat([inputs, mixed.unsqueeze(1)], 1)
             mixed = (window * conv[:, 0].t()).sum(1)
             mixed = F.silu(mixed if self.conv_bias is None else mixed + self.conv_bias)
             out, state = self.step(mixed, others, weights, state)
             params.cache.set_states(self.layer_number, window[:, 1:], state)
-            return out.expand(len(projected), *out.shape)
+            return self.finish(out, projected[0]).expand(len(projected), *out.shape)
         positions, rows = projected.shape[:2]
         assert params.lengths is not None
-        mixed, others = self.split(projected.transpose(0, 1).reshape(rows * positions, -1))
+        flat = projected.transpose(0, 1).reshape(rows * positions, -1)
+        mixed, others = self.split(self.parts(flat))
         starts = torch.arange(rows + 1, device=projected.device) * positions
         chunks = Chunks.of(starts, rows * positions)
         inputs = inputs_before(mixed.view(rows, positions, -1), params.lengths, conv.shape[-1] - 1)
@@ -138,7 +149,7 @@ class RecurrentLayer(MegatronModule):
         real = (chunks.positions < params.lengths.repeat_interleave(positions)).unsqueeze(-1)
         out, state = self.scan(mixed, others, weights, chunks, real)
         params.cache.set_states(self.layer_number, inputs, state)
-        return out.view(rows, positions, -1).transpose(0, 1)
+        return self.finish(out, flat).view(rows, positions, -1).transpose(0, 1)
 
     def _shard(self, *shape: int) -> torch.nn.Parameter:
         device = None if self.config.use_cpu_initialization else torch.cuda.current_device()

@@ -14,7 +14,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -23,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
-from roll_batching.modeling.layers import has_window, is_mixture
+from roll_batching.modeling.layers import has_shared_keys, has_window, is_mixture
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
 
@@ -74,13 +73,6 @@ class BiasedExpertOutput(RowParallelLinear):
         return output.clone(), bias
 
 
-class GatedSelfAttention(SelfAttention):
-    """Megatron's attention with gates of its output, which Megatron compiles for every number of tokens."""
-
-    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
-
-
 def packed_layer_spec(
     config: TransformerConfig,
     rotary: RotarySettings | None = None,
@@ -123,6 +115,7 @@ def packed_layer_spec(
             qk_layernorm=config.qk_layernorm,
         )
         layer.submodules.self_attention.submodules.core_attention = core_attention(config, rotary, attention=attention)
+        _set_attention(layer.submodules.self_attention, config)
         return layer
     norm = norms[config.normalization]
     if config.layernorm_zero_centered_gamma:
@@ -149,8 +142,7 @@ def packed_layer_spec(
 
         layer.submodules.self_attention = ModuleSpec(module=PackedDeltaNet)
         return layer
-    if config.attention_output_gate:
-        layer.submodules.self_attention.module = GatedSelfAttention
+    _set_attention(layer.submodules.self_attention, config)
     submodules = layer.submodules.self_attention.submodules
     submodules.core_attention = core_attention(config, rotary, attention=attention)
     if config.qk_layernorm:
@@ -160,6 +152,14 @@ def packed_layer_spec(
 
         layer.module, layer.params = SandwichLayer, {"norm": norm}
     return layer
+
+
+def _set_attention(spec: Any, config: TransformerConfig) -> None:
+    """Replaces Megatron's class in the spec of a layer's self-attention where it does not do."""
+    if config.attention_output_gate or has_shared_keys(config):
+        from roll_batching.modeling.self_attention import GatedSelfAttention, SharedKeyAttention  # few models need it
+
+        spec.module = SharedKeyAttention if has_shared_keys(config) else GatedSelfAttention
 
 
 def _submodules(spec: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Contradictions of settings in `ArchitectureConfig`: of multi-latent attention, and of layers with one part each."""
+"""Contradictions of settings of multi-latent attention and of layers with one part each, and what divides them."""
 
 from __future__ import annotations
 
@@ -60,4 +60,22 @@ def _hybrid_problem(model: Any) -> str | None:
         return "moe.shared_expert_gate has no effect with hybrid: leave it out"
     if model.moe is None and model.hybrid.moe_latent_size is not None:
         return "hybrid.moe_latent_size has no effect without moe: leave it out"
+    return None
+
+
+def mamba_misfit(hybrid: Any, tp_size: int, cp_size: int) -> str | None:
+    """Why ranks cannot divide Mamba layers with the sizes of a `HybridConfig`; None if they can.
+
+    Context-parallel ranks may be more than the groups of a tensor-parallel rank: they then divide the heads of a group,
+    whose B and C each of them gets. Megatron-Core (0.16 to 0.19) has the same rules.
+    """
+    groups, heads = hybrid.mamba_num_groups, hybrid.mamba_num_heads
+    if groups % tp_size:
+        return f"{groups} groups of Mamba layers do not divide among TP = {tp_size} ranks; lower TP"
+    local = groups // tp_size
+    if local % cp_size and cp_size % local:
+        text = f"{local} groups of Mamba layers on each of TP = {tp_size} ranks and CP = {cp_size}"
+        return f"{text}: one must be a multiple of the other; change CP"
+    if heads // tp_size % cp_size:
+        return f"{heads} heads of Mamba layers do not divide among TP x CP = {tp_size * cp_size} ranks; lower CP"
     return None

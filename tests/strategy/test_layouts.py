@@ -22,8 +22,10 @@ from tests.support.experts import let_experts_run
 from tests.support.layouts import (
     EXPERTS,
     MORE_EXPERTS,
+    MORE_SHARED_KEYS,
     MORE_UNEVEN,
     MOST_RANKS,
+    SHARED_KEYS,
     UNEVEN,
     Layout,
     pairwise,
@@ -65,20 +67,22 @@ def _loss() -> Any:
     return PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
 
 
-Variant = tuple[int, bool, bool, bool]
-"""(layers, tied, moe, router): what a model's numbers depend on."""
+Variant = tuple[int, bool, bool, bool, int]
+"""(layers, tied, moe, router, groups): what a model's numbers depend on."""
 
 
 def variant_of(layout: Layout) -> Variant:
     """Two layers per chunk, where that is not deeper than `DEEPEST`: on a CPU their collectives are the time."""
     layers = layout.layers or (4 if layout.moe else min(2 * layout.pp * layout.vpp, DEEPEST))
-    return layers, layout.tied, layout.moe, layout.router
+    return layers, layout.tied, layout.moe, layout.router, layout.groups
 
 
 def architecture(variant: Variant) -> dict[str, Any]:
-    layers, tied, moe, router = variant
-    experts = {"moe": EXPERT_FIELDS | {"z_loss_coeff": Z_LOSS if router else 0.0}} if moe else {}
-    return {**ARCHITECTURE, "num_layers": layers, "tie_word_embeddings": tied, **experts}
+    layers, tied, moe, router, groups = variant
+    parts: dict[str, Any] = {"moe": EXPERT_FIELDS | {"z_loss_coeff": Z_LOSS if router else 0.0}} if moe else {}
+    if groups:
+        parts |= {"num_query_groups": groups, "qk_layernorm": True}
+    return {**ARCHITECTURE, "num_layers": layers, "tie_word_embeddings": tied, **parts}
 
 
 def _reference(folder: str | Path, variant: Variant) -> Path:
@@ -99,7 +103,7 @@ def write_references(payload: tuple[str, list[Variant]]) -> None:
     model_parallel_cuda_manual_seed(0)
     let_experts_run()
     for variant in variants:
-        *_, moe, router = variant
+        *_, moe, router, _ = variant
         options = {}
         if moe:
             options = {
@@ -181,6 +185,7 @@ def _compare_layout(folder: str, layout: Layout) -> Found:
     from tests.support.models import fill, whole_gradients, worker_config, worst_difference
 
     expected_losses, expected, rows = torch.load(_reference(folder, variant_of(layout)))
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
 
     def config(mode: str) -> Any:
         shape = architecture(variant_of(layout))
@@ -195,12 +200,14 @@ def _compare_layout(folder: str, layout: Layout) -> Found:
         fill(strategy.chunks, 61, place.tp_rank, place.tp_size)
         strategy.start_phase(TrainingArgs(learning_rate=RATE, max_grad_norm=0.0))
         log_probs, evaluated = _forward_gaps(strategy, _batches()[0], rows, expected_losses[0])
-        losses, gradient, name = [], 0.0, ""
+        losses, gradient, name, norm_gap = [], 0.0, "", 0.0
         for step, whole in enumerate(_batches()):
             local = whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
             plan = strategy.plan(gather_lengths(local))
-            losses.append(strategy.train_step(distribute(local, plan), plan, _loss()).loss)
+            result = strategy.train_step(distribute(local, plan), plan, _loss())
+            losses.append(result.loss)
             if step == 0:
+                norm_gap = abs(result.grad_norm - float(norm)) / float(norm)
                 whole_gradient = whole_gradients(strategy.chunks, 61, place.tp_rank, layout.distopt)
                 gradient, name = worst_difference(whole_gradient, expected)
                 gradient = max(gradient, whole_gradient["spread"])
@@ -208,6 +215,7 @@ def _compare_layout(folder: str, layout: Layout) -> Found:
         found[mode] = {
             "gradient": gradient,
             "parameter": name,
+            "grad_norm": norm_gap,
             "log_probs": log_probs,
             "evaluate": evaluated,
             "loss": gaps[0],
@@ -221,14 +229,15 @@ def _check(layout: Layout, found: dict[str, Any], report: Callable[[str], None])
     beyond = []
     for mode, gap in found.items():
         line = (
-            f"{layout!s:52} {mode:8} gradient {gap['gradient']:.1e} ({gap['parameter']}), loss {gap['loss']:.1e}, "
+            f"{layout!s:52} {mode:8} gradient {gap['gradient']:.1e} ({gap['parameter']}), "
+            f"norm {gap['grad_norm']:.1e}, loss {gap['loss']:.1e}, "
             f"five steps {gap['steps']:.1e}, log-probs {gap['log_probs']:.1e}"
         )
         report(line)
         if layout.dtype == "bf16":
             fine = gap["gradient"] <= 2 * found["padded"]["gradient"] and gap["gradient"] < 0.3
         else:
-            first = max(gap[name] for name in ("gradient", "loss", "log_probs", "evaluate"))
+            first = max(gap[name] for name in ("gradient", "grad_norm", "loss", "log_probs", "evaluate"))
             fine = first < LIMIT and gap["steps"] < STEPS_LIMIT
         if not fine:
             beyond.append(line)
@@ -291,3 +300,13 @@ def test_uneven_pipelines(references: Path, report: Callable[[str], None]) -> No
 @pytest.mark.slow
 def test_more_uneven_pipelines(references: Path, report: Callable[[str], None]) -> None:
     _run(MORE_UNEVEN, references, report)
+
+
+def test_shared_keys(references: Path, report: Callable[[str], None]) -> None:
+    """With more tensor-parallel ranks than key-value heads."""
+    _run(SHARED_KEYS, references, report)
+
+
+@pytest.mark.slow
+def test_shared_keys_in_more_layouts(references: Path, report: Callable[[str], None]) -> None:
+    _run(MORE_SHARED_KEYS, references, report)

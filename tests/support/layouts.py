@@ -55,6 +55,8 @@ class Layout:
     """Counted as a layer."""
     loss: bool = False
     """Counted as a layer."""
+    groups: int = 0
+    """Key-value heads of a model with norms of queries and keys; 0: two, without norms."""
     pattern: str | None = None
     """`pipeline_model_parallel_layout`, with `vpp` chunks per stage."""
 
@@ -84,6 +86,7 @@ class Layout:
             "last",
             "embedding",
             "loss",
+            "groups",
             "pattern",
         )
         flags = [
@@ -207,3 +210,20 @@ MORE_UNEVEN = [
     Layout(pp=2, layers=4, last=1, dtype="bf16"),
 ]
 """With data, context, tensor and expert parallelism, and stages and chunks without decoder layers."""
+
+SHARED_KEYS = [
+    Layout(tp=2, sp=True, groups=1),
+    Layout(tp=4, groups=2),
+]
+"""Key-value heads that tensor-parallel ranks share, for every run of the tests."""
+MORE_SHARED_KEYS = [
+    Layout(tp=4, sp=True, groups=1),
+    Layout(tp=4, sp=True, groups=2, tied=True, recompute=True),
+    Layout(tp=2, sp=True, pp=2, vpp=2, groups=1),
+    Layout(tp=2, cp=2, groups=1),
+    Layout(tp=4, sp=True, cp=2, groups=2),
+    Layout(tp=4, sp=True, pp=2, groups=2, layers=4, pattern="Et|tttL"),
+    Layout(tp=2, sp=True, dp=2, groups=1, distopt=True),
+    Layout(tp=2, sp=True, dp=2, ep=2, groups=1, moe=True, router=True),
+    Layout(tp=4, sp=True, groups=2, dtype="bf16"),
+]

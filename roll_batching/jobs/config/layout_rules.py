@@ -10,6 +10,7 @@ from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.megatron_config import OPTIMIZER_DTYPES, SPLIT_KEYS, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig
+from roll_batching.settings.model_parts import mamba_misfit
 from roll_batching.settings.pipeline_split import split_problems
 
 PARALLEL_KEYS = (
@@ -188,9 +189,12 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
     if model.num_attention_heads % tp:
         text = f"{model.num_attention_heads} heads do not divide among TP = {tp} ranks; use a multiple of {tp}"
         yield Problem((*path, "num_attention_heads"), text)
-    if model.kv_heads % tp:
-        text = f"{model.kv_heads} query groups do not divide among TP = {tp} ranks; use a multiple of {tp}"
+    if model.kv_heads % tp and tp % model.kv_heads:
+        text = f"{model.kv_heads} query groups and TP = {tp} ranks: one must be a multiple of the other"
         yield Problem((*path, "num_query_groups"), text)
+    elif 2 * model.kv_heads * model.head_dim % tp:
+        text = f"the rows of {model.kv_heads} keys and values of {model.head_dim} channels do not divide among TP = {tp}"
+        yield Problem((*path, "num_query_groups"), f"{text} ranks; use fewer ranks")
     if model.num_attention_heads % model.kv_heads:
         text = f"{model.num_attention_heads} heads do not divide among {model.kv_heads} query groups"
         yield Problem((*path, "num_query_groups"), text)
@@ -205,12 +209,12 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
                 rest = " + qk_pos_emb_head_dim" if key == "kv_lora_rank" else ""
                 text = f"{key}{rest} = {width} does not divide among TP = {tp} ranks"
                 yield Problem((*path, "multi_latent_attention", key), text)
-    ranks = tp * layout.context_parallel_size if isinstance(layout.context_parallel_size, int) else tp
+    cp = layout.context_parallel_size if isinstance(layout.context_parallel_size, int) else 1
+    ranks = tp * cp
     if (delta := model.gated_delta_net) is not None and delta.num_key_heads % ranks:
         text = f"{delta.num_key_heads} key heads do not divide among TP x CP = {ranks} ranks; use fewer ranks"
         yield Problem((*path, "gated_delta_net", "num_key_heads"), text)
-    if (hybrid := model.hybrid) is not None and hybrid.mamba_num_groups % ranks:
-        text = f"{hybrid.mamba_num_groups} groups do not divide among TP x CP = {ranks} ranks; use fewer ranks"
+    if model.hybrid is not None and (text := mamba_misfit(model.hybrid, tp, cp)) is not None:
         yield Problem((*path, "hybrid", "mamba_num_groups"), text)
     if model.ffn_width % tp:
         yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")

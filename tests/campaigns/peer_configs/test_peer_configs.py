@@ -82,7 +82,7 @@ def test_a_file_starts_where_its_job_would(tmp_path, case):
 
 def test_a_placeholder_stands_for_the_model_that_the_file_means(tmp_path):
     for one in jobs.FACTS["meant"]:
-        assert one["why"] and (one["model"] in jobs.FACTS["configs"] or "Ultra" in one["model"]), one
+        assert one["why"] and one["model"] in jobs.FACTS["configs"], one
     swe = Path("examples/nemo_gym/grpo_qwen3_30ba3b_thinking_swe2.yaml")
     assert jobs.meant_model(swe) == "Qwen/Qwen3-30B-A3B-Thinking-2507"
     assert jobs.meant_model(Path("examples/configs/grpo_math_1B.yaml")) is None
