@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.critic_rules import uses_critic
-from roll_batching.jobs.config.layout_rules import differing_keys
+from roll_batching.jobs.config.layout_rules import differing_keys, model_fits
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.planning import ParallelDims
@@ -153,14 +153,19 @@ def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Chang
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     teacher = config.teacher if uses_teacher(config) and follows(config, "teacher") else None
     shapes = (model, None if teacher is None else teacher.model_args.architecture)
-    key_heads = [one.kv_heads for one in shapes if one is not None]
     factors = [factor for factor in (2, 4, 8, 16) if world_size % (factor * megatron.model_size) == 0]
+    divided = {
+        factor: {"tensor_model_parallel_size": factor * tensor, "sequence_parallel": True, **full} for factor in factors
+    }
     yield [
-        _layout(
-            {"tensor_model_parallel_size": factor * tensor, "sequence_parallel": True, **full}, _times(factor, steps)
+        _layout(sizes, _times(factor, steps))
+        for factor, sizes in divided.items()
+        if not any(
+            problem
+            for shape in shapes
+            if shape is not None
+            for problem in model_fits("actor_train", shape, megatron.model_copy(update=sizes))
         )
-        for factor in factors
-        if all(heads % (factor * tensor) == 0 for heads in key_heads)
     ]
     if has_local_rollouts(config) and pipeline == 1:
         return  # without a KV cache, rollouts under a pipeline recompute the whole sequence for every token

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def adapter_problems(model: Any, architecture: Any, layers: str, bias_rate: float | None) -> list[str]:
+def adapter_problems(
+    model: Any, architecture: Any, layers: str, bias_rate: float | None, tp_size: int
+) -> list[str]:
     """What adapters are not tested with; empty without any.
 
     Args:
@@ -13,6 +15,7 @@ def adapter_problems(model: Any, architecture: Any, layers: str, bias_rate: floa
         architecture: the model's `ArchitectureConfig`.
         layers: Megatron's layers, local or transformer_engine.
         bias_rate: `moe_router_bias_update_rate` of the layout, which goes before the architecture's.
+        tp_size: tensor-parallel ranks.
     """
     if model.adapter_name_or_path is not None and model.model_name_or_path is None:
         return ["adapter_name_or_path needs the model directory that its adapters belong to (model_name_or_path)"]
@@ -25,6 +28,9 @@ def adapter_problems(model: Any, architecture: Any, layers: str, bias_rate: floa
         "layers of one part each (hybrid)": architecture.hybrid is not None,
         "gated delta nets": architecture.gated_delta_net is not None,
         "gated attention (attention_output_gate)": architecture.attention_output_gate,
+        f"TP = {tp_size}, above the {architecture.kv_heads} key-value heads (num_query_groups)": (
+            architecture.kv_heads < tp_size
+        ),
         "biases of all linear layers (add_bias_linear)": architecture.add_bias_linear,
         "expert biases that training moves (moe_router_bias_update_rate)": architecture.moe is not None
         and bias_rate > 0,

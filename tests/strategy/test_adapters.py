@@ -73,7 +73,7 @@ def write_references(payload: tuple[str, list[Case]]) -> None:
         if moe:
             options = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
             options |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
-        model = PlainLora(stock_model(architecture((layers, tied, moe, False)), **options), targets)
+        model = PlainLora(stock_model(architecture((layers, tied, moe, False, 0)), **options), targets)
         texts = _batches()[0].to_lists("input_ids")
         with torch.no_grad():
             rows = [sequence_statistics(model, tokens)[0] for tokens in texts]
@@ -100,7 +100,7 @@ def settings(layout: Layout, mode: str, targets: tuple[str, ...]) -> Any:
 
     layers, tied, moe, _ = _case(layout, targets)
     role = worker_config(
-        mode, CAP, architecture=architecture((layers, tied, moe, False)), megatron=layout.megatron(), dtype=layout.dtype
+        mode, CAP, architecture=architecture((layers, tied, moe, False, 0)), megatron=layout.megatron(), dtype=layout.dtype
     )
     keys = {"lora_target": targets, "lora_rank": RANK, "lora_alpha": ALPHA}
     return role.model_copy(update={"model_args": role.model_args.model_copy(update=keys)})

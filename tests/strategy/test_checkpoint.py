@@ -104,6 +104,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tied": {"architecture": {"tie_word_embeddings": True, "qk_layernorm": True, "add_qkv_bias": True}},
     "experts": {"architecture": {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 12}}},
     "bf16": {"dtype": "bf16"},
+    "shared keys": {"architecture": {"num_query_groups": 2, "qk_layernorm": True, "add_qkv_bias": True}},
 }
 CHAINS: dict[str, list[Layout]] = {
     "dense": [
@@ -121,6 +122,7 @@ CHAINS: dict[str, list[Layout]] = {
     "tied": [Layout(tp=2), Layout(pp=2, vpp=2), Layout(pp=2, vpp=2, layers=4, pattern="Ett|t|t|L")],
     "experts": [Layout(tp=2, sp=True), Layout(dp=2), Layout(pp=2)],
     "bf16": [Layout(tp=2), Layout(pp=2, vpp=2)],
+    "shared keys": [Layout(pp=2), Layout(tp=4)],
 }
 FIRST_LOSS, LATER_LOSS = 1e-6, 1e-4
 

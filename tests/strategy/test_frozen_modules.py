@@ -21,7 +21,7 @@ def _strategy(layout: Layout, prefixes: tuple[str, ...] | None) -> Any:
     from tests.support.models import fill, worker_config
 
     role = worker_config(
-        "packed", CAP, architecture=architecture((4, layout.tied, False, False)), megatron=layout.megatron()
+        "packed", CAP, architecture=architecture((4, layout.tied, False, False, 0)), megatron=layout.megatron()
     )
     model = role.model_args.model_copy(update={"freeze_module_prefix": prefixes})
     strategy = MegatronTrainStrategy(role.model_copy(update={"model_args": model}))

@@ -137,6 +137,9 @@ PAIRS: list[dict[str, Any]] = [
     {"train": {"tp": 2}, "other": {"pp": 2, "pattern": "E|tt|t|tL"}},
     {"train": {"ep": 2, "tp": 2, "sp": True}, "other": {"ep": 4}, "architecture": EXPERTS},
     {"train": {"ep": 4}, "other": {"pp": 2, "tp": 2, "sp": True}, "architecture": EXPERTS},
+    {"train": {"tp": 4, "sp": True}, "other": {"pp": 2}, "architecture": {"num_query_groups": 2}},
+    {"train": {"pp": 2}, "other": {"tp": 4}, "architecture": {"num_query_groups": 2, "qk_layernorm": True}},
+    {"train": {"tp": 2, "pp": 2}, "other": {"tp": 4, "sp": True}, "architecture": {"num_query_groups": 1}},
 ]
 """Four processes each; the vocabulary of 61 is padded to 61, 62 or 64 rows."""
 
