@@ -21,9 +21,10 @@ class GatedSelfAttention(SelfAttention):
 class SharedKeyAttention(GatedSelfAttention):
     """Attention whose key-value heads are shared by TP / `num_query_groups` tensor-parallel ranks each.
 
-    Weights are sharded as in Megatron, evenly by rows: a rank may hold a group's last queries and its key. Projections are gathered over the tensor-parallel ranks, and each rank takes its query
-    heads and their key and value. Megatron's own method (0.16 to 0.19) reads ranks from the parallel state, which are
-    another model's where a role has a second layout; 0.16 does not divide gates.
+    Weights are sharded as in Megatron, evenly by rows: a rank may hold a group's last queries and its key. Projections
+    are gathered over the tensor-parallel ranks, and each rank takes its query heads and their key and value. Megatron's
+    own method (0.16 to 0.19) reads ranks from the parallel state, which are another model's where a role has a second
+    layout; that of 0.16 does not divide gates.
     """
 
     def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:

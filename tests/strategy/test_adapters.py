@@ -100,7 +100,11 @@ def settings(layout: Layout, mode: str, targets: tuple[str, ...]) -> Any:
 
     layers, tied, moe, _ = _case(layout, targets)
     role = worker_config(
-        mode, CAP, architecture=architecture((layers, tied, moe, False, 0)), megatron=layout.megatron(), dtype=layout.dtype
+        mode,
+        CAP,
+        architecture=architecture((layers, tied, moe, False, 0)),
+        megatron=layout.megatron(),
+        dtype=layout.dtype,
     )
     keys = {"lora_target": targets, "lora_rank": RANK, "lora_alpha": ALPHA}
     return role.model_copy(update={"model_args": role.model_args.model_copy(update=keys)})

@@ -193,7 +193,9 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
         text = f"{model.kv_heads} query groups and TP = {tp} ranks: one must be a multiple of the other"
         yield Problem((*path, "num_query_groups"), text)
     elif 2 * model.kv_heads * model.head_dim % tp:
-        text = f"the rows of {model.kv_heads} keys and values of {model.head_dim} channels do not divide among TP = {tp}"
+        text = (
+            f"the rows of {model.kv_heads} keys and values of {model.head_dim} channels do not divide among TP = {tp}"
+        )
         yield Problem((*path, "num_query_groups"), f"{text} ranks; use fewer ranks")
     if model.num_attention_heads % model.kv_heads:
         text = f"{model.num_attention_heads} heads do not divide among {model.kv_heads} query groups"
