@@ -23,6 +23,15 @@ CONFIGS = sorted(
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 SUPERVISED = {"task": "sft", "sequence_length": 200}
 PREFERENCES = {"task": "dpo", "sequence_length": 200, "reference": {}, "loss_function": "dpo"}
+MAMBA = {
+    "hybrid": {
+        "pattern": "M-*M",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 32,
+    }
+}
 FOUR_RANKS = {
     "tensor_model_parallel_size": 2,
     "sequence_parallel": True,
@@ -51,6 +60,14 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
             architecture={"num_layers": 8},
             megatron={"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
         ),
+        4,
+    ),
+    "TP4 over two key-value heads, generation": (
+        bf16(megatron={"tensor_model_parallel_size": 4, "sequence_parallel": True}),
+        4,
+    ),
+    "CP4 over two groups of Mamba layers": (
+        bf16(megatron={"context_parallel_size": 4}, architecture=MAMBA, **SUPERVISED),
         4,
     ),
     "reference and its divergence": (bf16(use_kl_loss=True, reference=PACKED), 1),
