@@ -152,7 +152,8 @@ def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Chang
     steps = {f"{role}.{_STEPS}": getattr(config, role).training_args.gradient_accumulation_steps for role in roles}
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     teacher = config.teacher if uses_teacher(config) and follows(config, "teacher") else None
-    shapes = (model, None if teacher is None else teacher.model_args.architecture)
+    other = None if teacher is None else teacher.model_args.architecture
+    shapes = [model] if other is None else [model, other]
     factors = [factor for factor in (2, 4, 8, 16) if world_size % (factor * megatron.model_size) == 0]
     divided = {
         factor: {"tensor_model_parallel_size": factor * tensor, "sequence_parallel": True, **full} for factor in factors
@@ -160,12 +161,7 @@ def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Chang
     yield [
         _layout(sizes, _times(factor, steps))
         for factor, sizes in divided.items()
-        if not any(
-            problem
-            for shape in shapes
-            if shape is not None
-            for problem in model_fits("actor_train", shape, megatron.model_copy(update=sizes))
-        )
+        if not any(list(model_fits("actor_train", one, megatron.model_copy(update=sizes))) for one in shapes)
     ]
     if has_local_rollouts(config) and pipeline == 1:
         return  # without a KV cache, rollouts under a pipeline recompute the whole sequence for every token
