@@ -104,7 +104,8 @@ class PackedMamba(RecurrentLayer):
         real: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Outputs of the chunked state space and its states."""
-        inputs = self._inputs(mixed, *others, weights, real)
+        (steps,) = others
+        inputs = self._inputs(mixed, steps, weights, real)
         out, state = state_space(*inputs[:4], chunks=chunks)
         return self._output(out, inputs.plain, weights).to(mixed.dtype), state
 
@@ -112,7 +113,8 @@ class PackedMamba(RecurrentLayer):
         self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and states of one token."""
-        inputs = self._inputs(mixed, *others, weights)
+        (steps,) = others
+        inputs = self._inputs(mixed, steps, weights)
         out, state = state_space_step(*inputs[:4], state=state)
         return self._output(out, inputs.plain, weights).to(mixed.dtype), state
 

@@ -216,8 +216,8 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
     if (delta := model.gated_delta_net) is not None and delta.num_key_heads % ranks:
         text = f"{delta.num_key_heads} key heads do not divide among TP x CP = {ranks} ranks; use fewer ranks"
         yield Problem((*path, "gated_delta_net", "num_key_heads"), text)
-    if model.hybrid is not None and (text := mamba_misfit(model.hybrid, tp, cp)) is not None:
-        yield Problem((*path, "hybrid", "mamba_num_groups"), text)
+    if model.hybrid is not None and (misfit := mamba_misfit(model.hybrid, tp, cp)) is not None:
+        yield Problem((*path, "hybrid", "mamba_num_groups"), misfit)
     if model.ffn_width % tp:
         yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
     if model.add_bias_linear and model.moe is not None and tp > 1:
