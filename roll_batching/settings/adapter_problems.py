@@ -12,11 +12,11 @@ def adapter_problems(model: Any, architecture: Any, layers: str, bias_rate: floa
         model: the `ModelArgs`, with `lora_target`.
         architecture: the model's `ArchitectureConfig`.
         layers: Megatron's layers, local or transformer_engine.
-        bias_rate: `moe_router_bias_update_rate` of the layout, which goes before the architecture's.
-        tp_size: tensor-parallel ranks.
+        layout: the `MegatronConfig`, whose `moe_router_bias_update_rate` goes before the architecture's.
     """
     if model.adapter_name_or_path is not None and model.model_name_or_path is None:
         return ["adapter_name_or_path needs the model directory that its adapters belong to (model_name_or_path)"]
+    bias_rate, tp_size = layout.moe_router_bias_update_rate, layout.tensor_model_parallel_size
     if bias_rate is None:
         bias_rate = 0 if architecture.moe is None else architecture.moe.router_bias_update_rate
     problems = {

@@ -95,12 +95,12 @@ class AdapterArgs(Settings):
         """Whether some parameters are frozen."""
         return self.lora_target is not None or self.freeze_module_prefix is not None
 
-    def require_adapters_fit(self, architecture: Any, layers: str, bias_rate: float | None, tp_size: int) -> None:
+    def require_adapters_fit(self, architecture: Any, layers: str, layout: Any) -> None:
         """Raises `LayoutError` with all of `adapter_problems`, whose arguments are the same."""
         if self.lora_target is not None:
             from roll_batching.settings.adapter_problems import adapter_problems  # few models have adapters
 
-            if problems := adapter_problems(self, architecture, layers, bias_rate, tp_size):
+            if problems := adapter_problems(self, architecture, layers, layout):
                 raise LayoutError(f"{'; '.join(problems)}: leave lora_target out")
 
     @property

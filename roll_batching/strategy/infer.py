@@ -165,12 +165,7 @@ class MegatronInferStrategy(ModelIOMixin):
         with consensus(host_group(), "initialize") as facts:
             # Both may import a user's modules, which one machine may lack.
             kernels = choose_kernels(megatron, architecture, device)
-            config.model_args.require_adapters_fit(
-                architecture,
-                kernels.layers,
-                megatron.moe_router_bias_update_rate,
-                megatron.tensor_model_parallel_size,
-            )
+            config.model_args.require_adapters_fit(architecture, kernels.layers, megatron)
             batching = config.batching()
             batching.load_algorithms()
             settings = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))

@@ -32,8 +32,7 @@ def adapter_problems(job: JobKeys) -> Iterator[Problem]:
         return
     layout = job.actor_train.strategy_args.strategy_config
     if model.architecture is not None:
-        rate, tp_size = layout.moe_router_bias_update_rate, layout.tensor_model_parallel_size
-        for problem in problems_of_model(model, model.architecture, layout.transformer_impl, rate, tp_size):
+        for problem in problems_of_model(model, model.architecture, layout.transformer_impl, layout):
             yield Problem(path, f"is set, and {problem}; leave it out")
     if uses_critic(job):
         yield Problem(path, "is set, and adapters are not supported with a critic (gae) for now; leave it out")
