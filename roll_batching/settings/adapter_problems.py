@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def adapter_problems(model: Any, architecture: Any, layers: str, bias_rate: float | None, tp_size: int) -> list[str]:
+def adapter_problems(model: Any, architecture: Any, layers: str, layout: Any) -> list[str]:
     """What adapters are not tested with; empty without any.
 
     Args:
