@@ -94,10 +94,11 @@ def batch() -> Any:
         "desirable": torch.arange(len(data)) % 3 == 0,
         "reference_point": torch.full((len(data),), 0.7),
         "rollout_log_probs": data["old_log_probs"] + 0.2 * torch.randn(data.num_tokens, generator=g),
+        "train_infer_is_weight": torch.rand(data.num_tokens, generator=g) + 0.5,
     }
     samples, predictions = (
         ("weights", "rewards", "pair", "chosen", "desirable", "reference_point"),
-        ("rollout_log_probs", "held_back"),
+        ("rollout_log_probs", "held_back", "train_infer_is_weight"),
     )
     kinds = dict.fromkeys(samples, "sample") | dict.fromkeys(predictions, "next_token")
     return data.with_fields(extra | {"response_mask": mask}, kinds | {"response_mask": "token"})
