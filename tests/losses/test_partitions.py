@@ -94,7 +94,7 @@ def batch() -> Any:
         "desirable": torch.arange(len(data)) % 3 == 0,
         "reference_point": torch.full((len(data),), 0.7),
         "rollout_log_probs": data["old_log_probs"] + 0.2 * torch.randn(data.num_tokens, generator=g),
-        "train_infer_is_weight": torch.rand(data.num_tokens, generator=g) + 0.5,
+        "train_infer_is_weight": 0.9 + 0.2 * torch.rand(data.num_tokens, generator=g),
     }
     samples, predictions = (
         ("weights", "rewards", "pair", "chosen", "desirable", "reference_point"),
