@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_batching.jobs.config.critic_rules import uses_critic
-from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.diagnostics import Notice, Problem
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.jobs.config.objective_rules import wants_reference
@@ -51,3 +51,12 @@ def adapter_problems(job: JobKeys) -> Iterator[Problem]:
             "in a separate job (task: sft) and start from its export, or train without a reference"
         )
         yield Problem(("warmup",), text)
+
+
+def adapter_notices(job: JobKeys) -> Iterator[Notice]:
+    """The notice that a reference lacks the adapters from which the policy starts."""
+    if job.actor_train.model_args.adapter_name_or_path is None or job.reference is None or not wants_reference(job):
+        return
+    text = "the reference is the model without these adapters, not the policy as it starts. For that, start from a "
+    text += "model directory with the adapters added (roll-batching export)"
+    yield Notice(("actor_train", "model_args", "adapter_name_or_path"), text)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from roll_batching.jobs.config.adapter_rules import adapter_notices
 from roll_batching.jobs.config.async_rules import async_notices
 from roll_batching.jobs.config.diagnostics import KeyPath, Notice, no_effect
 from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_notices
@@ -180,6 +181,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
             yield no_effect(("tracker_kwargs",), f"track_with is neither of {names}")
     yield from async_notices(job, data)
     yield from dynamic_sampling_notices(job, data)
+    yield from adapter_notices(job)
     sampling = data.get("actor_infer") or {}
     number = (sampling.get("generating_args") or {}).get("num_return_sequences")
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:

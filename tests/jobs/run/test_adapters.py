@@ -73,3 +73,34 @@ def test_killed_and_resumed_to_the_bit(folder: Path) -> None:
     torch.testing.assert_close(model[name] - base[name], 2.0 * b @ a, atol=1e-6, rtol=1e-4)
     assert torch.equal(model["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
     assert float(b.abs().max()) > 1e-3
+
+
+@pytest.mark.config
+def test_a_reference_without_the_adapters_of_the_start_has_a_notice(folder: Path) -> None:
+    from roll_batching.jobs.config.loader import config_from_dict
+
+    data = job(folder, "started")
+    data["actor_train"]["model_args"]["adapter_name_or_path"] = str(folder / "adapter")
+    notices = {notice.path: notice.text for notice in config_from_dict(data).notices}
+    assert "the model without these adapters" in notices["actor_train.model_args.adapter_name_or_path"]
+    data |= {"use_kl_loss": False, "kl_loss_coef": 0.0}
+    assert "adapter_name_or_path" not in str([notice.path for notice in config_from_dict(data).notices])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["kto", "distill"])
+def test_other_tasks_train_adapters(task: str, folder: Path) -> None:
+    from tests.jobs.rl import test_distillation, test_kto
+
+    if task == "kto":
+        data, measure = test_kto.job(folder, task, max_steps=12), "eval_loss"
+    else:
+        (folder / "model").rename(folder / "student")
+        tiny.write_model(folder / "teacher", "llama3")
+        tiny.write_tokenizer(folder / "teacher")
+        data, measure = test_distillation.job(folder, task, max_steps=6), "divergence"
+    data["actor_train"]["model_args"] |= {"lora_target": "all-linear", "lora_rank": 4}
+    data["actor_train"]["training_args"]["learning_rate"] = 1e-2
+    run_ranks(1, "tests.jobs.rl.jobs:run", data)
+    values = [row[measure] for row in rows_of(folder, task) if row.get(measure) is not None]
+    assert values[-1] < 0.9 * values[0], values
