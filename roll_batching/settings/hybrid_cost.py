@@ -102,12 +102,16 @@ def hybrid_cost(sizes: HybridSizes, *, ranks: int, chunks: Sequence[range] | Non
     """The cost on each of the `ranks` that share it, and of model chunks, given the layers of each."""
     per_token = sizes.per_token()
     head = sizes.hidden * sizes.vocabulary
-    linear = 6 * (sum(per_token[kind] for kind in sizes.pattern) + head) // ranks
+
+    def of_layers(pattern: str) -> int:
+        return sum(per_token[kind] for kind in pattern)
+
+    linear = 6 * (of_layers(sizes.pattern) + head) // ranks
     quadratic = 6 * sizes.pattern.count("*") * sizes.queries // ranks  # causal: half of two products per pair
     by_chunk = None
     if chunks is not None:  # in half multiply-adds, as `FlopsCost.from_model`
         letters = [sizes.pattern[held.start : held.stop] for held in chunks]
-        tokens = [2 * sum(per_token[kind] for kind in one) for one in letters]
+        tokens = [2 * of_layers(one) for one in letters]
         tokens[-1] += 2 * head
         pairs = tuple(2 * one.count("*") * sizes.queries for one in letters)
         by_chunk = ChunkCosts(linear=tuple(tokens), quadratic=pairs)

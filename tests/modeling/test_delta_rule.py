@@ -16,13 +16,7 @@ from roll_batching.modeling.delta_rule import (
     inputs_before,
     unit_length,
 )
-
-LENGTHS = (1, 64, 65, 130, 7, 200)
-"""Around the size of a chunk, and several chunks."""
-
-
-def bounds() -> list[int]:
-    return [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+from tests.modeling.scans import LENGTHS, bounds, largest_gap, recurrence
 
 
 @pytest.fixture
@@ -38,31 +32,12 @@ def inputs() -> list[torch.Tensor]:
     return [x.requires_grad_() for x in (query, key, value, decay, rate)]
 
 
-def recurrence(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs, states = [], []
-    for start, end in zip(bounds()[:-1], bounds()[1:], strict=True):
-        state = torch.zeros(1, 3, 8, 6, dtype=torch.float64)
-        for token in range(start, end):
-            query, key, value, decay, rate = (x[token : token + 1] for x in inputs)
-            out, state = delta_step(query, key, value, decay, rate, state)
-            outputs.append(out)
-        states.append(state)
-    return torch.cat(outputs), torch.cat(states)
-
-
 def test_chunks_equal_the_recurrence_and_every_sequence_starts_anew(
     inputs: list[torch.Tensor], report: Callable[[str], None]
 ) -> None:
     chunks = Chunks.of(torch.tensor(bounds(), dtype=torch.int32), sum(LENGTHS))
-    query, key, value, decay, rate = inputs
-    found, expected = gated_delta_rule(query, key, value, decay, rate, chunks), recurrence(inputs)
-    weights = [torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(4)) for x in expected]
-
-    def gradients(results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(sum((x * w).sum() for x, w in zip(results, weights, strict=True)), inputs)
-
-    pairs = zip((*found, *gradients(found)), (*expected, *gradients(expected)), strict=True)
-    gap = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    expected = recurrence(delta_step, inputs, 3, 8, 6)
+    gap = largest_gap(gated_delta_rule(*inputs, chunks), expected, inputs)
     report(f"gated delta rule in chunks, fp64: outputs, states and gradients within {gap:.1e}")
     assert gap < 1e-12
 

@@ -10,14 +10,9 @@ import torch.nn.functional as F
 
 from roll_batching.modeling.delta_rule import Chunks, causal_convolution
 from roll_batching.modeling.state_space import state_space, state_space_step
+from tests.modeling.scans import LENGTHS, bounds, largest_gap, recurrence
 
-LENGTHS = (1, 64, 65, 130, 7, 200)
-"""Around the size of a chunk, and several chunks."""
 GROUPS, HEADS, CHANNELS, STATES = 2, 3, 5, 4
-
-
-def bounds() -> list[int]:
-    return [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
 
 
 @pytest.fixture
@@ -32,31 +27,12 @@ def inputs() -> list[torch.Tensor]:
     return [one.requires_grad_() for one in (x, decay, B, C)]
 
 
-def recurrence(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs, states = [], []
-    for start, end in zip(bounds()[:-1], bounds()[1:], strict=True):
-        state = torch.zeros(1, GROUPS, STATES, HEADS, CHANNELS, dtype=torch.float64)
-        for token in range(start, end):
-            x, decay, B, C = (one[token : token + 1] for one in inputs)
-            out, state = state_space_step(x, decay, B, C, state)
-            outputs.append(out)
-        states.append(state)
-    return torch.cat(outputs), torch.cat(states)
-
-
 def test_chunks_equal_the_recurrence_and_every_sequence_starts_anew(
     inputs: list[torch.Tensor], report: Callable[[str], None]
 ) -> None:
     chunks = Chunks.of(torch.tensor(bounds(), dtype=torch.int32), sum(LENGTHS))
-    x, decay, B, C = inputs
-    found, expected = state_space(x, decay, B, C, chunks), recurrence(inputs)
-    weights = [torch.randn(one.shape, dtype=one.dtype, generator=torch.Generator().manual_seed(4)) for one in expected]
-
-    def gradients(results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(sum((one * w).sum() for one, w in zip(results, weights, strict=True)), inputs)
-
-    pairs = zip((*found, *gradients(found)), (*expected, *gradients(expected)), strict=True)
-    gap = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    expected = recurrence(state_space_step, inputs, GROUPS, STATES, HEADS, CHANNELS)
+    gap = largest_gap(state_space(*inputs, chunks), expected, inputs)
     report(f"state space in chunks, fp64: outputs, states and gradients within {gap:.1e}")
     assert gap < 1e-12
 

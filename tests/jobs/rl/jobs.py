@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from roll_batching.errors import RollBatchingError
+from tests.support.ranks import run_ranks
 from tests.support.tiny_job import ARCHITECTURE, TOKENIZER, with_changes
 
 
@@ -58,6 +61,24 @@ def run(payload: dict[str, Any]) -> None:
     from roll_batching.jobs.job import run_job
 
     run_job(JobConfig.model_validate(payload))
+
+
+def refusal(payload: dict[str, Any]) -> str:
+    """On a rank: the whole job, which must end in an error of ours; its type and text."""
+    try:
+        run(payload)
+    except RollBatchingError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run_straight_and_resumed(make: Callable[..., dict[str, Any]], folder: Path, *points: str, **changes: Any) -> None:
+    """Two jobs on two ranks each, named straight and resumed; the second is resumed from its checkpoints `points`."""
+    for name in ("straight", "resumed"):
+        run_ranks(2, f"{__name__}:run", make(folder, name, **changes))
+    for point in points:
+        saved = str(folder / "runs" / "resumed" / "checkpoints" / point)
+        run_ranks(2, f"{__name__}:run", make(folder, "resumed", **changes, resume_from_checkpoint=saved))
 
 
 def run_and_count(payload: dict[str, Any]) -> list[tuple[list[int], int | None]]:

@@ -13,12 +13,11 @@ from roll_batching.jobs.config.loader import config_from_dict
 from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.huggingface import tiny
 from tests.jobs.observe.rows import TIMES
-from tests.jobs.rl.jobs import settings, write_data
+from tests.jobs.rl.jobs import run_straight_and_resumed, settings, write_data
 from tests.support.ranks import run_ranks
 from tests.support.tiny_job import with_changes
 
-RUN = "tests.jobs.rl.jobs:run"
-HERE = "tests.jobs.rl.test_distillation:"
+RUN, REFUSAL = "tests.jobs.rl.jobs:run", "tests.jobs.rl.jobs:refusal"
 
 
 @pytest.fixture
@@ -91,10 +90,7 @@ def test_the_layouts_of_student_and_teacher_change_nothing(name: str, folder: Pa
 def test_resumed_to_the_bit_on_two_ranks(folder: Path) -> None:
     options = {"save_steps": 1, "is_offload_states": True, "kd_objective": "mixed_kl"}
     options["actor_train__strategy_args__strategy_config"] = {"use_distributed_optimizer": True}
-    run_ranks(2, RUN, job(folder, "straight", **options))
-    run_ranks(2, RUN, job(folder, "resumed", **options))
-    point = folder / "runs" / "resumed" / "checkpoints" / "rl-000001"
-    run_ranks(2, RUN, job(folder, "resumed", **options, resume_from_checkpoint=str(point)))
+    run_straight_and_resumed(job, folder, "rl-000001", **options)
     moved = {"offload_bytes", "offload_seconds"}
     straight, resumed = rows_of(folder, "straight"), rows_of(folder, "resumed")
     assert [{k: v for k, v in row.items() if k not in moved} for row in resumed] == [
@@ -119,17 +115,6 @@ def test_texts_are_distilled_too(folder: Path) -> None:
     assert rows[0]["loss"] == pytest.approx(0.85 * rows[0]["divergence"] + 0.15 * rows[0]["sft_loss"], rel=1e-5)
 
 
-def refusal(payload: dict[str, Any]) -> str:
-    from roll_batching.errors import RollBatchingError
-    from tests.jobs.rl.jobs import run
-
-    try:
-        run(payload)
-    except RollBatchingError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 @pytest.mark.bad_input
 def test_a_teacher_with_nan_weights_ends_the_job_on_all_ranks(folder: Path, report) -> None:
     from safetensors.torch import load_file, save_file
@@ -138,7 +123,7 @@ def test_a_teacher_with_nan_weights_ends_the_job_on_all_ranks(folder: Path, repo
     tensors = load_file(file)
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    found = run_ranks(2, HERE + "refusal", job(folder))
+    found = run_ranks(2, REFUSAL, job(folder))
     assert len(set(found)) == 1 and "model.norm" in found[0].replace("final_layernorm", "model.norm")
     assert "not finite" in found[0] or "nan" in found[0]
     report(found[0])
@@ -151,7 +136,7 @@ def test_a_teacher_with_other_tokens_under_the_ids_is_refused(folder: Path, repo
     vocabulary = described["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(described))
-    (text,) = run_ranks(1, HERE + "refusal", job(folder))
+    (text,) = run_ranks(1, REFUSAL, job(folder))
     assert text.startswith("ConfigError") and "choose a teacher with the same tokenizer" in text
     report(text)
 

@@ -18,7 +18,7 @@ from roll_batching.jobs.rollouts.rollout import StepScores
 from roll_batching.jobs.texts.epochs import epoch_order
 from roll_batching.samples import FieldSpec, SampleBatch
 from tests.jobs.observe.rows import TIMES
-from tests.jobs.rl.jobs import settings, write_data
+from tests.jobs.rl.jobs import run_straight_and_resumed, settings, write_data
 from tests.support.ranks import run_ranks
 
 RUN = "tests.jobs.rl.jobs:run"
@@ -119,10 +119,7 @@ def test_steps_are_full_of_groups_whose_rewards_differ(folder, ranks, wanted, si
 
 @pytest.mark.slow
 def test_resumed_to_the_bit_on_two_ranks(folder):
-    run_ranks(2, RUN, job_of(folder, "straight", save_steps=1))
-    run_ranks(2, RUN, job_of(folder, "resumed", save_steps=1))
-    point = folder / "runs" / "resumed" / "checkpoints" / "rl-000001"
-    run_ranks(2, RUN, job_of(folder, "resumed", save_steps=1, resume_from_checkpoint=str(point)))
+    run_straight_and_resumed(job_of, folder, "rl-000001", save_steps=1)
 
     def stable(name: str) -> list[dict[str, Any]]:
         return [{key: value for key, value in row.items() if key not in TIMES} for row in rows_of(folder, name)]

@@ -16,11 +16,11 @@ from roll_batching.jobs.config.loader import config_from_dict
 from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.huggingface import tiny
 from tests.jobs.observe.rows import TIMES
+from tests.jobs.rl.jobs import run_straight_and_resumed
 from tests.support.ranks import run_ranks
 from tests.support.tiny_job import ARCHITECTURE, TOKENIZER, with_changes
 
-RUN = "tests.jobs.rl.jobs:run"
-HERE = "tests.jobs.rl.test_kto:"
+RUN, REFUSAL = "tests.jobs.rl.jobs:run", "tests.jobs.rl.jobs:refusal"
 
 
 def write(folder: Path, name: str = "judged", count: int = 24, *, flip: bool = False) -> str:
@@ -162,10 +162,7 @@ def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None
 @pytest.mark.slow
 def test_resumed_to_the_bit_on_two_ranks(tmp_path: Path) -> None:
     changes = {"save_steps": 1, "actor_train__training_args__per_device_train_batch_size": 4}
-    run_ranks(2, RUN, job(tmp_path, "straight", **changes))
-    run_ranks(2, RUN, job(tmp_path, "resumed", **changes))
-    point = tmp_path / "runs" / "resumed" / "checkpoints" / "kto-000002"
-    run_ranks(2, RUN, job(tmp_path, "resumed", **changes, resume_from_checkpoint=str(point)))
+    run_straight_and_resumed(job, tmp_path, "kto-000002", **changes)
     assert rows_of(tmp_path, "resumed") == rows_of(tmp_path, "straight")
 
 
@@ -221,17 +218,6 @@ def test_the_loss_is_trls() -> None:
     assert value == pytest.approx(np.mean(losses), rel=1e-12) and metrics["reference_point"] == pytest.approx(point)
 
 
-def refusal(payload: dict[str, Any]) -> str:
-    from roll_batching.errors import RollBatchingError
-    from tests.jobs.rl.jobs import run
-
-    try:
-        run(payload)
-    except RollBatchingError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 @pytest.mark.bad_input
 def test_lines_without_a_verdict_are_named(tmp_path: Path, report) -> None:
     file = Path(write(tmp_path, count=6))
@@ -239,7 +225,7 @@ def test_lines_without_a_verdict_are_named(tmp_path: Path, report) -> None:
     del lines[1]["label"]
     lines[2]["label"], lines[3]["label"], lines[4]["completion"] = "yes", 1, 5
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (text,) = run_ranks(1, HERE + "refusal", job(tmp_path, file=str(file)))
+    (text,) = run_ranks(1, REFUSAL, job(tmp_path, file=str(file)))
     assert text.startswith("DataError")
     for words in ("judged.jsonl:2", "'label' is missing", "judged.jsonl:3", "'label' is 'yes'", "judged.jsonl:5"):
         assert words in text, text

@@ -186,24 +186,13 @@ def test_resumed_to_the_bit_on_two_ranks(tmp_path) -> None:
         assert rows_of(tmp_path, "resumed") == rows_of(tmp_path, "straight")
 
 
-def refusal(payload: dict[str, Any]) -> str:
-    from roll_batching.errors import RollBatchingError
-    from tests.jobs.rl.jobs import run
-
-    try:
-        run(payload)
-    except RollBatchingError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 @pytest.mark.bad_input
 def test_a_checkpoint_without_a_critic_is_refused(tmp_path, report) -> None:
     write_data(tmp_path)
     plain = {"adv_estimator": "reinforce", "critic": None, "critic_warmup": 0, "value_clip": None, "save_steps": 2}
     run_ranks(1, "tests.jobs.rl.jobs:run", ppo(tmp_path, "plain", max_steps=2, **plain))
     job = ppo(tmp_path, "with", resume_from_checkpoint=str(tmp_path / "runs" / "plain"))
-    (text,) = run_ranks(1, HERE + "refusal", job)
+    (text,) = run_ranks(1, "tests.jobs.rl.jobs:refusal", job)
     assert text.startswith("CheckpointError") and "critic" in text
     report(text)
 
@@ -212,7 +201,7 @@ def test_a_checkpoint_without_a_critic_is_refused(tmp_path, report) -> None:
 def test_a_reward_that_is_no_number_ends_the_job_before_the_critic_learns_from_it(tmp_path, report) -> None:
     write_data(tmp_path)
     job = ppo(tmp_path, reward_function="tests.jobs.rl.jobs:nan_for_one", rollout_batch_size=8)
-    (text,) = run_ranks(1, HERE + "refusal", job)
+    (text,) = run_ranks(1, "tests.jobs.rl.jobs:refusal", job)
     assert text.startswith("DataError") and "the reward is nan" in text
     assert not [row for row in rows_of(tmp_path) if row["phase"] == "rl"]
     report(text)
