@@ -20,7 +20,6 @@ from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.settings import ArchitectureConfig
 from tests.huggingface import tiny
 from tests.huggingface.published import PUBLISHED
-from tests.huggingface.published_vision import WITH_VISION
 
 pytestmark = pytest.mark.models
 
@@ -274,42 +273,6 @@ def test_the_factors_of_yarn():
     assert qwen.rotated_factor == pytest.approx(1.1386294361119891)
     without_factor = {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768, "factor": None}}
     assert architecture_of(PUBLISHED["Qwen2.5-7B"] | without_factor).rope_scaling.factor == 4.0
-
-
-@pytest.mark.parametrize("name", WITH_VISION)
-def test_text_models_beside_a_vision_encoder(name, report):
-    """All tensors of the text model, by transformers, under the names of the whole directory."""
-    from transformers import AutoConfig
-
-    config = WITH_VISION[name]
-    architecture, family = architecture_of(config), FAMILIES[config["model_type"]]
-    tensors = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
-    count = sum(math.prod(shape) for shape in tensors.values())
-    text = AutoConfig.for_model(**config["text_config"]).to_dict()
-    assert count == counted_by_transformers(text)
-    assert not any(name.startswith(("model.layers", "model.embed")) for name in tensors)
-    assert architecture == architecture_of(config | {"text_config": {**text, "architectures": None}})
-    report(f"{name}: {len(tensors):,} tensors, {count:,} parameters of the text model")
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"text_config": None}, "text_config: None must be an object"),
-        ({"text_config": {"model_type": "llama"}}, "text_config.model_type: 'llama' is not supported"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings contradicts text_config.tie_word_embeddings"),
-        ({"audio_config": {}}, "audio_config: {} is an unknown field of model_type qwen3_5"),
-        ({"text_config": {"attn_output_gate": False}}, "attn_output_gate: False is not supported, only True"),
-        ({"text_config": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype: 'bfloat16' is not supported"),
-        ({"architectures": ["Qwen3_5ForTokenClassification"]}, "only Qwen3_5ForConditionalGeneration is trained"),
-    ],
-)
-def test_refused_beside_a_vision_encoder(changes, words):
-    config = WITH_VISION["Qwen3.5-27B"]
-    text = changes.get("text_config", {})
-    inner = None if text is None else {**config["text_config"], "tie_word_embeddings": False, **text}
-    assert words in "; ".join(translate({**config, **changes, "text_config": inner}).problems)
 
 
 def test_two_ropes():
