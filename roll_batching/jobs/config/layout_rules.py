@@ -92,18 +92,13 @@ def _fixed_size(layout: MegatronConfig, key: str) -> int:
 
 def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
     """Sizes of actor_train that rule out sampling, where the training model has to sample."""
-    if job.has_sampler and job.eval_samples:
-        cure = "answers held-out prompts: set eval_samples to 0, or set it to 1"
-    elif not job.has_sampler and not uses_engine(job) and not samples_apart(job):
-        cure = (
-            "samples: set it to 1 in actor_infer.strategy_args.strategy_config, so that a copy in that layout samples"
-        )
-    else:
+    if job.has_sampler or uses_engine(job) or samples_apart(job):
         return
     layout = job.actor_train.strategy_args.strategy_config
+    cure = "set it to 1 in actor_infer.strategy_args.strategy_config, so that a copy in that layout samples"
     for key in _ONE_WHEN_SAMPLING:
         if (size := _fixed_size(layout, key)) > 1:
-            text = f"is {size}, and models sample only with 1; the training model {cure}"
+            text = f"is {size}, and models sample only with 1; the training model samples: {cure}"
             yield Problem(("actor_train", "strategy_args", "strategy_config", key), text)
 
 

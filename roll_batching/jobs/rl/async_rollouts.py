@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus
+from roll_batching.errors import EngineError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.engines.client import sum_metrics
@@ -46,14 +47,16 @@ _SCHEMA = {"input_ids": FieldSpec("token"), "response_mask": FieldSpec("token"),
 class AsyncRollouts:
     """The rollouts of a sampler in its own processes. Building it, and every method but `close`, is collective.
 
-    `sampler_config` is the job's settings with the URLs of its engine's servers.
+    `sampler_config` is the job's settings with the URLs of its engine's servers. `evaluates`: with `evaluate`.
 
     Raises RankError, the same on all ranks, when the sampler fails or may not be started again.
     """
 
-    def __init__(self, context: JobContext, stream: Prompts, sampler_config: JobConfig) -> None:
+    def __init__(
+        self, context: JobContext, stream: Prompts, sampler_config: JobConfig, *, evaluates: bool = False
+    ) -> None:
         self.config, self.strategy, self.stream = context.config, context.strategy, stream
-        self.uses_engine = uses_engine(self.config)
+        self.uses_engine, self.evaluates = uses_engine(self.config), evaluates
         self.parts = parts_per_step(self.config.async_generation_ratio, self.config.rollout_batch_size)
         self.client = RoleClient(sampler_config, SAMPLER, context.start_workers) if dist.get_rank() == 0 else None
         parent = weights_folder(self.config) if self.uses_engine else self.config.run_folder
@@ -85,7 +88,7 @@ class AsyncRollouts:
     def publish_weights(self, step: int) -> Metrics:
         """Send the weights after `step`, and the requests that they allow; metrics of the transfer."""
         started = time.perf_counter()
-        if step == self.config.max_steps:
+        if step == self.config.max_steps and not self.evaluates:
             return {}
         path = self.folder / f"version-{step:06d}"
         if self.uses_engine:
@@ -124,6 +127,29 @@ class AsyncRollouts:
         layout = self.strategy.layout
         share = np.arange(len(batch))[rank_slice(len(batch), layout.dp_rank, layout.dp_size)]
         return batch.select(share), scores, metrics
+
+    def evaluate(self, step: int, prompts: Sequence[Prompt], seed: int) -> StepScores:
+        """Scores of the sampler's responses to held-out `prompts`, the same on all ranks. Waits for them.
+
+        The weights are those after `step`, which were published last: the sampler completes the request in progress,
+        loads them, and answers before all other requests. None later can arrive while training waits here.
+        """
+        box: list[Any] = [None]
+        patience = answer_timeout(self.config, 2)  # of the request in progress, and of this one
+        with consensus(self.strategy.layout.host_group, "held-out evaluation", patience=patience):
+            if self.client is not None:
+                number = -1 - step  # below those of rollouts: the sampler answers the lowest first
+                shown = self.config.rollout_samples
+                self.client.ask(Request(number=number, prompts=prompts, seed=seed, shown=shown, held_out=True))
+                (answer,) = self.client.take([number])
+                if answer.version != step:
+                    text = f"the sampler answered held-out prompts with the weights of step {answer.version}"
+                    raise EngineError(f"{text}, and step {step} is evaluated: report this as a bug")
+                box = [answer.scores]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(box, src=0, group=self.strategy.layout.host_group)
+        scores: StepScores = box[0]
+        return scores
 
     def close(self) -> None:
         """End the sampler's processes and remove its weights."""

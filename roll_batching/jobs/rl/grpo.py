@@ -29,7 +29,7 @@ from roll_batching.jobs.rl.dynamic_sampling import sample_full_step
 from roll_batching.jobs.roles.local_reference import make_reference
 from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.roles.teacher import teacher_of
-from roll_batching.jobs.rollouts.evaluation import Evaluator
+from roll_batching.jobs.rollouts.evaluation import Evaluator, evaluation_metrics
 from roll_batching.jobs.rollouts.prompts import prompt_stream
 from roll_batching.jobs.rollouts.rollout import (
     Rollouts,
@@ -93,11 +93,14 @@ class Grpo:
             facts.equal(
                 "the prompts of each domain", repr(self.stream.state_dict()), "Give all machines the same files"
             )
-        self.async_rollouts = AsyncRollouts(context, self.stream, sampler_config) if config.has_sampler else None
+        self.evaluator = self._make_evaluator()
+        self.async_rollouts: AsyncRollouts | None = None
+        if config.has_sampler:
+            evaluates = self.evaluator is not None
+            self.async_rollouts = AsyncRollouts(context, self.stream, sampler_config, evaluates=evaluates)
         self.state = CompositeState(self.stream, **advantages.stateful_parts())
         self.mini_batch_size = config.mini_batch_size(layout.dp_size)
         self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
-        self.evaluator = self._make_evaluator()
         is_remote = wants_reference(config) and config.own_devices("reference") is not None
         self.remote_reference = RemoteReference(config, self.strategy, context.start_workers) if is_remote else None
         self.reference = None if is_remote else make_reference(config, self.strategy)
@@ -226,12 +229,16 @@ class Grpo:
         )
 
     def _evaluate(self, updates: int) -> Metrics:
-        """Held-out metrics after `updates` RL steps; empty without held-out prompts."""
+        """Held-out metrics after `updates` RL steps, of what samples rollouts; empty without held-out prompts."""
         if self.evaluator is None:
             return {}
-        if self.sampler is not None:
-            self.sampler.update(updates)
-        metrics, sample_log = self.evaluator(self.sampler or self.strategy, number=updates)
+        if self.async_rollouts is not None:
+            scores = self.async_rollouts.evaluate(updates, *self.evaluator.request(updates))
+            metrics, sample_log = evaluation_metrics(scores), scores.sample_log
+        else:
+            if self.sampler is not None:
+                self.sampler.update(updates)
+            metrics, sample_log = self.evaluator(self.sampler or self.strategy, number=updates)
         self._log_samples("eval", updates, sample_log)
         return {"eval_updates": updates, **metrics}
 

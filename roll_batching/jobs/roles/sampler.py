@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request for rollouts of prompts."""
+    """A request for rollouts of prompts, or for responses to held-out prompts."""
 
     number: int
     prompts: Sequence[Prompt]
     seed: int
     shown: int
     """Responses whose texts are returned as well (-1: all)."""
+    held_out: bool = False
+    """Sample as `validation.generating_args` says."""
 
     @property
     def size(self) -> int:
@@ -86,6 +88,7 @@ class _Sampler:
         self.config = config
         self.tokenizer = load_tokenizer(config)
         self.sampling = sampling_of(config, self.tokenizer)
+        self.held_out_sampling = sampling_of(config, self.tokenizer, held_out=True)
         reward = reward_of(config)
         assert reward is not None, "an RL job has a reward"
         self.reward, self.function = reward, function_rollouts_of(config)
@@ -106,16 +109,16 @@ class _Sampler:
         self.version = weights.version
 
     def answer(self, request: Request) -> Answer | None:
-        """Rollouts with rewards; each replica generates its share of the prompts."""
-        from roll_batching.jobs.engines.client import EngineClient
+        """Responses with rewards; each replica generates its share of the prompts."""
         from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts
 
         started = time.perf_counter()
+        sampling = self.held_out_sampling if request.held_out else self.sampling
         rollouts = generate_rollouts(
             self.source,
             request.prompts,
             self.tokenizer,
-            replace(self.sampling, seed=request.seed),
+            replace(sampling, seed=request.seed),
             prompt_length=self.config.prompt_length,
             function=self.function,
         )
@@ -130,8 +133,15 @@ class _Sampler:
             lengths=batch.lengths.numpy(),
             fields={name: batch[name].cpu().numpy() for name in ("input_ids", "response_mask", "log_probs")},
             scores=scores,
-            figures=self.source.request_metrics() if isinstance(self.source, EngineClient) else {},
+            figures=self._engine_metrics(request),
         )
+
+    def _engine_metrics(self, request: Request) -> dict[str, float]:
+        """The engine's metrics since the last rollouts; an evaluation's requests count with the rollouts after it."""
+        from roll_batching.jobs.engines.client import EngineClient
+
+        counts = isinstance(self.source, EngineClient) and not request.held_out
+        return self.source.request_metrics() if counts else {}
 
 
 def _gather(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from roll_batching.jobs.rewards.pool import RewardPool
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
-from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts
+from roll_batching.jobs.rollouts.rollout import StepScores, generate_rollouts, score_rollouts
 from roll_batching.jobs.rollouts.sampler import Sampler
 from roll_batching.jobs.rollouts.step_metrics import mean_reward_by_domain
 from roll_batching.jobs.seeds import evaluation_seed
-from roll_batching.jobs.texts.texts import PromptDataset
+from roll_batching.jobs.texts.texts import Prompt, PromptDataset
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.strategy import GenerationSettings
 
@@ -40,27 +40,39 @@ class Evaluator:
     def __call__(self, sampler: Sampler, *, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics of one evaluation, and its sample log; `number` selects the seed. Collective, the same on all ranks.
 
-        Metrics: `eval_reward`, `eval_samples`, `eval_response_length_mean`, and for every mark `eval_mark/x` (its
-        share), `eval_reward_with/x` and `eval_reward_without/x` (mean reward where it is set and where it is not; left
-        out where no response is of that kind). Sample log: lines of rollouts.jsonl.
+        Metrics: see `evaluation_metrics`. Sample log: lines of rollouts.jsonl.
         """
-        prompts = [self.prompts[i % len(self.prompts)] for i in range(self.samples)]
-        settings = replace(self.settings, seed=evaluation_seed(self.seed, number))
+        prompts, seed = self.request(number)
+        settings = replace(self.settings, seed=seed)
         rollouts = generate_rollouts(
             sampler, prompts, self.tokenizer, settings, prompt_length=self.prompt_length, function=self.function
         )
         scores = score_rollouts(sampler, rollouts, self.reward, shown=self.shown)
-        metrics = {
-            "eval_reward": float(scores.rewards.mean()),
-            "eval_samples": len(scores.rewards),
-            "eval_response_length_mean": float(scores.response_tokens.mean()),
-        }
-        metrics |= {f"eval_reward/{name}": mean for name, mean in mean_reward_by_domain(scores).items()}
-        for name, mark in scores.marks.items():
-            metrics[f"eval_mark/{name}"] = float(mark.mean())
-            metrics |= _mean_where(f"eval_reward_with/{name}", scores.rewards, mark)
-            metrics |= _mean_where(f"eval_reward_without/{name}", scores.rewards, ~mark)
-        return metrics, scores.sample_log
+        return evaluation_metrics(scores), scores.sample_log
+
+    def request(self, number: int) -> tuple[list[Prompt], int]:
+        """Prompts and seed of evaluation `number`."""
+        return [self.prompts[i % len(self.prompts)] for i in range(self.samples)], evaluation_seed(self.seed, number)
+
+
+def evaluation_metrics(scores: StepScores) -> dict[str, float]:
+    """Metrics of the scored responses to held-out prompts.
+
+    `eval_reward`, `eval_samples`, `eval_response_length_mean`, and for every mark `eval_mark/x` (its share),
+    `eval_reward_with/x` and `eval_reward_without/x` (mean reward where it is set and where it is not; left out where no
+    response is of that kind).
+    """
+    metrics = {
+        "eval_reward": float(scores.rewards.mean()),
+        "eval_samples": len(scores.rewards),
+        "eval_response_length_mean": float(scores.response_tokens.mean()),
+    }
+    metrics |= {f"eval_reward/{name}": mean for name, mean in mean_reward_by_domain(scores).items()}
+    for name, mark in scores.marks.items():
+        metrics[f"eval_mark/{name}"] = float(mark.mean())
+        metrics |= _mean_where(f"eval_reward_with/{name}", scores.rewards, mark)
+        metrics |= _mean_where(f"eval_reward_without/{name}", scores.rewards, ~mark)
+    return metrics
 
 
 def _mean_where(key: str, values: np.ndarray, selected: np.ndarray) -> dict[str, float]:

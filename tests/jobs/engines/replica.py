@@ -128,6 +128,9 @@ class Replica:
             fault = self.faults.pop(0) if self.faults else ""
             if fault == "restarts":
                 await self.restart()
+            if fault == "dies":
+                asyncio.ensure_future(self.close())
+                await asyncio.sleep(3600)
             if fault == "slow":
                 await asyncio.sleep(3600)
             if fault == "500":
