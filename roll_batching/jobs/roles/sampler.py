@@ -140,8 +140,9 @@ class _Sampler:
         """The engine's metrics since the last rollouts; an evaluation's requests count with the rollouts after it."""
         from roll_batching.jobs.engines.client import EngineClient
 
-        counts = isinstance(self.source, EngineClient) and not request.held_out
-        return self.source.request_metrics() if counts else {}
+        if request.held_out or not isinstance(self.source, EngineClient):
+            return {}
+        return self.source.request_metrics()
 
 
 def _gather(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
