@@ -24,7 +24,7 @@ CHANGES: dict[str, Any] = {
     "rollout_samples": -1,
     "save_steps": 1,
     "validation": GREEDY,
-    "actor_train__training_args__learning_rate": 0.02,
+    "actor_train__training_args__learning_rate": 5e-3,
     "actor_train__strategy_args__strategy_config": {"context_parallel_size": 2},
 }
 
