@@ -47,16 +47,14 @@ _SCHEMA = {"input_ids": FieldSpec("token"), "response_mask": FieldSpec("token"),
 class AsyncRollouts:
     """The rollouts of a sampler in its own processes. Building it, and every method but `close`, is collective.
 
-    `sampler_config` is the job's settings with the URLs of its engine's servers. `evaluates`: with `evaluate`.
+    `sampler_config` is the job's settings with the URLs of its engine's servers.
 
     Raises RankError, the same on all ranks, when the sampler fails or may not be started again.
     """
 
-    def __init__(
-        self, context: JobContext, stream: Prompts, sampler_config: JobConfig, *, evaluates: bool = False
-    ) -> None:
+    def __init__(self, context: JobContext, stream: Prompts, sampler_config: JobConfig) -> None:
         self.config, self.strategy, self.stream = context.config, context.strategy, stream
-        self.uses_engine, self.evaluates = uses_engine(self.config), evaluates
+        self.uses_engine, self.evaluates = uses_engine(self.config), context.inputs.heldout is not None
         self.parts = parts_per_step(self.config.async_generation_ratio, self.config.rollout_batch_size)
         self.client = RoleClient(sampler_config, SAMPLER, context.start_workers) if dist.get_rank() == 0 else None
         parent = weights_folder(self.config) if self.uses_engine else self.config.run_folder

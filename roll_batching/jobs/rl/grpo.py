@@ -93,14 +93,11 @@ class Grpo:
             facts.equal(
                 "the prompts of each domain", repr(self.stream.state_dict()), "Give all machines the same files"
             )
-        self.evaluator = self._make_evaluator()
-        self.async_rollouts: AsyncRollouts | None = None
-        if config.has_sampler:
-            evaluates = self.evaluator is not None
-            self.async_rollouts = AsyncRollouts(context, self.stream, sampler_config, evaluates=evaluates)
+        self.async_rollouts = AsyncRollouts(context, self.stream, sampler_config) if config.has_sampler else None
         self.state = CompositeState(self.stream, **advantages.stateful_parts())
         self.mini_batch_size = config.mini_batch_size(layout.dp_size)
         self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
+        self.evaluator = self._make_evaluator()
         is_remote = wants_reference(config) and config.own_devices("reference") is not None
         self.remote_reference = RemoteReference(config, self.strategy, context.start_workers) if is_remote else None
         self.reference = None if is_remote else make_reference(config, self.strategy)
