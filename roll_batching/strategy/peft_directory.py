@@ -232,7 +232,10 @@ def _check_config(folder: Path, adapters: AdapterState) -> None:
     if config.get("peft_type") is None:
         problems.append("peft_type is missing")
     if problems:
-        raise CheckpointError(f"{folder / CONFIG} does not fit model_args: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"{folder / CONFIG} does not fit model_args: {'; '.join(problems)}. Set model_args as the adapters were made, "
+            "or choose others in adapter_name_or_path"
+        )
 
 
 def _problems(config: dict[str, Any], expected: Sequence[tuple[str, float]]) -> list[str]:
