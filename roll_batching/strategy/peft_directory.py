@@ -233,8 +233,8 @@ def _check_config(folder: Path, adapters: AdapterState) -> None:
         problems.append("peft_type is missing")
     if problems:
         raise CheckpointError(
-            f"{folder / CONFIG} does not fit model_args: {'; '.join(problems)}. Set model_args as the adapters were made, "
-            "or choose others in adapter_name_or_path"
+            f"{folder / CONFIG} does not fit model_args: {'; '.join(problems)}. Set model_args as for these adapters, or "
+            "choose others in adapter_name_or_path"
         )
 
 
