@@ -232,10 +232,8 @@ def _check_config(folder: Path, adapters: AdapterState) -> None:
     if config.get("peft_type") is None:
         problems.append("peft_type is missing")
     if problems:
-        raise CheckpointError(
-            f"{folder / CONFIG} does not fit model_args: {'; '.join(problems)}. Set model_args as for these adapters, or "
-            "choose others in adapter_name_or_path"
-        )
+        cure = "Set model_args as for these adapters, or choose others in adapter_name_or_path"
+        raise CheckpointError(f"{folder / CONFIG} does not fit model_args: {'; '.join(problems)}. {cure}")
 
 
 def _problems(config: dict[str, Any], expected: Sequence[tuple[str, float]]) -> list[str]:
