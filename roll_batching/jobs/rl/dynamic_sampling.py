@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from roll_batching.errors import DataError
+from roll_batching.errors import RankError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rollouts.rollout import StepScores
@@ -64,7 +64,7 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
     Groups are taken in the order of their prompts. All ranks see all rewards and decide alike. Ids are places among the
     groups taken. A rank's number of responses differs from that of others, and may be 0.
 
-    Raises DataError, the same on all ranks, when `dynamic_sampling_max_batches` batches do not fill the step.
+    Raises RankError on all ranks, which see the same rewards, when `dynamic_sampling_max_batches` batches do not fill the step.
     """
     wanted, size, most = config.rollout_batch_size, config.group_size, config.dynamic_sampling_max_batches
     counts, metrics = _Counts(), Metrics()
@@ -74,7 +74,7 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
     taken = 0
     while taken < wanted:
         if most is not None and counts.batches == most:
-            raise DataError(_too_few(config, step, taken, counts))
+            raise RankError(_too_few(config, step, taken, counts))
         if most is None and counts.batches and not counts.batches % _BATCHES_BETWEEN_WARNINGS:
             logger.warning("%s", _too_few(config, step, taken, counts))
         batch, scores, figures = draw(counts.batches)

@@ -53,7 +53,7 @@ SAMPLINGS = [
         settings=SAMPLING,
         files=SAME,
         words=(
-            "step 1 has 0 of 4 prompts whose rewards differ, after 3 generation batches",
+            "error: step 1 has 0 of 4 prompts whose rewards differ, after 3 generation batches",
             "the mean reward is 0.5",
             "dynamic_sampling_max_batches",
         ),
@@ -67,9 +67,9 @@ SAMPLINGS = [
             "dynamic_sampling_batch_size": float("nan"),
         },
         words=(
-            "dynamic_sampling: is 'sometimes'",
+            "dynamic_sampling: expected true or false, got 'sometimes'",
             "dynamic_sampling_max_batches: is 0",
-            "dynamic_sampling_batch_size: is nan",
+            "dynamic_sampling_batch_size: expected a finite number, got nan",
         ),
         lines=4,
         scene=not_begun,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_batching.errors import DataError
+from roll_batching.errors import RankError
 from roll_batching.jobs.config import ConfigFileError, JobConfig, config_from_dict
 from roll_batching.jobs.observe.metrics_file import read_metrics
 from roll_batching.jobs.rl.dynamic_sampling import sample_full_step, varied_groups
@@ -248,7 +248,7 @@ def test_without_a_limit_it_goes_on_and_says_so(caplog):
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 5 and "after 10 generation batches (dynamic_sampling_max_batches is ~" in warnings[0]
     config = config.model_copy(update={"dynamic_sampling_max_batches": 50})
-    with pytest.raises(DataError, match="has 0 of 1 prompts whose rewards differ, after 50 generation batches"):
+    with pytest.raises(RankError, match="has 0 of 1 prompts whose rewards differ, after 50 generation batches"):
         sample_full_step(config, 1, lambda number: drawn([[0, int(number == 50)]], 0))
 
 
