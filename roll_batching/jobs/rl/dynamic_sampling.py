@@ -64,7 +64,7 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
     Groups are taken in the order of their prompts. All ranks see all rewards and decide alike. Ids are places among the
     groups taken. A rank's number of responses differs from that of others, and may be 0.
 
-    Raises RankError on all ranks, which see the same rewards, when `dynamic_sampling_max_batches` batches do not fill the step.
+    Raises RankError, on all ranks alike, when `dynamic_sampling_max_batches` batches do not fill the step.
     """
     wanted, size, most = config.rollout_batch_size, config.group_size, config.dynamic_sampling_max_batches
     counts, metrics = _Counts(), Metrics()
