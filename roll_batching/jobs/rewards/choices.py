@@ -38,12 +38,13 @@ def multiple_choice(completion: Completion, grading: str = "boxed", *, repetitio
     and wrong without one, `loose` is 1, 1, -1, -1, `soft` 1, 0.5, -0.5, -1 and `strict` 1, -1, -1, -1.
     `repetition_penalty` is subtracted times the share of the whole response's three-word sequences that are repeated.
 
-    Raises ValueError when `record["answer"]` does not begin with a letter from A to Z.
+    Raises ValueError when `record["answer"]` is not one letter from A to Z.
     """
     wanted = _chosen(str(completion.record["answer"]).strip()[:_MOST_READ])
     if wanted is None:
+        answer = str(completion.record["answer"])[:60]
         raise ValueError(
-            f"the right answer {str(completion.record['answer'])[:60]!r} does not begin with a capital A-Z"
+            f"the right answer of its prompt, {answer!r}, is not one capital letter A-Z, as in 'B' or '(B)'"
         )
     text = answer_text(completion.response)
     box = _last_box(text)

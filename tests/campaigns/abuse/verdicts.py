@@ -75,5 +75,5 @@ VERDICTS = [
         "an argument that is missing", "ifeval", json.dumps({"func_name": "validate_word_constraint"}), "sample", "N"
     ),
     _ruled("an answer that is no JSON", "ifeval", "{" * 5000, "sample", "JSON"),
-    _ruled("an answer with all letters", "multiple_choice", "ABCD", "sample", "letter"),
+    _ruled("an answer with all letters", "multiple_choice", "ABCD", "sample", "'ABCD', is not one capital letter"),
 ]

@@ -197,9 +197,9 @@ def test_invalid_constraints_are_errors(answer, message):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("answer", ["", "b", "12", "Because", "A or B", "x" * 100_000])
+@pytest.mark.parametrize("answer", ["", "b", "12", "Because", "A or B", "ABCD", "x" * 100_000])
 def test_a_right_answer_that_is_no_letter_is_an_error(answer):
-    with pytest.raises(ValueError, match="does not begin with a capital A-Z"):
+    with pytest.raises(ValueError, match="is not one capital letter A-Z"):
         graded("\\boxed{B}", answer)
 
 
