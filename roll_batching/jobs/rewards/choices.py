@@ -43,9 +43,7 @@ def multiple_choice(completion: Completion, grading: str = "boxed", *, repetitio
     wanted = _chosen(str(completion.record["answer"]).strip()[:_MOST_READ])
     if wanted is None:
         answer = str(completion.record["answer"])[:60]
-        raise ValueError(
-            f"the right answer of its prompt, {answer!r}, is not one capital letter A-Z, as in 'B' or '(B)'"
-        )
+        raise ValueError(f"the right answer of its prompt, {answer!r}, is not one capital letter A-Z, as in 'B'")
     text = answer_text(completion.response)
     box = _last_box(text)
     if box is not None:
