@@ -7,129 +7,12 @@ from pathlib import Path
 import pytest
 
 from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
+from tests.jobs.config.broken_batching import ARCHITECTURE, BROKEN_BATCHING, DYNAMIC, LAYOUT, SAMPLING
 from tests.jobs.config.jobs import BASE, changed
 
 ROOT = Path(__file__).parents[3]
 
-LAYOUT = "actor_train.strategy_args.strategy_config"
-SAMPLING = "actor_infer.strategy_args.strategy_config"
-ARCHITECTURE = "actor_train.model_args.architecture"
-DYNAMIC = {"actor_train.use_sequence_packing": False, "actor_train.use_dynamic_batching_in_train": True}
-
-BROKEN = {
-    "log-probs of the sampler at another temperature": (
-        {"actor_train.logprob_plan": "rollout", "actor_train.logprob_temperature": 0.5},
-        {"actor_train.logprob_temperature": "logprob_plan: train"},
-    ),
-    "weights from log-probs at another temperature": (
-        {"loss_args.engine_ratio_cap": 2.0, "actor_train.logprob_temperature": 0.5},
-        {"actor_train.logprob_temperature": "sampling temperature"},
-    ),
-    "a correction inside the loss and one before it": (
-        {"loss_args.engine_ratio_cap": 2.0, "train_infer_correction.is_weight": {}},
-        {"loss_args.engine_ratio_cap": "keep one of the two"},
-    ),
-    "a correction without old log-probs": (
-        {"actor_train.logprob_plan": "rollout", "train_infer_correction.is_weight": {}},
-        {"actor_train.logprob_plan": "nothing to compare"},
-    ),
-    "a correction of groups without old log-probs": (
-        {"drop_zero_advantage_groups": True, "train_infer_correction.is_weight": {}},
-        {"drop_zero_advantage_groups": "without old log-probs"},
-    ),
-    "a filter without bounds": (
-        {"train_infer_correction.filters": [{"agg_type": "sequence"}]},
-        {"train_infer_correction.filters.0.agg_type": "has no bound"},
-    ),
-    "router replay with the experts of samplers": (
-        {f"{ARCHITECTURE}.moe": {"num_experts": 4}, "actor_train.router_replay.mode": "R3"},
-        {"actor_train.router_replay.mode": "use R2"},
-    ),
-    "router replay of a dense model": (
-        {"actor_train.router_replay.mode": "R2"},
-        {"actor_train.router_replay.mode": "no mixture of experts"},
-    ),
-    "router replay with the experts of samplers, of a dense model": (
-        {"actor_train.router_replay.mode": "R3"},
-        {"actor_train.router_replay.mode": "no mixture of experts"},
-    ),
-    "router replay without the pass that records": (
-        {
-            f"{ARCHITECTURE}.moe": {"num_experts": 4},
-            "actor_train.router_replay.mode": "R2",
-            "actor_train.logprob_plan": "rollout",
-        },
-        {"actor_train.router_replay.mode": "set logprob_plan to train or own"},
-    ),
-    "router replay with a context-parallel size per pack": (
-        {
-            f"{ARCHITECTURE}.moe": {"num_experts": 4},
-            "actor_train.router_replay.mode": "R2",
-            f"{LAYOUT}.context_parallel_size": "auto",
-        },
-        {"actor_train.router_replay.mode": "set context_parallel_size to a number"},
-    ),
-    "an unknown mode of router replay": (
-        {"actor_train.router_replay.mode": "R4"},
-        {"actor_train.router_replay.mode": "R4"},
-    ),
-    "packing with dynamic batching in train": (
-        {"actor_train.use_dynamic_batching_in_train": True, "actor_train.max_tokens_per_microbatch_in_train": 64},
-        {"actor_train.use_sequence_packing": "exclude each other"},
-    ),
-    "packing with dynamic batching in infer": (
-        {"actor_train.use_dynamic_batching_in_infer": True, "actor_train.max_tokens_per_microbatch_in_infer": 64},
-        {"actor_train.use_sequence_packing": "use_dynamic_batching_in_infer"},
-    ),
-    "packing with the short form": (
-        {"actor_train.use_dynamic_batching": True},
-        {"actor_train.use_sequence_packing": "use_dynamic_batching"},
-    ),
-    "short form against long form": (
-        DYNAMIC | {"actor_train.use_dynamic_batching": False, "actor_train.max_tokens_per_microbatch_in_train": 64},
-        {"actor_train.use_dynamic_batching_in_train": "keep one of the two"},
-    ),
-    "short form without caps": (
-        {"actor_train.use_sequence_packing": False, "actor_train.use_dynamic_batching": True},
-        {
-            "actor_train.max_tokens_per_microbatch_in_train": "missing",
-            "actor_train.max_tokens_per_microbatch_in_infer": "missing",
-        },
-    ),
-    "packing without a cap": (
-        {"actor_train.sequence_packing_args": {}},
-        {"actor_train.sequence_packing_args.max_packed_sequence_length_train": "missing"},
-    ),
-    "reference packs without a cap": (
-        {"reference.use_sequence_packing": True},
-        {"reference.sequence_packing_args.max_packed_sequence_length_forward": "missing"},
-    ),
-    "packing under an engine": (
-        {"actor_infer.strategy_args.strategy_name": "vllm", "actor_infer.use_sequence_packing": True},
-        {"actor_infer.use_sequence_packing": "megatron_train and megatron_infer, not under vllm"},
-    ),
-    "training under an engine": (
-        {"actor_train.strategy_args.strategy_name": "vllm", "actor_train.use_sequence_packing": False},
-        {"actor_train.strategy_args.strategy_name": "use megatron_train"},
-    ),
-    "round not divisible by TP x CP": (
-        DYNAMIC
-        | {
-            "actor_train.max_tokens_per_microbatch_in_train": 4096,
-            "actor_train.sequence_length_round_in_train": 6,
-            f"{LAYOUT}.tensor_model_parallel_size": 2,
-            f"{LAYOUT}.context_parallel_size": 2,
-        },
-        {"actor_train.sequence_length_round_in_train": "2 x 2 = 4; use 8"},
-    ),
-    "cap below the round": (
-        DYNAMIC
-        | {
-            "actor_train.max_tokens_per_microbatch_in_train": 64,
-            "actor_train.sequence_length_round_in_train": 128,
-        },
-        {"actor_train.max_tokens_per_microbatch_in_train": "not even one row"},
-    ),
+BROKEN = BROKEN_BATCHING | {
     "VPP without PP": (
         {f"{LAYOUT}.virtual_pipeline_model_parallel_size": 2},
         {f"{LAYOUT}.virtual_pipeline_model_parallel_size": "pipeline_model_parallel_size"},
@@ -165,10 +48,15 @@ BROKEN = {
         {f"{ARCHITECTURE}.num_layers": "4 layers do not divide into PP x VPP = 8"},
     ),
     "heads and query groups": (
-        {f"{LAYOUT}.tensor_model_parallel_size": 8},
         {
-            f"{ARCHITECTURE}.num_attention_heads": "4 heads do not divide among TP = 8",
-            f"{ARCHITECTURE}.num_query_groups": "2 query groups do not divide among TP = 8",
+            f"{LAYOUT}.tensor_model_parallel_size": 4,
+            f"{ARCHITECTURE}.num_attention_heads": 6,
+            f"{ARCHITECTURE}.num_query_groups": 3,
+            f"{ARCHITECTURE}.kv_channels": 16,
+        },
+        {
+            f"{ARCHITECTURE}.num_attention_heads": "6 heads do not divide among TP = 4",
+            f"{ARCHITECTURE}.num_query_groups": "3 query groups and TP = 4 ranks: one must be a multiple of the other",
         },
     ),
     "hidden size": ({f"{ARCHITECTURE}.hidden_size": 66}, {f"{ARCHITECTURE}.hidden_size": "set kv_channels"}),
@@ -197,10 +85,7 @@ BROKEN = {
             "actor_train.device_mapping": "0-5",
             f"{SAMPLING}.tensor_model_parallel_size": 4,
         },
-        {
-            "actor_infer.device_mapping": "6 processes do not divide",
-            "actor_infer.model_args.architecture.num_query_groups": "2 query groups do not divide among TP = 4",
-        },
+        {"actor_infer.device_mapping": "6 processes do not divide"},
     ),
     "rollouts ahead in another layout": (
         {"async_generation_ratio": 1, f"{SAMPLING}.tensor_model_parallel_size": 2},

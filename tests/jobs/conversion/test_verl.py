@@ -368,50 +368,6 @@ def test_what_would_train_otherwise_is_refused_by_name(tmp_path, case):
     assert why in left_out(done, "refused")[key]
 
 
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        (f"{A}.ppo_mini_batch_size=many", "write a whole number"),
-        (f"{A}.ppo_mini_batch_size=0", "at least 1"),
-        (f"{A}.optim.lr=nan", "write a number"),
-        (f"{A}.optim.lr=.nan.", "write a number"),
-        (f"{A}=3", "section"),
-        ("loose", "write key=value"),
-        (f"{A}.ppo_epochs=1,2", "write one"),
-        (f"'{A}.ppo_epochs=[1'", "ppo_epochs"),
-        ("trainer.nnodes='two'", "write a whole number"),
-        ("a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z.a.b.c.d.e.f.g.h=1", "deeper than"),
-        (f'"{A}.ppo_epochs=1', "never closed"),
-    ],
-)
-def test_bad_overrides_are_one_error_with_file_and_line(tmp_path, overrides, why):
-    with pytest.raises(ConfigError) as error:
-        converted(tmp_path, overrides)
-    message = str(error.value)
-    assert why in message and "run.sh:5" in message and message.count("\n") <= 3, message
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "empty"),
-        ("[1, 2]", "keys and values"),
-        ("data: {train_batch_size: 8}", "neither a section"),
-        ("actor_rollout_ref: 3", "section"),
-        ("actor_rollout_ref: {actor: {optim: {lr: .nan}}}", "write a number"),
-        ("actor_rollout_ref: {rollout: {n: many}}", "write a whole number"),
-        ("a: b: c", "verl.yaml"),
-        ("\x00\x01", "verl.yaml"),
-    ],
-)
-def test_bad_files_are_one_error(tmp_path, text, why):
-    with pytest.raises(ConfigError, match=why) as error:
-        from_yaml(tmp_path, text)
-    assert "verl.yaml" in str(error.value)
-
-
 def test_repeated_and_secret_overrides(tmp_path):
     done = converted(
         tmp_path,
