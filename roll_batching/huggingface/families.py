@@ -367,24 +367,27 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
         for rule in family.mixture:
             experts = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [0]
             rules += [rule.at(layer, expert) for expert in experts]
+    if architecture.mtp_num_layers:
+        from roll_batching.huggingface.head_rules import head_rules  # few models have heads
+
+        rules += head_rules(family, architecture, (*attention, *OUTPUT_PROJECTION))
     return {rule.ours: rule.renamed(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
 
 
-def untrained_tensors(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of the tensors `names` that belong to no part of the model that is trained.
+def untrained_tensors(family: Family, architecture: Any, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of the tensors `names` that belong to no part of the model that is trained; an export copies them.
 
-    These are layers of multi-token prediction, and vision encoders.
-
-    Publishers number them after the model's own layers, or name them by `Family.untrained`. An export copies them.
+    These are vision encoders, and layers of multi-token prediction beside those that `architecture` trains. Publishers
+    number these after the model's own layers, or name them by `Family.untrained`.
     """
-    if family.untrained:
-        return [name for name in names if name.startswith(family.untrained)]
-    count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
-    if not family.sigmoid_routing or not count:
-        return []
-    first = config["num_hidden_layers"]
-    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
-    return [name for name in names if name.startswith(prefixes)]
+    prefixes, heads = family.untrained, architecture.mtp_num_layers or 0
+    if heads:
+        prefixes = tuple(prefix for prefix in prefixes if prefix != "mtp.")
+    if family.sigmoid_routing and not family.untrained:
+        count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+        first = config["num_hidden_layers"]
+        prefixes = tuple(f"model.layers.{layer}." for layer in range(first + heads, first + count))
+    return [name for name in names if name.startswith(prefixes)] if prefixes else []
 
 
 def head_name(family: Family) -> str:

@@ -98,6 +98,8 @@ class Sizes:
     gated_queries: int = 0
     """Query heads x head dimension, with as many channels of gates."""
     one: int = 1
+    hidden_pair: int = 0
+    """Two hidden states."""
     recurrent_units: int = 0
     """Key heads of gated delta nets, or groups of Mamba layers."""
     conv_kernel: int = 0
@@ -168,6 +170,7 @@ class Sizes:
         return cls(
             vocabulary=architecture.vocab_size,
             hidden=architecture.hidden_size,
+            hidden_pair=2 * architecture.hidden_size,
             queries=heads * architecture.head_dim,
             keys=architecture.kv_heads * architecture.head_dim,
             values=heads * architecture.value_dim,

@@ -101,6 +101,8 @@ class LossSpec:
     """Called with this rank's samples of an RL step, its parallel layout, and a seed equal on all ranks."""
     name: str
     """Name of the loss's class."""
+    heads: int = 0
+    """Heads of multi-token prediction whose losses the step adds, over the tokens of the first mask."""
 
     @property
     def description(self) -> str:
@@ -109,8 +111,13 @@ class LossSpec:
         return f"{self.name}.{method} of {sorted(self.needs)}, masks {self.masks}, sums {self.sums}"
 
 
-def loss_spec(loss: Any) -> LossSpec:
-    """Reads and checks a loss object's declarations.
+def head_count(number: int) -> str:
+    """Name of the count of labels of head `number`, from 1 on, among `StepCounts.tokens`."""
+    return f"mtp_{number}"
+
+
+def loss_spec(loss: Any, heads: int = 0) -> LossSpec:
+    """Reads and checks a loss object's declarations. `heads` is the number of heads of the model that it trains.
 
     Raises `LossError` for a loss with none or both of the methods, and for invalid declarations.
     """
@@ -151,6 +158,7 @@ def loss_spec(loss: Any) -> LossSpec:
         check=getattr(loss, "check", None),
         prepare=getattr(loss, "prepare", None),
         name=name,
+        heads=heads,
     )
 
 

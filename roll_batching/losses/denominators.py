@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from roll_batching.errors import DataError, LossError
-from roll_batching.losses.contract import LossSpec
+from roll_batching.losses.contract import LossSpec, head_count
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.ragged import row_indices
@@ -67,8 +67,9 @@ def require_counts(counts: StepCounts, spec: LossSpec) -> None:
     """Raises `LossError` unless `counts` has valid numbers for all masks and sums of a loss."""
     if not isinstance(counts, StepCounts):
         raise LossError(f"counts is {type(counts).__name__}: pass what strategy.count(batch, loss) returns")
+    heads = [head_count(number) for number in range(1, spec.heads + 1)]
     missing = [
-        *(name for name in spec.masks if name not in counts.tokens or name not in counts.sequences),
+        *(name for name in [*spec.masks, *heads] if name not in counts.tokens or name not in counts.sequences),
         *(name for name in spec.sums if name not in counts.sums),
     ]
     if missing:
@@ -93,11 +94,13 @@ def local_counts(
     sums: Sequence[str] = (),
     used_lengths: Mapping[int, int] | None = None,
     rows: torch.Tensor | None = None,
+    heads: int = 0,
 ) -> StepCounts:
     """Counts over the samples of `local`, this data-parallel rank's part of the mini-batch, or those at `rows`.
 
     `used_lengths` maps ids of truncated samples to their remaining tokens. `counted_positions` defines which positions
-    count. Raises `DataError` for fields that are missing or not numeric.
+    count. Labels of head k are those of the first mask without the first k of each sample. Raises `DataError` for
+    fields that are missing or not numeric.
     """
     used = local.lengths.clone()
     for identity, length in (used_lengths or {}).items():
@@ -115,6 +118,10 @@ def local_counts(
         if first is None:
             first, first_counted = per_sample, counted
         tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
+    for number in range(1, heads + 1) if first_counted is not None else ():
+        per_sample = _counted(first_counted, begins + predicted.clamp(max=number), begins + predicted)
+        tokens[head_count(number)] = int(per_sample.sum())
+        sequences[head_count(number)] = int((per_sample > 0).sum())
     for name in sums:
         spec = local.schema.get(name)
         if spec is None or spec.kind == "static":

@@ -113,6 +113,19 @@ class HeadContext:
         both = only_counted(self.gather(torch.stack([values, entropies], -1), pack), pack)
         return both[:, 0], both[:, 1]
 
+    def label_log_probs(
+        self, hidden: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor, chunk: Any, *, detach: bool
+    ) -> torch.Tensor:
+        """Log-probs [tokens / cp] of `labels` at local `rows`, 0 elsewhere, without temperature.
+
+        For further hidden states [1, tokens / cp (/ tp), hidden] before the deferred head, whose weight gets no
+        gradient with `detach`.
+        """
+        gpt = gpt_of(chunk)
+        weight = head_weight(gpt).detach() if detach else head_weight(gpt)
+        source = head_input(hidden, weight, gpt)
+        return self._token_log_probs(source, labels, weight, rows, False, temperature=1.0)[0]
+
     def candidate_log_probs(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any, field: str, *, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

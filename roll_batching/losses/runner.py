@@ -122,10 +122,21 @@ class LossRunner:
         tokens = int(pack.layout.real_token_counts(pack.params.cp_rank).sum())
 
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
+            heads = None
+            if self._spec.heads:
+                from roll_batching.losses.next_tokens import HeadLosses, split_output  # few models have heads
+
+                output, ahead = split_output(output, self._spec.heads)
+                heads = HeadLosses.of(ahead, pack, chunk, self._head, self._spec, self._counts)
             if not pack.samples:  # a filler: no user code, but the head takes part in its collectives and gradients
-                return self._scaling.outputs(self._head.idle_output(output, pack, chunk), None, tokens)
-            call = self._by_sequence if self._spec.by_sequence else self._by_token
-            loss, record = call(output, pack, chunk)
+                loss, record = self._head.idle_output(output, pack, chunk), None
+            else:
+                call = self._by_sequence if self._spec.by_sequence else self._by_token
+                loss, record = call(output, pack, chunk)
+            if heads is not None:
+                loss = loss + heads.loss
+                if record is not None:
+                    record.metrics |= heads.metrics
             return self._scaling.outputs(loss, record, tokens)
 
         return loss_func

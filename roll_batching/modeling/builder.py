@@ -89,6 +89,15 @@ def build_chunks(
             "that can rotate itself only: set transformer_impl: local, and choose attention_backend dense, varlen or "
             "flash_attn"
         )
+    if architecture.mtp_num_layers:
+        from roll_batching.settings.model_parts import problems_of_heads  # few models have heads
+
+        problems += problems_of_heads(
+            architecture,
+            engine_layers=engine_layers,
+            rotates=kernels.attention.rotates,
+            stages=layout.pp_size,
+        )
     problems += _indivisible(architecture, layout)
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
@@ -111,18 +120,27 @@ def build_chunks(
                 config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers,
                 sandwich_norms=architecture.sandwich_norms,
             )  # fmt: skip
-            gpt = GPTModel(
+            is_last = chunk == layout.vpp_size - 1 and layout.is_last_stage
+            kind: Any = GPTModel
+            heads: dict[str, Any] = {}
+            if architecture.mtp_num_layers and is_last:
+                from roll_batching.modeling.mtp import MultiTokenModel, prediction_options  # few models have heads
+
+                kind, detach = MultiTokenModel, strategy.mtp_detach_heads
+                heads = prediction_options(config, all_groups, in_core, attention, detach_heads=detach)
+            gpt = kind(
                 config,
                 spec,
                 vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
                 max_sequence_length=architecture.max_position_embeddings,
                 **rotation,
                 pre_process=chunk == 0 and layout.pp_rank == 0,
-                post_process=chunk == layout.vpp_size - 1 and layout.is_last_stage,
+                post_process=is_last,
                 parallel_output=True,
                 share_embeddings_and_output_weights=architecture.tie_word_embeddings and not value_head,
                 vp_stage=vp_stage,
                 pg_collection=all_groups,
+                **heads,
             )
             if config.use_cpu_initialization and initialize:
                 draw_experts(gpt)

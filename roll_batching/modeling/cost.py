@@ -33,33 +33,37 @@ DENSE_BF16 = {
 def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCost:
     """Training FLOPs by length, per tensor- and context-parallel rank, of a GPTModel with this TransformerConfig.
 
-    With a key for pipeline stages of unequal size they are known by model chunk, too, with the head in the last one.
+    With a key for pipeline stages of unequal size, or heads of multi-token prediction, they are known by model chunk,
+    too, with the output layer and these heads in the last one.
     """
     if getattr(config, "layer_kinds", None):
         from roll_batching.modeling.layer_layout import hybrid_model_cost
 
         return hybrid_model_cost(config, vocab_size, layout)
-    experts = config.num_moe_experts
+    experts, heads = config.num_moe_experts, getattr(config, "mtp_num_layers", None) or 0
     layers = range(config.num_layers)
     chunk_layers = None
-    if layout.pp_size > 1 and has_uneven_stages(config):
+    if layout.pp_size > 1 and (has_uneven_stages(config) or heads):
         from roll_batching.modeling.layer_layout import layers_of_all_chunks  # few models need it
 
         chunk_layers = [
             (len(held), sum(is_mixture(config.moe_layer_freq, layer) for layer in held) if experts else 0)
             for held in layers_of_all_chunks(config)
         ]
+        (dense, mixtures), of_heads = chunk_layers[-1], heads if experts else 0
+        chunk_layers[-1] = (dense + heads, mixtures + of_heads)
     cost = FlopsCost.from_model(
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
-        num_layers=config.num_layers,
+        num_layers=config.num_layers + heads,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
-        vocab_size=vocab_size,
+        # A head of multi-token prediction has a layer, the projection of two hidden states, and the output layer.
+        vocab_size=vocab_size + heads * (vocab_size + 2 * config.hidden_size),
         gated_linear_unit=config.gated_linear_unit,
         num_experts=experts,
-        num_moe_layers=sum(is_mixture(config.moe_layer_freq, layer) for layer in layers) if experts else None,
+        num_moe_layers=sum(is_mixture(config.moe_layer_freq, layer) for layer in layers) + heads if experts else None,
         moe_router_topk=config.moe_router_topk if experts else 1,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else None,
         moe_shared_expert_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,

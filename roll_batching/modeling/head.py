@@ -45,9 +45,11 @@ def defer_head(gpt: Any) -> None:
     """
     if not gpt.post_process or isinstance(gpt.output_layer, DeferredHead):
         return
-    if getattr(gpt, "mtp_process", False) or gpt.config.defer_embedding_wgrad_compute:
+    with_heads = getattr(gpt, "mtp_process", False) and not hasattr(gpt, "predicts_ahead")
+    if with_heads or gpt.config.defer_embedding_wgrad_compute:
         raise LayoutError(
-            "the head cannot be deferred with multi-token prediction or defer_embedding_wgrad_compute: turn them off"
+            "the head cannot be deferred with Megatron's multi-token prediction or defer_embedding_wgrad_compute: turn "
+            "them off"
         )
     if type(gpt.output_layer) is not ColumnParallelLinear or gpt.output_layer.bias is not None:
         raise LayoutError(

@@ -19,9 +19,11 @@ class RankLayerLayout(PipelineParallelLayerLayout):
     model's where a role has a second layout, and layers would get the numbers of other layers.
     """
 
-    def __init__(self, layout: str | Sequence[Sequence[str]], parallel: ParallelLayout) -> None:
+    def __init__(self, layout: str | Sequence[Sequence[str]], parallel: ParallelLayout, heads: int = 0) -> None:
         chunks = layout if isinstance(layout, str) else [list(chunk) for chunk in layout]
         super().__init__(chunks, parallel.pp_size)
+        for where in (self.layout[-1][-1], self.flatten_layout):  # Megatron wants the heads named, before the loss
+            where[-1:-1] = [LayerType.mtp] * heads
         self.pp_rank = parallel.pp_rank
 
     def get_num_layers_to_build(

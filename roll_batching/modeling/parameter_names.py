@@ -12,10 +12,11 @@ _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)")
 def global_name(gpt: Any, name: str) -> str:
     """The parameter name `name` with the indices of layer and expert in the whole model."""
     layer = _LAYER.match(name)
-    if layer is None:
+    if layer is not None:
+        number = gpt.decoder.layers[int(layer[1])].layer_number - 1
+        name = f"decoder.layers.{number}.{name[layer.end() :]}"
+    elif not name.startswith("mtp."):
         return name
-    number = gpt.decoder.layers[int(layer[1])].layer_number - 1
-    name = f"decoder.layers.{number}.{name[layer.end() :]}"
     experts = gpt.config.num_moe_experts
     if experts is None:
         return name

@@ -18,6 +18,7 @@ from roll_batching.errors import CheckpointError, LayoutError
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import Family, head_name, rules_of, untrained_tensors
+from roll_batching.huggingface.head_rules import copies_in_heads
 from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
@@ -100,7 +101,8 @@ def placed_parameters(
                 ranks=shards.size(),
                 group=shards,
                 expert_group=groups.ep if is_expert else None,
-                is_first_replica=replicas.rank() == 0,
+                # The last stage of a model with heads has a copy of the embedding: the first one gives it.
+                is_first_replica=replicas.rank() == 0 and not (name == EMBEDDING.ours and not gpt.pre_process),
                 adapted=adapted.get(local),
             )
             shape = local_shape(placed.rule, sizes, placed.ranks)
@@ -149,9 +151,16 @@ def load_pretrained(
         parameters = list(placed_parameters(chunks, family, architecture, value_head=value_head))
         stored = StoredTensors(path)
         sizes = Sizes.of(architecture)
-        untrained = untrained_tensors(family, read_json(path / CONFIG), stored.shapes)
+        expected = expected_tensors(rules_of(family, architecture), sizes)
+        untrained = untrained_tensors(family, architecture, read_json(path / CONFIG), stored.shapes)
         redundant = [head_name(family)] if architecture.tie_word_embeddings else []
-        problems = stored.misfits(expected_tensors(rules_of(family, architecture), sizes), [*redundant, *untrained])
+        copies = copies_in_heads(family, architecture, stored.shapes)
+        problems = stored.misfits(expected, [*redundant, *untrained, *copies])
+        if problems and architecture.mtp_num_layers:
+            problems.append(
+                f"mtp_num_layers: {architecture.mtp_num_layers} asks for heads of multi-token prediction; where the "
+                "files lack them, leave it out"
+            )
         if problems:
             raise CheckpointError(f"the tensors in {path} do not match its {CONFIG}: {'; '.join(problems)}")
     if untrained and dist.get_rank() == 0:

@@ -81,8 +81,11 @@ def transformer_config(
         "recompute_method": strategy.recompute_method or ("uniform" if full_recompute else None),
         "recompute_num_layers": strategy.recompute_num_layers or (1 if full_recompute else None),
     }
+    if architecture.mtp_num_layers:
+        options["mtp_num_layers"] = architecture.mtp_num_layers
+        options["mtp_loss_scaling_factor"] = strategy.mtp_loss_scaling_factor
     if strategy.has_uneven_stages:
-        options |= _uneven_stages(strategy, layout)
+        options |= _uneven_stages(strategy, layout, architecture.mtp_num_layers or 0)
     if architecture.sliding_window is not None and getattr(kernels.attention, "windows", False):
         options["window_size"] = (architecture.sliding_window - 1, 0)  # Megatron counts the tokens to the left
         if architecture.window_layers is not None:
@@ -154,7 +157,7 @@ def _activation(architecture: ArchitectureConfig) -> Any:
     return F.silu
 
 
-def _uneven_stages(strategy: MegatronConfig, layout: ParallelLayout) -> dict[str, Any]:
+def _uneven_stages(strategy: MegatronConfig, layout: ParallelLayout, heads: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "num_layers_in_first_pipeline_stage": strategy.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": strategy.num_layers_in_last_pipeline_stage,
@@ -164,5 +167,7 @@ def _uneven_stages(strategy: MegatronConfig, layout: ParallelLayout) -> dict[str
     if strategy.pipeline_model_parallel_layout is not None:
         from roll_batching.modeling.layer_layout import RankLayerLayout  # few models have one
 
-        options["pipeline_model_parallel_layout"] = RankLayerLayout(strategy.pipeline_model_parallel_layout, layout)
+        options["pipeline_model_parallel_layout"] = RankLayerLayout(
+            strategy.pipeline_model_parallel_layout, layout, heads
+        )
     return options

@@ -120,6 +120,7 @@ class StepPacks:
         is_last_stage: whether this rank computes logits, as the last pipeline stage.
         routed_experts: experts to replay, [tokens of `local`, layers of this stage with experts, top-k].
         token_part: (number, count): routers of this rank see this part of its tokens, under sequence parallelism.
+        heads: number of heads of multi-token prediction; the first of `masks` says which tokens they learn.
 
     Raises:
         DataError: when local samples and plan disagree, or a field is missing or has the wrong kind.
@@ -140,6 +141,7 @@ class StepPacks:
         is_last_stage: bool = True,
         routed_experts: torch.Tensor | None = None,
         token_part: tuple[int, int] = (0, 1),
+        heads: int = 0,
     ) -> None:
         names = () if masks is None else tuple(masks)
         if is_last_stage or local.origin is None:
@@ -154,6 +156,7 @@ class StepPacks:
         self._masks = {name: mask_of(local, name) for name in names} if is_last_stage else {}
         self._count_all, self._is_first_stage, self._is_last_stage = masks is None, is_first_stage, is_last_stage
         self._backend = None if attention is None else attention_backend(attention, device.type)
+        self._heads = heads
         self.routed_experts, self._token_part = routed_experts, token_part
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))
         self._packing_device = torch.device("cpu") if on_host else device
@@ -211,6 +214,11 @@ class StepPacks:
         loss_inputs = _LossInputs.empty(device)
         if self._is_last_stage:
             loss_inputs = self._make_loss_inputs(pack_layout, sample_indices, source, input_ids, local_tokens)
+            if self._heads:
+                from roll_batching.packing.next_tokens import next_tokens  # few models have heads
+
+                counted = next(iter(loss_inputs.masks.values()), loss_inputs.predicts)
+                params.next_tokens = next_tokens(pack_layout, self._heads, input_ids, counted, local_tokens)
         return PackedBatch(
             layout=pack_layout,
             params=params,

@@ -196,6 +196,17 @@ class MegatronConfig(Settings):
     freeze_moe_router: bool = setting(
         False, help="Leave the weights of a mixture's routers as loaded: they get no gradient and no optimizer step."
     )
+    mtp_num_layers: int | None = setting(
+        None,
+        help="Heads of multi-token prediction that train with the policy (docs/mtp.md). Default: those of "
+        "architecture.mtp_num_layers; 0: none.",
+        ge=0,
+        le=64,
+    )
+    mtp_loss_scaling_factor: float = setting(
+        0.1, help="Weight of the mean of the heads' losses. 0: the heads stay as loaded, and are measured.", ge=0
+    )
+    mtp_detach_heads: bool = setting(False, help="No gradient of the heads' losses reaches the rest of the model.")
     transformer_impl: Literal["auto", "transformer_engine", "local"] = setting(
         "auto",
         help="Whose layers are built: Megatron's local ones, or TransformerEngine's (CUDA). auto: local.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from roll_batching.errors import ConfigError
+from roll_batching.errors import ConfigError, LayoutError
 from roll_batching.settings.adapters import AdapterArgs
 from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
 
@@ -249,6 +249,7 @@ class ArchitectureConfig(Settings):
         None, help="Multi-latent attention, whose head dimensions replace kv_channels; default: none."
     )
     moe: MoEConfig | None = setting(None, help="Mixture-of-experts layers; default: dense.")
+    mtp_num_layers: int | None = setting(None, help="Trained heads of multi-token prediction (MTP).", ge=0, le=64)
 
     @model_validator(mode="after")
     def _check_windows(self) -> ArchitectureConfig:
@@ -268,7 +269,7 @@ class ArchitectureConfig(Settings):
 
     @model_validator(mode="after")
     def _check_parts(self) -> ArchitectureConfig:
-        if self.multi_latent_attention is not None or self.hybrid is not None:
+        if self.multi_latent_attention is not None or self.hybrid is not None or self.mtp_num_layers:
             from roll_batching.settings.model_parts import problem_of_parts  # few models have them
 
             if (problem := problem_of_parts(self)) is not None:
@@ -327,6 +328,17 @@ class ModelArgs(AdapterArgs):
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = setting(
         "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
     )
+
+    def architecture_to_build(self, heads: int | None) -> ArchitectureConfig:
+        """The architecture with `heads` of multi-token prediction (None: its own). Raises `LayoutError` without one."""
+        if self.architecture is None:
+            raise LayoutError(
+                "model_args.architecture is missing: it gives the shape of the model to build, unless "
+                "model_args.model_name_or_path names a directory that does"
+            )
+        if self.value_head:
+            heads = 0
+        return self.architecture if heads is None else self.architecture.model_copy(update={"mtp_num_layers": heads})
 
     @model_validator(mode="before")
     @classmethod

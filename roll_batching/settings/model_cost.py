@@ -16,17 +16,17 @@ def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1, cp_size: i
         from roll_batching.settings.hybrid_cost import HybridSizes, hybrid_cost  # few models need it
 
         return hybrid_cost(HybridSizes.of_settings(model), ranks=tp_size * cp_size)
-    moe = model.moe
+    moe, heads = model.moe, model.mtp_num_layers or 0
     cost = FlopsCost.from_model(
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_width,
-        num_layers=model.num_layers,
+        num_layers=model.num_layers + heads,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.kv_heads,
         kv_channels=model.head_dim,
-        vocab_size=model.vocab_size,
+        vocab_size=model.vocab_size + heads * (model.vocab_size + 2 * model.hidden_size),
         num_experts=None if moe is None else moe.num_experts,
-        num_moe_layers=None if moe is None else sum(map(moe.is_mixture, range(model.num_layers))),
+        num_moe_layers=None if moe is None else heads + sum(map(moe.is_mixture, range(model.num_layers))),
         moe_router_topk=1 if moe is None else moe.router_topk,
         moe_ffn_hidden_size=None if moe is None else moe.ffn_hidden_size,
         moe_shared_expert_size=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
@@ -39,7 +39,7 @@ def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1, cp_size: i
             model.gated_delta_net,
             delta_layers=0 if model.gated_delta_net is None else sum(model.gated_delta_net.layers),
             output_gate=model.attention_output_gate,
-            num_layers=model.num_layers,
+            num_layers=model.num_layers + heads,
             hidden_size=model.hidden_size,
             queries=model.num_attention_heads * model.head_dim,
             keys=model.kv_heads * model.head_dim,
@@ -49,7 +49,7 @@ def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1, cp_size: i
         return cost
     return with_latent_attention(
         cost,
-        num_layers=model.num_layers,
+        num_layers=model.num_layers + heads,
         heads=model.num_attention_heads,
         hidden_size=model.hidden_size,
         latent=model.multi_latent_attention,
@@ -126,10 +126,11 @@ def with_delta_nets(
 
 def with_parts_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:
     """`with_latent_attention` or `with_delta_nets`, for Megatron's TransformerConfig."""
+    all_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     if config.multi_latent_attention:
         return with_latent_attention(
             cost,
-            num_layers=config.num_layers,
+            num_layers=all_layers,
             heads=config.num_attention_heads,
             hidden_size=config.hidden_size,
             latent=config,
@@ -141,7 +142,7 @@ def with_parts_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:
         DeltaNetSizes.of(config) if layers else None,
         delta_layers=sum(layers or ()),
         output_gate=config.attention_output_gate,
-        num_layers=config.num_layers,
+        num_layers=all_layers,
         hidden_size=config.hidden_size,
         queries=config.num_attention_heads * config.kv_channels,
         keys=config.num_query_groups * config.kv_channels,

@@ -1,4 +1,4 @@
-"""Contradictions of settings of multi-latent attention and of layers with one part each, and what divides them."""
+"""Contradictions of settings of latent attention, hybrid layers and prediction heads, and what divides parts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,48 @@ from typing import Any
 
 
 def problem_of_parts(model: Any) -> str | None:
-    """What contradicts `multi_latent_attention` or `hybrid` in an `ArchitectureConfig`; None if nothing does."""
-    return _latent_problem(model) if model.hybrid is None else _hybrid_problem(model)
+    """What contradicts `mtp_num_layers`, `multi_latent_attention` or `hybrid` in an `ArchitectureConfig`, or None."""
+    if model.mtp_num_layers and (problem := _heads_problem(model)) is not None:
+        return problem
+    if model.hybrid is not None:
+        return _hybrid_problem(model)
+    return None if model.multi_latent_attention is None else _latent_problem(model)
+
+
+_WITHOUT_HEADS = (
+    "hybrid", "sliding_window", "sandwich_norms", "scaled_embedding", "add_bias_linear", "attention_sinks",
+)  # fmt: skip
+"""Settings of models whose heads of multi-token prediction have no counterpart here."""
+
+
+def _heads_problem(model: Any) -> str | None:
+    for name in _WITHOUT_HEADS:
+        if getattr(model, name):
+            return f"mtp_num_layers is not supported with {name} for now: leave it out"
+    return None
+
+
+def problems_of_heads(model: Any, *, engine_layers: bool, rotates: bool, stages: int) -> list[str]:
+    """What heads of multi-token prediction are not supported with, in a model that has them.
+
+    Args:
+        model: the `ArchitectureConfig`.
+        engine_layers: whether layers are TransformerEngine's.
+        rotates: whether the attention backend rotates.
+        stages: pipeline-parallel size.
+    """
+    problems = [] if (problem := _heads_problem(model)) is None else [problem]
+    if engine_layers or not rotates:
+        problems.append(
+            "heads of multi-token prediction (mtp_num_layers) are tested beside Megatron's local layers and attention "
+            "that rotates only: set transformer_impl: local, and choose attention_backend dense, varlen or flash_attn"
+        )
+    if model.tie_word_embeddings and stages > 1:
+        problems.append(
+            "heads of multi-token prediction (mtp_num_layers) with tied embeddings need one pipeline stage: Megatron "
+            "gives the last stage a second copy of the head, which nothing trains. Set pipeline_model_parallel_size: 1"
+        )
+    return problems
 
 
 def _latent_problem(model: Any) -> str | None:

@@ -74,8 +74,8 @@ def parse_layout(layout: str | Sequence[Sequence[str]]) -> Layout:
             raise ValueError(f"has a layer {name!r}; layers are embedding, decoder and loss")
         if name == "mtp":
             raise ValueError(
-                "has a layer of multi-token prediction (m, mtp), which is not supported; leave it out, with its bar "
-                "where it stands alone"
+                "has a layer of multi-token prediction (m, mtp); leave it out, with its bar where it stands alone: "
+                "heads (mtp_num_layers) lie before the loss"
             )
     order = [name for chunk in chunks for name in chunk]
     for name, end, place in (("embedding", 0, "first"), ("loss", -1, "last")):

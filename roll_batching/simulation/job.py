@@ -44,7 +44,7 @@ def scenario_of_job(
     return Scenario(
         lengths=lengths,
         constraints=constraints,
-        architecture=architecture,
+        architecture=train.model_args.architecture_to_build(megatron.mtp_num_layers),
         cluster=Cluster() if cluster is None else cluster,
         group_ids=np.arange(len(lengths)) // 2 if config.task == "dpo" else None,
         recompute=_recomputed_layers(megatron),

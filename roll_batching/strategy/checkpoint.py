@@ -143,7 +143,8 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
     if loaded_optimizer is not None:
         prepare_optimizer(loaded_optimizer)
     tensors = _sharded_tensors(model, loaded_optimizer, loading=True)
-    _check_tensors(tensors, path, group, optimizer=loaded_optimizer is not None)
+    unread = ("mtp.",) if _leaves_heads(model) else ()
+    _check_tensors(tensors, path, group, optimizer=loaded_optimizer is not None, unread=unread)
     with hide_future_warnings():
         loaded, failed = load_tensors(tensors, path)
     with consensus(group, LOADING):
@@ -254,8 +255,11 @@ def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -
     if saved is None or own is None:
         return
     saved = {"value_head": False, **saved}  # versions before 0.2 had none
+    ignored = {"mtp_num_layers"} if _leaves_heads(model) else set()
     differing = [
-        f"{key} is {saved[key]} there and {own[key]} here" for key in own if key in saved and saved[key] != own[key]
+        f"{key} is {saved[key]} there and {own[key]} here"
+        for key in own.keys() - ignored
+        if key in saved and saved[key] != own[key]
     ]
     if differing:
         cure = "Set model_args.architecture as it was"
@@ -264,7 +268,12 @@ def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -
         raise CheckpointError(f"the checkpoint {path} is of another model: {_some(differing)}. {cure}")
 
 
-def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: bool) -> None:
+def _leaves_heads(model: ModelState) -> bool:
+    """Whether the heads of multi-token prediction in a checkpoint are not loaded: the model does not train."""
+    return not model.heads and model.training is None
+
+
+def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: bool, unread: tuple[str, ...]) -> None:
     """Raises `RankError` on all ranks if the checkpoint's tensors are not those of the model, in name or shape."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -277,7 +286,7 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
         stored = {
             tensor.key: tuple(tensor.global_shape)
             for tensor in dist_checkpointing.load_tensors_metadata(str(path)).values()
-            if optimizer or not tensor.key.startswith("optimizer.")
+            if (optimizer or not tensor.key.startswith("optimizer.")) and not tensor.key.startswith(unread)
         }
         return expected, stored
 

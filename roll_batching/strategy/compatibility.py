@@ -61,8 +61,11 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
     problems = []
     config = gpt_of(chunks[0]).config
     for chunk in chunks:
-        if getattr(gpt_of(chunk), "mtp_process", False):
-            problems.append("multi-token prediction rolls labels across packed sequences: build without mtp_block_spec")
+        if getattr(gpt_of(chunk), "mtp_process", False) and not hasattr(gpt_of(chunk), "predicts_ahead"):
+            problems.append(
+                "Megatron's multi-token prediction scales its losses by micro-batches and needs labels: build without "
+                "mtp_block_spec, or let the strategy build the model (architecture.mtp_num_layers, docs/mtp.md)"
+            )
         decoder = gpt_of(chunk).decoder
         if names := {type(layer).__name__ for layer in decoder.layers if not hasattr(layer, "self_attention")}:
             problems.append(

@@ -73,12 +73,14 @@ def export_model(
     with atomic_folder(path, group, what=EXPORTING, replaces=replaces) as folder:
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
-                copied = sum(full.stored.bytes_of(name) for name in full.untrained)
+                copied = sum(full.stored.bytes_of(name) for name in (*full.untrained, *full.copies))
                 check_free_space(folder, sum(full.bytes_of(name) for name in full.shapes) + copied)
         writer = _Writer(folder, largest_file)
         for placed in full.parameters:
             for name, tensor in (gather_full_tensors(placed, full.sizes, _HOST) or {}).items():
                 writer.add(name, tensor, full.dtypes[name])
+                for copy in (one for one, source in full.copies.items() if source == name):
+                    writer.add(copy, tensor.clone(), torch_dtype(full.stored.dtypes[copy]))
         if dist.get_rank() == 0:
             for name in full.untrained:
                 writer.copy(name, full.stored)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import rules_of, untrained_tensors
+from roll_batching.huggingface.head_rules import copies_in_heads
 from roll_batching.huggingface.layer_rules import HEAD
 from roll_batching.huggingface.stored import StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
@@ -41,6 +42,8 @@ class FullTensors:
 
     untrained: tuple[str, ...]
     """Tensors of the files that the model has not (multi-token prediction)."""
+    copies: Mapping[str, str]
+    """Tensors of the files that repeat another one in a trained head, by the name of that one."""
 
     def bytes_of(self, name: str) -> int:
         """Size of a tensor in its file."""
@@ -60,8 +63,9 @@ def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
     family = family_of(origin, state.own_family)
     tied, sizes, stored = architecture.tie_word_embeddings, Sizes.of(architecture), StoredTensors(origin)
     expected = expected_tensors(rules_of(family, architecture), sizes)
-    untrained = untrained_tensors(family, read_json(origin / CONFIG), stored.shapes)
-    problems = stored.misfits(expected, [HEAD.theirs[0][0], *untrained])
+    untrained = untrained_tensors(family, architecture, read_json(origin / CONFIG), stored.shapes)
+    copies = copies_in_heads(family, architecture, stored.shapes)
+    problems = stored.misfits(expected, [HEAD.theirs[0][0], *untrained, *copies])
     if problems:
         raise CheckpointError(f"{origin} is not the directory that this model came from: {'; '.join(problems)}")
     return FullTensors(
@@ -71,6 +75,7 @@ def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
         shapes=expected,
         dtypes={name: torch_dtype(stored.dtypes[name]) for name in expected},
         untrained=tuple(untrained),
+        copies=copies,
         parameters=tuple(
             _stacked(
                 placed

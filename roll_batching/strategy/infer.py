@@ -42,6 +42,9 @@ class MegatronInferStrategy(ModelIOMixin):
     in the caller's order, on every rank of a replica.
     """
 
+    builds_heads = False
+    """Whether `initialize` builds the heads of multi-token prediction (mtp_num_layers)."""
+
     def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         self.config, self.seed = config, seed
         self.temperature = check_temperature(temperature)
@@ -154,14 +157,9 @@ class MegatronInferStrategy(ModelIOMixin):
         from roll_batching.modeling.kernels import choose_kernels, tell
 
         config = self._require_config()
-        architecture = config.model_args.architecture
-        if architecture is None:
-            raise LayoutError(
-                "model_args.architecture is missing: it gives the shape of the model to build, unless "
-                "model_args.model_name_or_path names a directory that does"
-            )
-        device = start_processes(config.backend_timeout)
         megatron = config.strategy_args.strategy_config
+        architecture = config.model_args.architecture_to_build(megatron.mtp_num_layers if self.builds_heads else 0)
+        device = start_processes(config.backend_timeout)
         with consensus(host_group(), "initialize") as facts:
             # Both may import a user's modules, which one machine may lack.
             kernels = choose_kernels(megatron, architecture, device)

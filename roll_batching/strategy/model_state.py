@@ -125,6 +125,11 @@ class ModelState:
     """None in a strategy that only infers."""
 
     @property
+    def heads(self) -> int:
+        """Number of heads of multi-token prediction."""
+        return 0 if self.architecture is None else self.architecture.mtp_num_layers or 0
+
+    @property
     def device(self) -> torch.device:
         """Device of the model."""
         return self.layout.device

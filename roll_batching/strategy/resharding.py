@@ -84,6 +84,8 @@ class Resharding:
     def __init__(self, source: ModelState, target: ModelState, group: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.source, self.target, self._group = source, target, group
         source_tensors, target_tensors = _local_tensors(source), _local_tensors(target)
+        if not target.heads:  # of multi-token prediction: only a model in training has them
+            source_tensors = {one: x for one, x in source_tensors.items() if not one.name.startswith("mtp.")}
         shards = exchange(group, "comparing the models", lambda: (list(source_tensors), list(target_tensors)))
         held, wanted = [of_source for of_source, _ in shards], [of_target for _, of_target in shards]
         with consensus(group, "comparing the models"):

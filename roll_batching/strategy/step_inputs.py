@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from roll_batching.distributed import Facts
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError, LayoutError
-from roll_batching.losses.contract import LossSpec
+from roll_batching.losses.contract import LossSpec, head_count
 from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import StepPacks
@@ -82,6 +82,7 @@ def pack_inputs(
         attention=state.attention,
         is_first_stage=layout.pp_rank == 0,
         is_last_stage=layout.is_last_stage,
+        heads=state.heads,
         **replayed,
     )
     check_tokens(local, state)
@@ -202,13 +203,14 @@ def count_local(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, s
     Pipeline stages before the last may lack the loss's fields: they contribute nothing, the last stage counts.
     """
     if plan is None:
-        return local_counts(local, spec.masks, spec.sums)
+        return local_counts(local, spec.masks, spec.sums, heads=spec.heads)
     if local.origin is not None and not layout.is_last_stage:
+        names = [*spec.masks, *map(head_count, range(1, spec.heads + 1))]
         return StepCounts(
-            tokens=dict.fromkeys(spec.masks, 0),
-            sequences=dict.fromkeys(spec.masks, 0),
+            tokens=dict.fromkeys(names, 0),
+            sequences=dict.fromkeys(names, 0),
             # `Team.agree` takes the maximum of the int64 bits within a replica: those of -0.0 are the lowest.
             sums=dict.fromkeys(spec.sums, -0.0),
         )
     rows = local.rows_of(plan.ids[plan.counted_samples(layout.dp_rank)])
-    return local_counts(local, spec.masks, spec.sums, truncated_lengths(plan, layout.dp_rank), rows)
+    return local_counts(local, spec.masks, spec.sums, truncated_lengths(plan, layout.dp_rank), rows, spec.heads)

@@ -58,7 +58,9 @@ class TensorStream:
         group = state.layout.host_group
         with consensus(group, _LISTING):
             self._full = describe_full_tensors(state, source)
-        self._placed = {(owner_rank(placed), placed.name): placed for placed in self._full.parameters}
+        # Engines sample without the heads of multi-token prediction.
+        parameters = [placed for placed in self._full.parameters if not placed.name.startswith("mtp.")]
+        self._placed = {(owner_rank(placed), placed.name): placed for placed in parameters}
         owned = [
             (parameter, tuple(tensor_names(placed)))
             for (owner, parameter), placed in self._placed.items()

@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 class MegatronTrainStrategy(MegatronInferStrategy):
     """Trains a Megatron model over planned micro-batches; for your own loss, define `token_loss` in a subclass."""
 
+    builds_heads = True
+
     def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         super().__init__(config, seed=seed, temperature=temperature)
         self._step_clock: StepClock | None = None
@@ -141,16 +143,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             settings = replace(settings, rows_form=rows_form)
             problems = scheduler_problems(optimizer, scheduler, scheduler_unit)
         strategy.state = state_from_parts(
-            chunks,
-            batching,
-            settings,
-            pg_collection=pg_collection,
-            vocab_size=vocab_size,
-            cost=cost,
-            training=training,
-            defer_head=defer_head,
-            problems=problems,
-        )
+            chunks, batching, settings, pg_collection=pg_collection, vocab_size=vocab_size, cost=cost,
+            training=training, defer_head=defer_head, problems=problems,
+        )  # fmt: skip
         return strategy
 
     def _create_layout(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
@@ -198,7 +193,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         zero still count.
         """
         with self._consensus("count") as facts:
-            spec = loss_spec(self._loss(loss))
+            spec = loss_spec(self._loss(loss), self.state.heads)
             facts.equal("the loss", spec.description)
             require_batch("count", local)
             if spec.check is not None:
@@ -361,7 +356,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         with clock.attempt():
             with clock.phase("pack", on_host=True), self._consensus(what) as facts:
                 loss = self._loss(loss)
-                spec = loss_spec(loss)
+                spec = loss_spec(loss, self.state.heads)
                 packs = self._pack_for(facts, local, plan, spec)
                 local_counts = counts if counts is not None else count_local(self.layout, local, plan, spec)
                 require_counts(local_counts, spec)

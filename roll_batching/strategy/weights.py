@@ -61,7 +61,9 @@ def has_same_stages(source: ModelState, target: ModelState) -> bool:
 
 def check_same_parameters(source: ModelState, target: ModelState) -> None:
     """Raises `LayoutError` unless both have the same parameters and this rank the same shard of both."""
-    source_shapes, target_shapes = ([_shapes(chunk) for chunk in model.chunks] for model in (source, target))
+    source_shapes, target_shapes = (
+        [_shapes(chunk, with_heads=target.heads > 0) for chunk in model.chunks] for model in (source, target)
+    )
     if source_shapes != target_shapes or _layout_ranks(source) != _layout_ranks(target):
         raise LayoutError(
             "parameters are copied between strategies of one model, and these two differ in theirs: give both roles "
@@ -74,9 +76,12 @@ def _layout_ranks(model: ModelState) -> tuple[int, ...]:
     return layout.tp_rank, layout.cp_rank, layout.pp_rank, layout.dp_rank
 
 
-def _shapes(chunk: Any) -> dict[str, torch.Size]:
+def _shapes(chunk: Any, *, with_heads: bool) -> dict[str, torch.Size]:
+    """Without heads of multi-token prediction and their copy of the embedding unless `with_heads`."""
     gpt = gpt_of(chunk)
-    return {name: tensor.shape for name, tensor in (*gpt.named_parameters(), *expert_biases(gpt))}
+    shapes = {name: tensor.shape for name, tensor in (*gpt.named_parameters(), *expert_biases(gpt))}
+    heads = () if with_heads else ("mtp.",) if gpt.pre_process else ("mtp.", "embedding.")
+    return {name: shape for name, shape in shapes.items() if not name.startswith(heads)}
 
 
 @torch.no_grad()

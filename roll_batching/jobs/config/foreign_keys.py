@@ -113,7 +113,7 @@ _STUDENT = "the student has the roles actor_train and actor_infer (docs/distilla
 _OPD = "a teacher's divergence is a loss here, task: distill, and not a reward (docs/distillation.md)"
 VLM = "vision-language models are not supported"
 _FP8 = "FP8 training is not supported"
-_MTP = "multi-token prediction (MTP) is not supported"
+_MTP = "heads train where strategy_config has mtp_num_layers; joint is the default there (docs/mtp.md)"
 _HYBRID_CP = "Megatron's scheduler of context-parallel sizes runs each sequence alone"
 _MOE = "model_args.architecture.moe"
 _CHAT_TEMPLATE = "messages go through the tokenizer's own chat template, prompts are used as the file has them"
@@ -155,7 +155,7 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("max_concurrency", "a rank processes one request at a time"),
         _no_effect("offload_nccl", _NCCL),
         _refused("model_update_frequency", "rollouts always use the current weights; use 1", 1),
-        _refused("mtp_training_mode", _MTP, "disabled"),
+        _refused("mtp_training_mode", _MTP, "disabled", instead="strategy_config.mtp_detach_heads"),
         _refused("opd_kl_coef", _OPD),
     ),
     DataArgs: (
@@ -236,7 +236,7 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("overlap_p2p_comm", "transfers with planned shapes are not overlapped; leave it out", False),
         _refused("batch_p2p_comm", "batched transfers pair wrongly with two stages under VPP; leave it out", False),
         _refused("deallocate_pipeline_outputs", "it races with transfers before Megatron-Core 0.18", False),
-        _refused("mtp_num_layers", _MTP, 0),
+        _refused("mtp_use_repeated_layer", "each head has its own layer", False),
         _refused("fp8", _FP8, instead="model_args.dtype: bf16"),
         _refused("fp8_recipe", _FP8, instead="model_args.dtype: bf16"),
         _refused("fp8_param", _FP8, False, instead="model_args.dtype: bf16"),
@@ -250,10 +250,7 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("min_dynamic_context_parallel_size", "packs may have every size from 1 on; leave it out", 1),
         _no_effect("sequence_packing_scheduler", "packs are planned here", "sequence_packing_args.algorithm"),
     ),
-    ArchitectureConfig: (
-        _refused("attention_dropout", "attention kernels for packs have no dropout; use 0", 0.0),
-        _refused("mtp_num_layers", _MTP, 0),
-    ),
+    ArchitectureConfig: (_refused("attention_dropout", "attention kernels for packs have no dropout; use 0", 0.0),),
 }
 
 _COSMOS: Mapping[type[Settings], tuple[ForeignKey, ...]] = {

@@ -11,7 +11,9 @@ from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.settings.fields import Settings
 from roll_batching.settings.model import ArchitectureConfig, describe_model
 
-TRAINED_WITH = ("hidden_dropout", "init_std", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate")
+TRAINED_WITH = (
+    "hidden_dropout", "init_std", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "mtp_num_layers",
+)  # fmt: skip
 """Settings of an architecture that concern training alone: they may differ from the model directory's."""
 
 

@@ -137,6 +137,7 @@ def _layout(file: NemoRlFile) -> ContextSizes | None:
             file.move(f"policy.megatron_cfg.{name}", (*_LAYOUT, name))
     if megatron:
         _router_loss(file)
+        _heads(file)
         for name in ("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32"):
             file.move(f"policy.megatron_cfg.distributed_data_parallel_config.{name}", (*_LAYOUT, name))
         file.move("policy.megatron_cfg.optimizer.use_distributed_optimizer", (*_LAYOUT, "use_distributed_optimizer"))
@@ -170,6 +171,22 @@ def _router_loss(file: NemoRlFile) -> None:
     if layout.get("moe_router_load_balancing_type") == "aux_loss" and layout.get("moe_aux_loss_coeff") == 0:
         del layout["moe_router_load_balancing_type"]
         file.draft.leave_out(f"{section}.moe_router_load_balancing_type", "idle", "moe_aux_loss_coeff is 0")
+
+
+def _heads(file: NemoRlFile) -> None:
+    """Heads of multi-token prediction: their settings have no effect without them."""
+    layout = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
+    number = layout.get("mtp_num_layers")
+    for key in [key for key in layout if key.startswith("mtp_")]:
+        if not number:
+            del layout[key]
+            file.draft.leave_out(f"policy.megatron_cfg.{key}", "idle", "there are no heads of multi-token prediction")
+        elif key == "mtp_use_repeated_layer" and number == 1:
+            del layout[key]
+            file.draft.leave_out(f"policy.megatron_cfg.{key}", "idle", "one head has one layer")
+    if layout.get("mtp_detach_heads"):
+        text = "one norm clips the gradients of model and heads; NeMo-RL clips them apart"
+        file.draft.meanings[(*_LAYOUT, "mtp_detach_heads")] = text
 
 
 def _adapters(file: NemoRlFile, section: str, megatron: bool) -> None:

@@ -23,7 +23,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("policy.generation_batch_size", "idle", ENGINE),
     ("policy.megatron_cfg.fp8_cfg", "refused", "FP8 is not supported for now"),
-    ("policy.megatron_cfg.mtp_", "refused", "multi-token prediction (MTP) is not supported for now"),
+    ("policy.megatron_cfg.mtp_", "refused", "each head of multi-token prediction has its own layer"),
     ("policy.megatron_cfg.train_iters", "idle", "max_steps is the job's length"),
     (
         "policy.megatron_cfg.scheduler.override_opt_param_scheduler",

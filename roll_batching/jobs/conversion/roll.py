@@ -89,6 +89,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
         text = "ROLL's reward workers compare with the column ground_truth"
         draft.put(("actor_train", "data_args", "response"), "ground_truth", "rewards", text)
     divide_prompts(draft)
+    _heads(draft)
     _policy_gradient(draft)
     if isinstance(supervised, dict):
         _supervised(draft, supervised)
@@ -114,6 +115,19 @@ _VARIANTS: Mapping[str, str] = {"ppo": "policy", "vanilla": "gpg", "topr": "topr
 """By variant of ROLL's ActorPGWorker, our loss."""
 _CISPO_RANGE = 0.1
 """Default of `cispo_epsilon_low` and `cispo_epsilon_high`, which files of ROLL cannot set."""
+
+
+def _heads(draft: Draft) -> None:
+    """Translates `mtp_training_mode` of the policy: standalone heads train apart from the model, joint ones with it."""
+    role = section_at(draft.values, "actor_train")
+    mode, key = role.get("mtp_training_mode"), "actor_train.mtp_training_mode"
+    if mode not in ("standalone", "joint"):
+        return
+    del role["mtp_training_mode"]
+    layout = ("actor_train", "strategy_args", "strategy_config")
+    if not section_at(draft.values, *layout).get("mtp_num_layers"):
+        draft.put((*layout, "mtp_num_layers"), 1, key, "one head, as such models have")
+    draft.put((*layout, "mtp_detach_heads"), mode == "standalone", key)
 
 
 def _policy_gradient(draft: Draft) -> None:

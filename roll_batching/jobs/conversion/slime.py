@@ -139,6 +139,7 @@ def _layout(file: SlimeFile) -> None:
     for option, mode in (("--use-routing-replay", "R2"), ("--use-rollout-routing-replay", "R3")):
         if file.take(option):
             file.put((_ROLE, "router_replay", "mode"), mode, option)
+    _heads(file)
     rate, key = file.take("--moe-router-bias-update-rate"), "--moe-router-bias-update-rate"
     if rate is None and file.peek("--moe-router-enable-expert-bias"):
         rate = 1e-3
@@ -147,6 +148,25 @@ def _layout(file: SlimeFile) -> None:
     if not file.peek("--moe-aux-loss-coeff") and file.take("--moe-router-load-balancing-type"):
         file.draft.leave_out("--moe-router-load-balancing-type", "idle", "--moe-aux-loss-coeff is 0")
     file.move("--accumulate-allreduce-grads-in-fp32", (*_LAYOUT, "grad_reduce_in_fp32"))
+
+
+def _heads(file: SlimeFile) -> None:
+    """Heads of multi-token prediction, which slime trains with `--enable-mtp-training` only."""
+    keys = ("--mtp-num-layers", "--enable-mtp-training", "--mtp-loss-scaling-factor")
+    number, trains, factor = map(file.take, keys)
+    if not (number and trains):
+        for key, value in zip(keys, (number, trains, factor), strict=True):
+            if value is not None:
+                why = "heads that do not train stay as in the files, and an export copies them"
+                file.draft.leave_out(key, "idle", why)
+        return
+    text = "their losses count the tokens of the policy's loss, divided by their number in the step"
+    file.put((*_LAYOUT, "mtp_num_layers"), number, keys[0], text)
+    text = "slime cuts the heads' gradients off the model"
+    file.put((*_LAYOUT, "mtp_detach_heads"), True, keys[1], text)
+    if factor is None:
+        file.draft.defaults.add(keys[2])
+    file.put((*_LAYOUT, "mtp_loss_scaling_factor"), 0.2 if factor is None else factor, keys[2])
 
 
 def _batching(file: SlimeFile, devices: int, supervised: bool) -> None:

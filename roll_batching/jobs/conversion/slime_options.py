@@ -165,7 +165,7 @@ _REFUSED: Mapping[str, str] = {
     "responses are sampled to their end with the weights of one step": (
         "partial-rollout mask-offpolicy-in-partial-rollout"
     ),
-    "multi-token prediction (MTP) is not supported for now": "mtp- enable-mtp-training",
+    "each head of multi-token prediction has its own layer, trained with the policy": "mtp- enable-mtp-training",
     "speculative decoding is not set up for now": "sglang-speculative-",
     "distillation is not supported for now": "use-opd opd-",
     "FP8 is not supported for now": "fp8-",

@@ -196,6 +196,7 @@ def _layout(file: VerlFile, section: str, model: str, engine: str) -> None:
         put_rank_cap(file, sizes, file.take(cap_key), cap_key)
     if frozen := file.take(key := f"{model}.override_config.moe_config.freeze_moe_router"):
         file.put((*_LAYOUT, "freeze_moe_router"), frozen, key, "verl freezes the gates of shared experts, too")
+    _heads(file, f"{model}.mtp")
     granularity = file.peek(f"{section}.override_transformer_config.recompute_granularity")
     for below in (section, f"{section}.override_transformer_config", f"{section}.override_ddp_config"):
         for name, value in list((file.peek(below) or {}).items()):
@@ -207,6 +208,18 @@ def _layout(file: VerlFile, section: str, model: str, engine: str) -> None:
                 file.take(f"{below}.{name}")
             elif value is not None and field_at((*_LAYOUT, name)) is not None:
                 file.move(f"{below}.{name}", (*_LAYOUT, name))
+
+
+def _heads(file: VerlFile, section: str) -> None:
+    """Heads of multi-token prediction, as many as the model has: one, in all families with heads here."""
+    if not (file.peek(f"{section}.enable") and file.peek(f"{section}.enable_train")):
+        return
+    for name in ("enable", "method"):
+        file.take(f"{section}.{name}")
+    key = f"{section}.enable_train"
+    file.put((*_LAYOUT, "mtp_num_layers"), int(file.take(key)), key, "one head, as such models have")
+    file.put((*_LAYOUT, "mtp_detach_heads"), bool(file.take(f"{section}.detach_encoder")), f"{section}.detach_encoder")
+    file.move(f"{section}.mtp_loss_scaling_factor", (*_LAYOUT, "mtp_loss_scaling_factor"))
 
 
 def _optimizer(file: VerlFile, section: str, megatron: bool) -> None:

@@ -210,7 +210,9 @@ _REFUSED: Mapping[str, str] = {
         for model in (MODEL, "model")
         for name in ("lora lora_rank lora_alpha target_modules exclude_modules lora_adapter_path").split()
     ),
-    "multi-token prediction (MTP) is not supported for now": f"{MODEL}.mtp model.mtp {ROLLOUT}.mtp",
+    "heads of multi-token prediction are trained (enable_train), and not used in sampling": (
+        f"{MODEL}.mtp model.mtp {ROLLOUT}.mtp"
+    ),
     "quantised weights are not trained or sampled": (
         f"{ACTOR}.qat {ACTOR}.megatron.qat engine.qat {ROLLOUT}.quantization {ROLLOUT}.qat"
     ),

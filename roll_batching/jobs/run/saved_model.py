@@ -111,6 +111,7 @@ def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True
     config = load_config(point.path.parents[1] / CONFIG)
     role = _on_one_process(config.actor_train, point, pretrain, runs=runs)
     strategy = MegatronInferStrategy(role, temperature=config.logprob_temperature)
+    strategy.builds_heads = True  # an export writes them
     strategy.initialize(weights=role.model_args.lora_target is not None)  # a checkpoint of adapters has no others
     strategy.load(point.path, optimizer=False, verify=config.verify_checkpoint)
     return SavedModel(point=point, config=config, strategy=strategy)
