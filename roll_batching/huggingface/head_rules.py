@@ -35,7 +35,8 @@ _COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 def heads_of_config(family: Family, config: Mapping[str, Any]) -> int:
     """Number of heads that a directory of `family` says it has; 0 for families without heads here."""
     if family.sigmoid_routing and not family.hybrid:
-        return config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+        count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers")
+        return count if isinstance(count, int) else 0
     if family.delta_net:
         text = config.get("text_config")
         fields = text if isinstance(text, Mapping) else config

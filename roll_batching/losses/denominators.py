@@ -118,7 +118,8 @@ def local_counts(
         if first is None:
             first, first_counted = per_sample, counted
         tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
-    for number in range(1, heads + 1) if first_counted is not None else ():
+    for number in range(1, heads + 1):
+        assert first_counted is not None  # a loss has a mask
         per_sample = _counted(first_counted, begins + predicted.clamp(max=number), begins + predicted)
         tokens[head_count(number)] = int(per_sample.sum())
         sequences[head_count(number)] = int((per_sample > 0).sum())

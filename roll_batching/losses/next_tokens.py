@@ -34,7 +34,8 @@ class HeadLosses:
     ) -> HeadLosses:
         """From the heads' hidden states [1, heads x tokens / cp (/ tp), hidden]. A filler's loss is 0."""
         gpt = gpt_of(chunk)
-        scale, metrics, total = gpt.config.mtp_loss_scaling_factor / spec.heads, {}, []
+        scale, total = gpt.config.mtp_loss_scaling_factor / spec.heads, []
+        metrics: dict[str, Metric] = {}
         for number, hidden in enumerate(outputs.chunk(spec.heads, dim=1), 1):
             given = pack.params.next_tokens
             labels, rows = given.tokens[number], given.rows[number - 1]

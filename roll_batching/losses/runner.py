@@ -128,8 +128,9 @@ class LossRunner:
 
                 output, ahead = split_output(output, self._spec.heads)
                 heads = HeadLosses.of(ahead, pack, chunk, self._head, self._spec, self._counts)
+            record: MicroBatchRecord | None = None
             if not pack.samples:  # a filler: no user code, but the head takes part in its collectives and gradients
-                loss, record = self._head.idle_output(output, pack, chunk), None
+                loss = self._head.idle_output(output, pack, chunk)
             else:
                 call = self._by_sequence if self._spec.by_sequence else self._by_token
                 loss, record = call(output, pack, chunk)

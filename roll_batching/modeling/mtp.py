@@ -88,7 +88,7 @@ class PredictionLayer(MegatronModule):
     ) -> torch.Tensor:
         """Hidden states of the head [s, 1, h]; with sequence parallelism s is this rank's shard on both sides."""
         is_sharded = self.config.sequence_parallel
-        generator = tensor_parallel.get_cuda_rng_tracker().fork() if is_sharded else contextlib.nullcontext()
+        generator: Any = tensor_parallel.get_cuda_rng_tracker().fork() if is_sharded else contextlib.nullcontext()
         masked = {} if padding_mask is None else {"padding_mask": padding_mask}
         with generator:
             joined, _ = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
@@ -147,7 +147,8 @@ class MultiTokenModel(GPTModel):
         for tokens, layer in zip(params.next_tokens.tokens, self.mtp.layers, strict=False):
             embedded = self.embedding(input_ids=tokens[None], position_ids=None)
             used = embedded.detach() if self.detach_heads else embedded
-            with torch.no_grad() if self.is_frozen else contextlib.nullcontext():
+            guard: Any = torch.no_grad() if self.is_frozen else contextlib.nullcontext()
+            with guard:
                 if self.config.recompute_granularity == "full" and not self.is_frozen:
                     hidden = tensor_parallel.checkpoint(
                         lambda states, tokens, layer=layer: layer(states, tokens, params, mask), False, hidden, used

@@ -174,9 +174,10 @@ def test_heads_learn_and_leave_the_model_alone_where_asked(tmp_path: Path, repor
     for kind in ("joint", "detached", "frozen"):
         report(f"{kind}: loss of the first head {last[kind]['losses'][0]:.3f} to {last[kind]['losses'][-1]:.3f}")
     for kind in ("joint", "detached"):
-        assert last[kind]["losses"][-1] < last[kind]["losses"][0] - 0.2
+        assert last[kind]["losses"][-1] < last[kind]["losses"][0] - 0.15
         assert last[kind]["moved"] == last[kind]["heads"] == 20
     assert last["frozen"]["moved"] == 0 and last["frozen"]["heads"] == 20
+    assert last["frozen"]["losses"][-1] > last["frozen"]["losses"][0] - 0.05
     model = last["none"]["gradients"]
     for kind in ("detached", "frozen"):
         assert last[kind]["gradients"].keys() == model.keys()
