@@ -8,6 +8,7 @@ from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import directory_of
 from roll_batching.jobs.config.diagnostics import KeyPath, Problem
 from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.mtp_rules import mtp_problems
 from roll_batching.settings.fields import Settings
 from roll_batching.settings.model import ArchitectureConfig, describe_model
 
@@ -18,7 +19,8 @@ TRAINED_WITH = (
 
 
 def model_problems(job: JobKeys) -> Iterator[Problem]:
-    """Unsupported fields of the `config.json` of a job's models, and settings that differ from it."""
+    """Unsupported fields of the `config.json` of a job's models, settings that differ from it, and its heads."""
+    yield from mtp_problems(job)
     reported: list[tuple[object, ...]] = []
     for role, worker in job.roles.items():
         name = worker.model_args.model_name_or_path

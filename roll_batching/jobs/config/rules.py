@@ -23,7 +23,6 @@ from roll_batching.jobs.config.layout_rules import (
     sampling_role,
     size_problems,
 )
-from roll_batching.jobs.config.mtp_rules import mtp_problems
 from roll_batching.jobs.config.objective_rules import objective_problems, reward_norm_of, whitens
 from roll_batching.jobs.config.pretrained import missing_model, model_problems
 from roll_batching.jobs.config.reward_shaping_rules import reward_shaping_problems
@@ -56,7 +55,6 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += teacher_problems(job)
     problems += model_problems(job)
     problems += adapter_problems(job)
-    problems += mtp_problems(job)
     problems += _roles(job)
     problems += device_problems(job)
     problems += _environment(job)
