@@ -72,10 +72,12 @@ def test_read_and_written_to_the_bit(tmp_path: Path, report: Any) -> None:
     assert same.keys() == first.keys() and all(torch.equal(same[name], first[name]) for name in first)
     after = _tensors(tmp_path / "trained")
     assert after.keys() == first.keys()
-    heads = [name for name in first if name.startswith("model.layers.4.") and "correction_bias" not in name]
+    # In bf16 the step is too small for the weights of norms, which are near 1, and no gradient reaches expert biases.
+    kept = ("norm", "correction_bias")
+    heads = [name for name in first if name.startswith("model.layers.4.") and not any(part in name for part in kept)]
     moved = [name for name in heads if not torch.equal(after[name], first[name])]
     report(f"{len(first)} tensors equal to the bit; a step moves {len(moved)} of the head's {len(heads)}")
-    assert len(moved) > 0.9 * len(heads)
+    assert moved == heads
     assert torch.equal(after["model.layers.4.embed_tokens.weight"], after["model.embed_tokens.weight"])
     assert torch.equal(after["model.layers.4.shared_head.head.weight"], after["lm_head.weight"])
     assert json.loads((tmp_path / "trained" / "config.json").read_text())["num_nextn_predict_layers"] == 1
