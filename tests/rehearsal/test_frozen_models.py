@@ -103,3 +103,21 @@ def test_caps_and_layouts_of_frozen_models_are_searched() -> None:
         wider = next(one for kind in candidate_changes(config, 4) for one in kind if "tensor_model" in str(one))
         teacher = wider.of(config).teacher
         assert teacher is not None and teacher.strategy_args.strategy_config.tensor_model_parallel_size == followed
+
+
+@pytest.mark.slow
+def test_a_teacher_in_a_pipeline_is_reported_for_the_ranks_of_its_stages() -> None:
+    from roll_batching.rehearsal.job import rehearse_job, totals_of
+    from roll_batching.rehearsal.report import lines_of
+
+    job = taught({"tensor_model_parallel_size": 1, **PP2})
+    rehearsal = rehearse_job(config_from_dict(job), world_size=2, device="cpu")
+    assert [(stage.name, stage.stages) for stage in rehearsal.stages] == [
+        ("the only stage, teacher's stage 0", 1),
+        ("the only stage, teacher's stage 1", 0),
+    ]
+    report = rehearsal.stages[0].report
+    passes = (report.flops["forward"] + report.flops["backward"]) / report.micro_batches
+    assert totals_of(rehearsal).computed == passes, "the student's work once"
+    text = "\n".join(lines_of(rehearsal, 80 << 30))
+    assert "teacher: 8 likely tokens of each position, 64 bytes" in text and "600 tokens (teacher)" in text
