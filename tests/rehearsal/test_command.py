@@ -75,9 +75,8 @@ def test_packs_of_each_context_parallel_size_are_rehearsed(capsys):
     assert "each pack has its own context-parallel size" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("role", ["actor_infer", "reference"])
-def test_a_role_with_its_own_layout_is_refused_by_name(role, capsys):
-    sizes = f"{role}.strategy_args.strategy_config.tensor_model_parallel_size=2"
+def test_a_sampler_with_its_own_layout_is_refused_by_name(capsys):
+    sizes = "actor_infer.strategy_args.strategy_config.tensor_model_parallel_size=2"
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--no-advice", sizes])
     assert end.value.code == 2
