@@ -9,7 +9,7 @@ import pytest
 
 from roll_batching.jobs.config import load_config
 from roll_batching.rehearsal.task import RankReport
-from tests.rehearsal.jobs import DYNAMIC, PACKED, PADDED, job_of
+from tests.rehearsal.jobs import ARCHITECTURE, DYNAMIC, PACKED, PADDED, job_of
 from tests.support.ranks import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.rehearse
@@ -31,6 +31,10 @@ MAMBA = {
         "mamba_num_groups": 2,
         "mamba_state_dim": 32,
     }
+}
+TAUGHT = {
+    "task": "distill",
+    "teacher": {"model_args": {"model_name_or_path": "no/teacher", "architecture": ARCHITECTURE}},
 }
 FOUR_RANKS = {
     "tensor_model_parallel_size": 2,
@@ -71,6 +75,8 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "reference and its divergence": (bf16(use_kl_loss=True, reference=PACKED), 1),
+    "a teacher": (bf16(**TAUGHT), 1),
+    "KTO": (bf16(task="kto", sequence_length=200, loss_function="kto", reference=PACKED), 1),
     "SFT": (bf16(**SUPERVISED), 1),
     "DPO": (bf16(train={"training_args": {"per_device_train_batch_size": 2}}, **PREFERENCES), 1),
 }
