@@ -107,6 +107,12 @@ CHECKS = (
         function="benchmarks.gpu.generation:run",
     ),
     Check(
+        name="fp8",
+        what="Packed steps of the Qwen3-1.7B shape in FP8 beside bf16, both in TransformerEngine's layers",
+        seconds=300,
+        function="benchmarks.gpu.fp8:run",
+    ),
+    Check(
         name="memory",
         what="Rehearsed memory against measured memory of a step",
         seconds=240,

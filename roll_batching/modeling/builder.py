@@ -98,6 +98,10 @@ def build_chunks(
             rotates=kernels.attention.rotates,
             stages=layout.pp_size,
         )
+    if strategy.fp8 is not None:
+        from roll_batching.modeling.low_precision import problems_of_build  # few models train in FP8
+
+        problems += problems_of_build(architecture, strategy, layout.device, dtype)
     problems += _indivisible(architecture, layout)
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))

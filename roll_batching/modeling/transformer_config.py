@@ -84,6 +84,14 @@ def transformer_config(
     if architecture.mtp_num_layers:
         options["mtp_num_layers"] = architecture.mtp_num_layers
         options["mtp_loss_scaling_factor"] = strategy.mtp_loss_scaling_factor
+    if strategy.fp8 is not None:
+        options |= {
+            "fp8": strategy.fp8,
+            "fp8_recipe": strategy.fp8_recipe,
+            "first_last_layers_bf16": strategy.first_last_layers_bf16,
+            "num_layers_at_start_in_bf16": strategy.num_layers_at_start_in_bf16,
+            "num_layers_at_end_in_bf16": strategy.num_layers_at_end_in_bf16,
+        }
     if strategy.has_uneven_stages:
         options |= _uneven_stages(strategy, layout, architecture.mtp_num_layers or 0)
     if architecture.sliding_window is not None and getattr(kernels.attention, "windows", False):

@@ -39,6 +39,7 @@ def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int
     return replace(
         more,
         parameters=extrapolate(few.parameters, more.parameters),
+        layer_weights=extrapolate(few.layer_weights, more.layer_weights),
         kept=by_key(few.kept, more.kept),
         peaks={phase: peak(phase) for phase in more.peaks if phase in few.peaks},
         flops=by_key(few.flops, more.flops),

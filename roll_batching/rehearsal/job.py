@@ -12,6 +12,7 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.jobs.objectives.from_config import critic_mini_batch_size
 from roll_batching.planning import ParallelDims, PlanConstraints
+from roll_batching.rehearsal.engine_layers import copies_in_fp8
 from roll_batching.rehearsal.experts import EXPERT_COUNT_READS
 from roll_batching.rehearsal.extrapolation import extrapolate_layers
 from roll_batching.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
@@ -69,6 +70,8 @@ class StageReport:
     """Number of stages that it represents; 0 for a further rank of a stage, with another stage of a frozen model."""
     cp_size: int | None = None
     """Context-parallel size of the packs, where each pack has its own; None: the layout's."""
+    fp8_copies: float = 0.0
+    """Bytes of the copies of weights in FP8."""
     other_communicators: frozenset[str] = frozenset()
     """Communicators of the rank in which it communicates for packs of other sizes."""
 
@@ -80,7 +83,13 @@ class StageReport:
     @property
     def margins(self) -> tuple[Margin, ...]:
         """Margins at the peak."""
-        return margins_of(self.report, self.peak, self.communicators)
+        return self._margins_of(self.peak)
+
+    def _margins_of(self, peak: float) -> tuple[Margin, ...]:
+        margins = margins_of(self.report, peak, self.communicators)
+        if not self.fp8_copies:
+            return margins
+        return (*margins, Margin(bytes=self.fp8_copies, reason="copies in FP8 of the weights of layers"))
 
     @property
     def peak(self) -> float:
@@ -102,8 +111,7 @@ class StageReport:
         peaks = [peak.bytes for name, peak in self.report.peaks.items() if name in phases]
         if not peaks:
             return 0.0
-        margins = margins_of(self.report, max(peaks), self.communicators)
-        return max(peaks) + sum(margin.bytes for margin in margins)
+        return max(peaks) + sum(margin.bytes for margin in self._margins_of(max(peaks)))
 
     @property
     def reads_inside(self) -> dict[str, int]:
@@ -229,7 +237,8 @@ def rehearse_job(
             whole = extrapolate_layers(*pair, (*ends, architecture.num_layers / chunks))
             report = replace(report, training=whole.training, critic=whole.critic)
         name = kind.name if cp_size is None else f"{kind.name}, CP {cp_size}"
-        stages.append(StageReport(name=name, report=report, stages=kind.stages, cp_size=cp_size))
+        copies = copies_in_fp8(megatron, split, kind.policy.stage, report.layer_weights)
+        stages.append(StageReport(name=name, report=report, stages=kind.stages, cp_size=cp_size, fp8_copies=copies))
     return Rehearsal(config=config, dims=dims, stages=_with_all_communicators(stages))
 
 

@@ -89,6 +89,22 @@ class Passes:
         """Number of samples that stay together: 2 for pairs."""
         return 2 if self.config.task == "dpo" else 1
 
+    def align(self, config: JobConfig) -> None:
+        """Align the plans of all models as their precision in `config` needs, which the rehearsed models have not."""
+        models: dict[str, MegatronInferStrategy | None] = {
+            "actor_train": self.policy,
+            "reference": self.reference,
+            "teacher": self.teacher,
+            "critic": self.critic,
+        }
+        for name, strategy in models.items():
+            role = getattr(config, name)
+            if strategy is None or role is None or not strategy.has_own_weights:
+                continue
+            multiple = role.strategy_args.strategy_config.pack_multiple
+            settings = dataclasses.replace(strategy.settings, pack_multiple=multiple)
+            strategy.state = dataclasses.replace(strategy.state, settings=settings)
+
     def plan(self, strategy: MegatronInferStrategy, batching: BatchingSpec, count: int) -> Plan:
         """Plan of `count` equal micro-batches per rank, as full as `batching` allows.
 
@@ -326,6 +342,4 @@ def _of_critic(critic: MegatronInferStrategy, plan: Plan) -> SampleBatch:
 
 
 def _constraints(strategy: MegatronInferStrategy, batching: BatchingSpec) -> PlanConstraints:
-    state = strategy.state
-    group = state.settings.group_size if state.layout.interleaved else None
-    return PlanConstraints.of(state.layout, batching, group_size=group, max_cp_size=state.settings.max_cp_size)
+    return strategy.settings.constraints(strategy.layout, batching)

@@ -10,6 +10,7 @@ from torch.distributed import get_rank
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.rehearsal import fake_cuda, fake_world
+from roll_batching.rehearsal.engine_layers import engine_notes, layer_weights, with_local_layers
 from roll_batching.rehearsal.experts import assume_balanced_routing, routing_notes
 from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of
 from roll_batching.rehearsal.passes import Passes, is_rl, passes_of
@@ -39,16 +40,19 @@ def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
     """Run the passes of `task` and report on them; `with_values`: on real tensors in a real process group."""
     started = time.perf_counter()
     recorder = Recorder(task.device)
-    config = task.config if task.layers is None else with_layers(task.config, task.layers)
+    job = task.config if task.layers is None else with_layers(task.config, task.layers)
+    config = with_local_layers(job)
     with recorder, recorder.tracking_modules():
         passes = passes_of(
             config, recorder, task.lengths, task.micro_batches, cp_size=task.cp_size, with_values=with_values
         )
+        passes.align(job)
         _name_modules(recorder, passes)
         with recorder.all_as(_FIRST_STEP):
             passes.first_step()
         first = recorder.clock + 1
         notes = passes.roll_out() + passes.host_notes() + routing_notes(config, task.expert_imbalance)
+        notes += engine_notes(job)
         tokens = passes.run(recorder)
     report = _report(recorder, passes, tokens, notes, time.perf_counter() - started)
     if not task.timeline:
@@ -94,6 +98,7 @@ def _report(
         rank=get_rank(),
         stage=policy.layout.pp_rank,
         parameters=sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()),
+        layer_weights=_layer_weights(passes),
         kept=kept_bytes(recorder.blocks, kinds),
         peaks={
             phase: _without_offloaded(peak, is_rl(passes.config)) if passes.config.is_offload_states else peak
@@ -110,6 +115,13 @@ def _report(
         critic=passes.critic_training(),
         seconds=seconds,
     )
+
+
+def _layer_weights(passes: Passes) -> float:
+    trained = [passes.policy] if passes.critic is None else [passes.policy, passes.critic]
+    # Without a backward pass TransformerEngine copies a weight by rows only.
+    frozen = sum(map(layer_weights, passes.frozen_chunks.values()))
+    return sum(layer_weights(one.chunks) for one in trained) + frozen / 2
 
 
 def _without_offloaded(peak: PhasePeak, of_rl: bool) -> PhasePeak:

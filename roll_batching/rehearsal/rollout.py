@@ -36,6 +36,8 @@ def fault_of(config: JobConfig, dims: ParallelDims) -> str | None:
     try:
         if has_local_rollouts(config):
             check_layout(dims)
+            if config.actor_train.strategy_args.strategy_config.fp8 is not None:
+                return "generate is not supported in FP8: sample with an engine, or a model in bf16"
     except LayoutError as error:
         return str(error)
     return None

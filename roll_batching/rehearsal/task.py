@@ -91,6 +91,8 @@ class RankReport:
     """Tokens of the rehearsed micro-batch, by pass."""
     seconds: float
     training: TrainingBatch
+    layer_weights: float = 0
+    """Numbers in the weights of linear layers whose copies in FP8 this rank would hold; a frozen model's count half."""
     critic: TrainingBatch | None = None
     """That of the critic, if there is one."""
     notes: tuple[str, ...] = ()

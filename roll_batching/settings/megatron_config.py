@@ -211,6 +211,13 @@ class MegatronConfig(Settings):
         "auto",
         help="Whose layers are built: Megatron's local ones, or TransformerEngine's (CUDA). auto: local.",
     )
+    fp8: Literal["e4m3", "hybrid"] | None = setting(None, help="TransformerEngine's layers multiply in FP8.")
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8", "delayed"] | None = setting(
+        None, help="fp8: what has one scale: a tensor, 128 values (Hopper), 32 (Blackwell). delayed is refused."
+    )
+    first_last_layers_bf16: bool = setting(False, help="fp8: keep layers at both ends of the model in bf16.")
+    num_layers_at_start_in_bf16: int = setting(1, help="first_last_layers_bf16: layers at the start.", ge=0)
+    num_layers_at_end_in_bf16: int = setting(1, help="first_last_layers_bf16: layers at the end.", ge=0)
     attention_backend: Annotated[str, RegisteredName(ATTENTION_BACKENDS)] = setting(
         "auto",
         help="What attends to packs. (Megatron's key of this name chooses among TransformerEngine's kernels: "
@@ -248,6 +255,13 @@ class MegatronConfig(Settings):
         if given is None and layout is not None and len(layout) % self.pipeline_model_parallel_size == 0:
             return len(layout) // self.pipeline_model_parallel_size
         return given or 1
+
+    @property
+    def pack_multiple(self) -> int:
+        """Multiple of the tokens that one rank holds, by precision: 1 in bf16 and fp32."""
+        from roll_batching.settings.fp8 import token_multiple
+
+        return token_multiple(self.fp8, self.fp8_recipe)
 
     @property
     def has_uneven_stages(self) -> bool:

@@ -40,6 +40,7 @@ def scenario_of_job(
         train.batching().train,
         group_size=megatron.microbatch_group_size_per_vp_stage if dims.interleaved else None,
         max_cp_size=megatron.max_cp_size(dims.dp_size),
+        pack_multiple=megatron.pack_multiple,
     )
     return Scenario(
         lengths=lengths,
@@ -67,6 +68,8 @@ def notes_of_job(config: JobConfig, scenario: Scenario) -> list[str]:
         notes.append("the teacher's passes are not simulated: this is the student's part of a step")
     if len(scenario.lengths) != step:
         notes.append(f"{len(scenario.lengths):,} lengths are one step here; a step of the job has {step:,} sequences")
+    if megatron.fp8 is not None:
+        notes.append("FP8 is not simulated: matrix products run at the cluster's matmul_rate")
     if megatron.recompute_granularity == "selective":
         notes.append("selective recomputation is not counted")
     if megatron.pipeline_shapes == "shared" and constraints.pp_size > 1:

@@ -82,8 +82,10 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
             f"the config says tensor {config.tensor_model_parallel_size} and context {config.context_parallel_size} "
             f"parallel, the process groups {layout.tp_size} and {layout.cp_size}: build both from the same sizes"
         )
-    if getattr(config, "fp8", None):
-        problems.append("fp8 is not supported for now: unset it")
+    if getattr(config, "fp8", None) or getattr(config, "fp4", None):
+        from roll_batching.modeling.low_precision import low_precision_problems  # few models train so
+
+        problems += low_precision_problems(config, layout.device, uses_engine_layers(gpt_of(chunks[0])))
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in ("none", None):
         problems.append("CUDA graphs need one shape and packs have many: set cuda_graph_impl='none'")
     gathers_output = any(
@@ -169,6 +171,11 @@ _ENGINE_MODULES = ("megatron.core.extensions.transformer_engine",)
 """Modules of Megatron's TransformerEngine layers."""
 
 
+def uses_engine_layers(gpt: Any) -> bool:
+    """Whether a model has layers of TransformerEngine."""
+    return any(type(module).__module__ in _ENGINE_MODULES for module in gpt.modules())
+
+
 def _installation_problems(state: ModelState) -> list[str]:
     gpt = gpt_of(state.chunks[0])
     config = gpt.config
@@ -180,7 +187,7 @@ def _installation_problems(state: ModelState) -> list[str]:
         head_dim=config.qk_head_dim + config.qk_pos_emb_head_dim if latent else config.kv_channels,
         experts=config.num_moe_experts is not None,
         backend=state.attention,
-        engine_layers=any(type(module).__module__ in _ENGINE_MODULES for module in gpt.modules()),
+        engine_layers=uses_engine_layers(gpt),
         recomputed=recomputed_modules(config),
         latent_attention=latent,
         attention_sinks=getattr(state.attention, "sinks", False) and config.softmax_type == "learnable",

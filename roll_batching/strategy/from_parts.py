@@ -85,6 +85,10 @@ def state_from_parts(
         facts.equal("the model", _describe_architecture(gpt))
         facts.equal("how passes are batched", batching)
         facts.equal("the settings", settings)
+    if getattr(config, "fp8", None):
+        from roll_batching.settings.fp8 import token_multiple  # few models train in FP8
+
+        settings = replace(settings, pack_multiple=token_multiple(config.fp8, config.fp8_recipe))
     layout = describe_layout(
         vpp_size=len(chunks),
         sequence_parallel=config.sequence_parallel,

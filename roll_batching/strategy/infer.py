@@ -213,8 +213,7 @@ class MegatronInferStrategy(ModelIOMixin):
         """Constraints of this role's plans; `forward`: for passes without gradient."""
         state = self.state
         batching = state.batching.infer if forward else state.batching.train
-        group_size = state.settings.group_size if state.layout.interleaved else None
-        return PlanConstraints.of(state.layout, batching, group_size=group_size, max_cp_size=state.settings.max_cp_size)
+        return state.settings.constraints(state.layout, batching)
 
     @property
     def planner(self) -> RolePlanner:
@@ -320,6 +319,8 @@ class MegatronInferStrategy(ModelIOMixin):
 
         with self._consensus("generate") as facts:
             self._head().require(("log_probs",), "generate")
+            if self.settings.pack_multiple > 1:
+                raise LayoutError("generate is not supported in FP8: sample with an engine, or a model in bf16")
             check_generation(facts, prompts, settings, self.state, draws)
         self.gather_parameters()  # here, as a rank without prompts may run no forward pass that would
         with self._evaluating():

@@ -11,7 +11,7 @@ import torch
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.packing.attention_backend import AttentionBackend
-from roll_batching.planning import CostModel
+from roll_batching.planning import BatchingSpec, CostModel, PlanConstraints
 from roll_batching.planning.pack_times import Cluster
 from roll_batching.planning.plain_values import integer_of, kind_of, switch_of
 from roll_batching.settings import ArchitectureConfig, BatchingConfig, RoleSettings
@@ -39,6 +39,8 @@ class StepSettings:
     """Pass rectangles to the model as [rows, length], for models that cannot take packs."""
     max_cp_size: int = 1
     """Above 1, each pack has its own context-parallel size up to this one; see `PlanConstraints.max_cp_size`."""
+    pack_multiple: int = 1
+    """Multiple of the tokens that one rank holds; above 1 in FP8."""
     cluster: Cluster = field(default_factory=Cluster)
     """Rates by which plans choose context-parallel sizes."""
 
@@ -47,7 +49,8 @@ class StepSettings:
             raise LayoutError(f"pipeline_shapes={self.pipeline_shapes!r} is unknown: choose one of {', '.join(known)}")
         if self.group_size not in (None, "auto"):
             object.__setattr__(self, "group_size", integer_of("group_size", self.group_size, error=LayoutError))
-        object.__setattr__(self, "max_cp_size", integer_of("max_cp_size", self.max_cp_size, error=LayoutError))
+        for name in ("max_cp_size", "pack_multiple"):
+            object.__setattr__(self, name, integer_of(name, getattr(self, name), error=LayoutError))
         if not isinstance(self.cluster, Cluster):
             raise LayoutError(f"cluster is {kind_of(self.cluster)}: pass a Cluster")
         for name in ("apply_loss_scale", "rows_form"):
@@ -63,7 +66,15 @@ class StepSettings:
             group_size=megatron.microbatch_group_size_per_vp_stage,
             apply_loss_scale=config.apply_loss_scale,
             max_cp_size=megatron.max_cp_size(dp_size) if config.use_sequence_packing else 1,
+            pack_multiple=megatron.pack_multiple,
             cluster=cluster,
+        )
+
+    def constraints(self, layout: ParallelLayout, batching: BatchingSpec) -> PlanConstraints:
+        """Constraints of plans for a model in `layout`."""
+        group_size = self.group_size if layout.interleaved else None
+        return PlanConstraints.of(
+            layout, batching, group_size=group_size, max_cp_size=self.max_cp_size, pack_multiple=self.pack_multiple
         )
 
 

@@ -34,7 +34,7 @@ def as_if_on_an_h100() -> Iterator[None]:
     """Inside, TransformerEngine's modules are made, and what refuses them on the CPU is silent."""
     import torch
 
-    from roll_batching.modeling import builder
+    from roll_batching.modeling import builder, low_precision
     from roll_batching.strategy import compatibility, infer
 
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="H100")
@@ -45,17 +45,18 @@ def as_if_on_an_h100() -> Iterator[None]:
             (torch.cuda, "get_device_capability", (9, 0)),
             (torch.cuda, "get_device_properties", properties),
             (builder, "refusals_here", []),
+            (low_precision, "_device_problems", []),
             (compatibility, "refusals_here", []),
         ):
             stack.enter_context(mock.patch.object(owner, name, lambda *args, answer=answer, **kwargs: answer))
         yield
 
 
-def role(directory: str, megatron: dict[str, Any], **settings: Any) -> Any:
+def role(directory: str, megatron: dict[str, Any], cap: int = 64, **settings: Any) -> Any:
     """A training role for the model in `directory`, of bf16."""
     from tests.support.models import worker_config
 
-    config = worker_config("packed", 64, megatron=megatron, **settings)
+    config = worker_config("packed", cap, megatron=megatron, **settings)
     dumped = config.model_dump(exclude={"model_args"}, exclude_unset=True)
     model = {"model_name_or_path": directory, "dtype": "bf16"}
     return type(config).model_validate(dumped | {"model_args": model})

@@ -112,7 +112,8 @@ def _refused(name: str, why: str = "", *allowed: Any, instead: str = "") -> Fore
 _STUDENT = "the student has the roles actor_train and actor_infer (docs/distillation.md)"
 _OPD = "a teacher's divergence is a loss here, task: distill, and not a reward (docs/distillation.md)"
 VLM = "vision-language models are not supported"
-_FP8 = "FP8 training is not supported"
+_FP8_WEIGHTS = "weights are kept in bf16, and their copies in FP8 made once per step (docs/fp8.md)"
+_DELAYED = "it belongs to delayed scaling, which is not supported"
 _MTP = "heads train where strategy_config has mtp_num_layers; joint is the default there (docs/mtp.md)"
 _HYBRID_CP = "Megatron's scheduler of context-parallel sizes runs each sequence alone"
 _MOE = "model_args.architecture.moe"
@@ -237,9 +238,12 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("batch_p2p_comm", "batched transfers pair wrongly with two stages under VPP; leave it out", False),
         _refused("deallocate_pipeline_outputs", "it races with transfers before Megatron-Core 0.18", False),
         _refused("mtp_use_repeated_layer", "each head has its own layer", False),
-        _refused("fp8", _FP8, instead="model_args.dtype: bf16"),
-        _refused("fp8_recipe", _FP8, instead="model_args.dtype: bf16"),
-        _refused("fp8_param", _FP8, False, instead="model_args.dtype: bf16"),
+        _refused("fp8_param", _FP8_WEIGHTS, False),
+        _refused("fp8_param_gather", _FP8_WEIGHTS, False),
+        _no_effect("fp8_margin", _DELAYED),
+        _no_effect("fp8_amax_history_len", _DELAYED),
+        _no_effect("fp8_amax_compute_algo", _DELAYED),
+        _no_effect("moe_router_padding_for_fp8", "TransformerEngine's layers align the tokens of each expert"),
         _no_effect("moe_enable_routing_replay", "routers replay without it", "router_replay.mode"),
         _refused("hybrid_context_parallel", _HYBRID_CP, False, instead="context_parallel_size: auto"),
         _refused(

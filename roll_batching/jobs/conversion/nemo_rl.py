@@ -15,6 +15,7 @@ from roll_batching.jobs.conversion.adapters import convert_adapters
 from roll_batching.jobs.conversion.context_sizes import PACKING, ContextSizes, convert_context_sizes, put_rank_cap
 from roll_batching.jobs.conversion.critics import share_layout
 from roll_batching.jobs.conversion.draft import Draft
+from roll_batching.jobs.conversion.fp8 import convert_nemo_rl_fp8
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.nemo_rl_batching import convert_batching, steps_of_a_rollout
 from roll_batching.jobs.conversion.nemo_rl_data import convert_data
@@ -136,6 +137,7 @@ def _layout(file: NemoRlFile) -> ContextSizes | None:
         if megatron and known and value is not None:
             file.move(f"policy.megatron_cfg.{name}", (*_LAYOUT, name))
     if megatron:
+        convert_nemo_rl_fp8(file, "policy.megatron_cfg", _LAYOUT)
         _router_loss(file)
         _heads(file)
         for name in ("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32"):

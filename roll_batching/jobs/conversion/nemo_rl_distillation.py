@@ -7,6 +7,8 @@ from typing import Any
 
 from roll_batching.errors import PlanError
 from roll_batching.jobs.config.layout_rules import PARALLEL_KEYS
+from roll_batching.jobs.conversion.fp8 import convert_nemo_rl_fp8
+from roll_batching.jobs.conversion.framework_defaults import section_at
 from roll_batching.jobs.conversion.nemo_rl_batching import convert_policy
 from roll_batching.jobs.conversion.nemo_rl_file import NemoRlFile
 from roll_batching.jobs.conversion.nemo_rl_grpo import convert_evaluation
@@ -73,6 +75,10 @@ def _teacher(file: NemoRlFile, teacher: Mapping[str, Any]) -> None:
         for name in PARALLEL_KEYS:
             if file.peek(f"teacher.megatron_cfg.{name}") is not None:
                 file.move(f"teacher.megatron_cfg.{name}", (*_LAYOUT, name))
+        if file.peek("teacher.megatron_cfg.fp8_cfg.enabled"):
+            convert_nemo_rl_fp8(file, "teacher.megatron_cfg", _LAYOUT)
+        elif section_at(file.draft.values, "actor_train", "strategy_args", "strategy_config").get("fp8"):
+            file.draft.put((*_LAYOUT, "fp8"), None, "teacher.megatron_cfg.fp8_cfg.enabled", "the teacher is in bf16")
     else:
         text = "DTensor's layout as Megatron's"
         for name, ours in (("tensor", "tensor_model"), ("context", "context")):

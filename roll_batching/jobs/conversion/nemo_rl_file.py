@@ -22,7 +22,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "system_envs sets variables; these are for components that are not used",
     ),
     ("policy.generation_batch_size", "idle", ENGINE),
-    ("policy.megatron_cfg.fp8_cfg", "refused", "FP8 is not supported for now"),
+    ("policy.megatron_cfg.fp8_cfg", "idle", "FP8 is not enabled"),
     ("policy.megatron_cfg.mtp_", "refused", "each head of multi-token prediction has its own layer"),
     ("policy.megatron_cfg.train_iters", "idle", "max_steps is the job's length"),
     (

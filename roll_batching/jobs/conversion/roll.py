@@ -15,6 +15,7 @@ from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, VLM
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.conversion.draft import Draft
+from roll_batching.jobs.conversion.fp8 import complete_fp8
 from roll_batching.jobs.conversion.framework_defaults import section_at
 from roll_batching.jobs.conversion.roll_defaults import apply_defaults, pipeline_of
 from roll_batching.jobs.conversion.roll_distillation import (
@@ -102,6 +103,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     if on_policy:
         convert_on_policy(draft)
     _reference(draft)
+    complete_fp8(draft)
     for role in ("actor_train", "actor_infer", "reference"):
         for path, meaning in _MEANINGS.items():
             draft.meanings.setdefault((role, *path), meaning)

@@ -10,6 +10,7 @@ from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
 from roll_batching.jobs.conversion.draft import Draft
+from roll_batching.jobs.conversion.fp8 import convert_slime_fp8
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, put_mini_batch
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
@@ -148,6 +149,7 @@ def _layout(file: SlimeFile) -> None:
     if not file.peek("--moe-aux-loss-coeff") and file.take("--moe-router-load-balancing-type"):
         file.draft.leave_out("--moe-router-load-balancing-type", "idle", "--moe-aux-loss-coeff is 0")
     file.move("--accumulate-allreduce-grads-in-fp32", (*_LAYOUT, "grad_reduce_in_fp32"))
+    convert_slime_fp8(file, _LAYOUT)
 
 
 def _heads(file: SlimeFile) -> None:

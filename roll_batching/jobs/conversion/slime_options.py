@@ -29,7 +29,8 @@ INTEGERS = (
     *_names(
         "rollout-num-gpus rollout-top-k eval-top-k seed rollout-seed lr-warmup-iters lr-decay-iters "
         "recompute-num-layers virtual-pipeline-model-parallel-size expert-tensor-parallel-size num-critic-only-steps "
-        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"
+        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers num-layers-at-start-in-bf16 "
+        "num-layers-at-end-in-bf16"
     ),
 )
 FLOATS = _names(
@@ -42,7 +43,7 @@ TEXTS = _names(
     "hf-checkpoint load save ref-load prompt-data input-key label-key rm-type advantage-estimator loss-type "
     "kl-loss-type lr-decay-style optimizer recompute-granularity recompute-method wandb-project wandb-group "
     "rollout-function-path custom-generate-function-path custom-rm-path eval-config moe-token-dispatcher-type "
-    "pipeline-model-parallel-layout dynamic-sampling-filter-path"
+    "pipeline-model-parallel-layout dynamic-sampling-filter-path fp8-format fp8-recipe"
 )
 LISTS = _names("eval-prompt-data recompute-modules rollout-stop rollout-stop-token-ids")
 FLAGS = _names(
@@ -52,7 +53,8 @@ FLAGS = _names(
     "partial-rollout use-opsm use-opd use-routing-replay use-rollout-routing-replay use-wandb fp16 bf16 async-save "
     "use-distributed-optimizer overlap-grad-reduce overlap-param-gather accumulate-allreduce-grads-in-fp32 "
     "debug-train-only debug-rollout-only skip-eval-before-train reset-optimizer-states "
-    "moe-router-enable-expert-bias account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
+    "moe-router-enable-expert-bias account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
+    "first-last-layers-bf16 fp8-param-gather"
 )
 
 DEFAULTS: Mapping[str, Any] = {
@@ -168,7 +170,9 @@ _REFUSED: Mapping[str, str] = {
     "each head of multi-token prediction has its own layer, trained with the policy": "mtp- enable-mtp-training",
     "speculative decoding is not set up for now": "sglang-speculative-",
     "distillation is not supported for now": "use-opd opd-",
-    "FP8 is not supported for now": "fp8-",
+    "weights are kept in bf16; their copies in FP8 are made once per optimizer step": "fp8-param-gather",
+    "belongs to delayed scaling, which is not supported": "fp8-margin fp8-amax- fp8-interval",
+    "is read with --fp8-format only": "fp8-recipe first-last-layers-bf16 num-layers-at-",
     "fp16 is not supported: bf16 is used": "fp16",
     STOP: "rollout-stop rollout-stop-token-ids rollout-skip-special-tokens",
     f"{ROUTERS} have no loss unless model_args.architecture.moe gives it a weight": (

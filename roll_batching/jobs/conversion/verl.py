@@ -16,6 +16,7 @@ from roll_batching.jobs.conversion.adapters import convert_verl_adapters
 from roll_batching.jobs.conversion.context_sizes import convert_context_sizes, put_rank_cap
 from roll_batching.jobs.conversion.critics import share_layout
 from roll_batching.jobs.conversion.draft import Draft
+from roll_batching.jobs.conversion.fp8 import complete_fp8
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.mini_batch import context_ranks, data_parallel_ranks, put_mini_batch
 from roll_batching.jobs.conversion.value_types import wrong_types
@@ -100,6 +101,7 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
         convert_loss(file)
         convert_evaluation(file)
         _length(file)
+    complete_fp8(file.draft, recipe="delayed")  # Megatron's default
     _trainer(file)
     file.expect_off("distillation.enabled", why="distillation is not supported for now")
     _switched_off(file, model)

@@ -47,8 +47,9 @@ class ModeComparison:
                 "sequence_packing_args": packing.model_copy(update={"max_packed_sequence_length_train": packed_cap}),
             },
         }
+        multiple = role.strategy_args.strategy_config.pack_multiple
         self._constraints = {
-            mode: PlanConstraints.of(dims, role.model_copy(update=changes).batching().train)
+            mode: PlanConstraints.of(dims, role.model_copy(update=changes).batching().train, pack_multiple=multiple)
             for mode, changes in variants.items()
         }
 

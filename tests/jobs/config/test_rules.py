@@ -235,8 +235,8 @@ BROKEN = BROKEN_BATCHING | {
 REFUSED = {
     "adapters have no dropout": {"actor_train.model_args.lora_dropout": 0.1},
     "vision-language": {f"{ARCHITECTURE.rsplit('.', 1)[0]}.vision_config": {"depth": 2}},
-    "FP8": {f"{LAYOUT}.fp8": "hybrid"},
     "each head has its own layer": {f"{LAYOUT}.mtp_use_repeated_layer": True},
+    "weights are kept in bf16": {f"{LAYOUT}.fp8_param": True},
     "context-parallel sizes": {f"{LAYOUT}.hybrid_context_parallel": True},
     "the cap of a pack": {f"{LAYOUT}.max_seqlen_per_dp_cp_rank": 4096},
     "every size from 1": {f"{LAYOUT}.min_dynamic_context_parallel_size": 2},

@@ -1,0 +1,58 @@
+"""Rules of FP8 training (`strategy_config.fp8`) over several keys and roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.engine_rules import uses_engine
+from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.layout_rules import policy_cannot_sample, sampling_role
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.settings.fp8 import layout_problems, model_problems
+
+
+def fp8_problems(job: JobKeys) -> Iterator[Problem]:
+    """Problems of roles that compute in FP8, or give keys of it; those of keys taken from actor_train only there."""
+    trained = set(_role(job.actor_train))
+    for name, role in job.roles.items():
+        if name != "actor_infer" and role.strategy_args.runs_on_megatron:
+            for path, text in _role(role):
+                if name == "actor_train" or (path, text) not in trained:
+                    yield Problem((name, *path), text)
+
+
+def _role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path in the role, problem)."""
+    layout, model = role.strategy_args.strategy_config, role.model_args
+    found = list(layout_problems(layout))
+    if layout.fp8 is not None:
+        if model.architecture is not None:
+            found += model_problems(layout, model.architecture)
+        if model.dtype not in ("auto", "bf16"):
+            text = f"is {model.dtype}, and strategy_config.fp8 needs weights in bf16; set bf16, or leave it out"
+            yield ("model_args", "dtype"), text
+        if model.trains_part:
+            found.append(("fp8", "is not supported with lora_target or freeze_module_prefix; leave it out"))
+    for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if getattr(layout, key) != 1 and not layout.first_last_layers_bf16:
+            found.append((key, "is read with first_last_layers_bf16: true only; set that, or leave it out"))
+    for key, text in found:
+        yield ("strategy_args", "strategy_config", key), text
+
+
+def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
+    """Sizes and FP8 of models that would sample: rollouts without an engine, or answers to held-out prompts."""
+    yield from policy_cannot_sample(job)
+    train = job.actor_train.strategy_args.strategy_config
+    if train.fp8 is None or supervised(job) or not job.max_steps:
+        return
+    path = ("strategy_args", "strategy_config", "fp8")
+    engine = "set actor_infer.strategy_args.strategy_name to sglang or vllm, with `pretrain`"
+    if job.has_sampler and job.eval_samples:
+        text = f"is {train.fp8}, and the training model answers held-out prompts, which FP8 cannot; set eval_samples to"
+        yield Problem(("actor_train", *path), f"{text} 0")
+    if not uses_engine(job) and sampling_role(job).strategy_args.strategy_config.fp8 is not None:
+        name = "actor_infer" if sampling_role(job) is job.actor_infer else "actor_train"
+        yield Problem((name, *path), f"is {train.fp8}, and a model does not sample in FP8; {engine}")
