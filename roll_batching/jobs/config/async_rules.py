@@ -56,7 +56,8 @@ def _old_log_probs(job: JobKeys) -> Iterator[Problem]:
     elif plan != "rollout" and not corrects_engine(job):
         text = (
             f"{plan} takes old log-probs from the current weights, but older ones sampled (async_generation_ratio): "
-            "use rollout, or correct for them with train_infer_correction.is_weight (truncated importance sampling)"
+            "use rollout, or correct for them with train_infer_correction.is_weight or loss_args.engine_ratio_cap "
+            "(truncated importance sampling)"
         )
         yield Problem(where, text)
 
