@@ -79,12 +79,14 @@ def _compare(layout: Layout, multiples: list[int]) -> list[str]:
         for multiple in multiples:
             state = strategy.state
             cap = max(64, 2 * multiple * ranks)
-            train = state.batching.train
-            spec = train if train.max_tokens is None else replace(train, max_tokens=cap)
+            spec, forward = (
+                one if one.max_tokens is None else replace(one, max_tokens=cap)
+                for one in (state.batching.train, state.batching.infer)
+            )
             strategy.state = replace(
                 state,
                 settings=replace(state.settings, pack_multiple=multiple),
-                batching=replace(state.batching, train=spec),
+                batching=replace(state.batching, train=spec, infer=forward),
             )
             plan = strategy.plan(table)
             strategy.state = state
