@@ -8,6 +8,7 @@ from typing import Any
 from roll_batching.jobs.config.async_rules import reads_sampled_log_probs
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.rollout_keys import NEMO_GYM
 
 SERVED = ("sglang", "vllm")
 """Engines that run as servers."""
@@ -206,3 +207,20 @@ def _own_servers(job: JobKeys) -> Iterator[Problem]:
     if mapping is not None and len(mapping) % size:
         text = f"names {len(mapping)} devices, but a server has {size} (tensor x pipeline parallel size)"
         yield Problem(("actor_infer", "device_mapping"), f"{text}; name a multiple of {size}")
+
+
+def missing_for_gym(job: JobKeys) -> Iterator[Problem]:
+    """Addresses that NeMo-Gym's rollout function needs: Gym's, and that of the engine which its agents call."""
+    if job.rollout_function != NEMO_GYM:
+        return
+    role = job.actor_infer
+    if not isinstance(job.rollout_args.get("url"), str):
+        text = "is missing: the address of NeMo-Gym's head server, http://host:11000 (docs/rollouts.md)"
+        yield Problem(("rollout_args", "url"), text)
+    if role.strategy_args.strategy_name != "vllm":
+        text = f"is {role.strategy_args.strategy_name}: NeMo-Gym's agents call a vLLM server, so set vllm"
+        yield Problem(("actor_infer", "strategy_args", "strategy_name"), text)
+    elif not role.engine_args.urls:
+        text = "is missing: NeMo-Gym's agents call the engine, so start it yourself, and name it here and in Gym's "
+        text += "policy_base_url"
+        yield Problem(("actor_infer", "engine_args", "urls"), text)

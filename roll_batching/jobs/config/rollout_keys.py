@@ -11,6 +11,9 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.registry import is_dotted
 from roll_batching.settings.fields import Settings, setting
 
+NEMO_GYM = "roll_batching.jobs.rollouts.nemo_gym:rollout"
+"""The rollout function of NeMo-Gym."""
+
 
 class RolloutKeys(Settings):
     """The keys of a rollout function."""

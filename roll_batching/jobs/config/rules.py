@@ -11,7 +11,7 @@ from roll_batching.jobs.config.critic_rules import critic_problems, uses_critic
 from roll_batching.jobs.config.device_rules import device_problems
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_problems
-from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, uses_engine
+from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, missing_for_gym, uses_engine
 from roll_batching.jobs.config.fp8_rules import fp8_problems, models_that_cannot_sample
 from roll_batching.jobs.config.gigpo_rules import gigpo_problems
 from roll_batching.jobs.config.job_keys import JobKeys
@@ -397,4 +397,4 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     if job.norm_std_type == "batch":
         text = "is batch, and a step has one response, which has no deviation: raise rollout_batch_size"
         need(job.rollout_batch_size * job.group_size > 1, ("norm_std_type",), text)
-    return [*problems, *models_that_cannot_sample(job)]
+    return [*problems, *missing_for_gym(job), *models_that_cannot_sample(job)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roll_batching.jobs.config.rollout_keys import NEMO_GYM
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS, RL_TASKS, STOP, NemoRlFile
 
 _DATA = ("actor_train", "data_args")
@@ -16,15 +17,21 @@ _PAIRS = {
     "rejected": ("rejected_key", "rejected"),
 }
 _CHATS = {"messages": ("chat_key", "messages")}
+_GYM = {"messages": ("responses_create_params", "responses_create_params.input")}
 _KINDS: Mapping[str, Mapping[str, Mapping[str, tuple[str, str]]]] = {
-    "grpo": {"ResponseDataset": _TEXTS},
-    "distill": {"ResponseDataset": _TEXTS},
+    "grpo": {"ResponseDataset": _TEXTS, "NemoGymDataset": _GYM},
+    "distill": {"ResponseDataset": _TEXTS, "NemoGymDataset": _GYM},
     "sft": {"ResponseDataset": _TEXTS, "openai_format": _CHATS},
     "dpo": {"BinaryPreferenceDataset": _PAIRS},
 }
 """By task and class of local data: our keys, each with NeMo-RL's key for it and that key's default."""
-_PROCESSORS = {**dict.fromkeys(RL_TASKS, ("math_hf_data_processor",)), "sft": ("sft_processor",), "dpo": ()}
+_PROCESSORS = {
+    **dict.fromkeys(RL_TASKS, ("math_hf_data_processor", "nemo_gym_data_processor")),
+    "sft": ("sft_processor",),
+    "dpo": (),
+}
 """Processors that do the same as this package: a chat through the tokenizer's template."""
+_GYM_SECONDS = 3600.0
 _READ = (".json", ".jsonl", ".parquet")
 _RANKED = (
     "PreferenceDataset: ranked completions are not read; write prompt, chosen and rejected, one pair a line "
@@ -40,8 +47,6 @@ _VERIFIERS: Mapping[str, tuple[dict[str, Any], str]] = {
 }
 """By verifier of NeMo-RL: reward_args of math_verify, and the difference."""
 _ENVIRONMENTS = {
-    "nemo_gym": "its agents and tools call the model over HTTP: write a rollout_function that calls them "
-    "(docs/rollouts.md), and return their reward",
     "math_multi_reward": "GDPO normalises each of several rewards of a response, and rewards here are one number",
     "reward_model": "a reward model scores responses: serve it, and name a reward function that asks the server",
 }
@@ -157,6 +162,9 @@ def _leave_out_details(file: NemoRlFile, task: str, where: str, own: Mapping[str
 
 def _reward(file: NemoRlFile, environment: Any) -> None:
     """The reward of the environment that the data names, if it is supported."""
+    if environment == "nemo_gym" or file.peek("env.should_use_nemo_gym"):
+        _gym(file)
+        return
     math = file.peek("env.math")
     if environment != "math" or not isinstance(math, dict):
         why = _ENVIRONMENTS.get(str(environment), REWARDS)
@@ -175,6 +183,27 @@ def _reward(file: NemoRlFile, environment: Any) -> None:
     for name in list(file.peek("env") or {}):
         file.take(f"env.{name}")
         file.draft.leave_out(f"env.{name}", "idle", "no prompts of data.train are of this environment")
+
+
+def _gym(file: NemoRlFile) -> None:
+    """The rollout function of NeMo-Gym, which is started by hand with the file's own section for it."""
+    key = "env.should_use_nemo_gym"
+    text = "Gym and the engine are started by hand (docs/rollouts.md); NeMo-RL starts both"
+    file.draft.put(("rollout_function",), NEMO_GYM, key, text)
+    text = "seconds of a whole rollout; NeMo-RL has no limit"
+    file.draft.put(("rollout_function_timeout",), _GYM_SECONDS, key, text)
+    gym = file.take("env.nemo_gym") or {}
+    if gym.get("effort_levels"):
+        text = "rewards are the agents' own, and not changed by lengths"
+        file.draft.leave_out("env.nemo_gym.effort_levels", "refused", text)
+    text = "is Gym's configuration: start Gym with it"
+    file.draft.leave_out("env.nemo_gym", "idle", text)
+    if file.take("env.should_mask_flagged_samples") is not False:
+        text = "samples that an environment flags are trained on; mark/flagged is their share"
+        file.draft.leave_out("env.should_mask_flagged_samples", "refused", text)
+    for name in list(file.peek("env") or {}):
+        if file.take(f"env.{name}") and name != "should_use_nemo_gym":
+            file.draft.leave_out(f"env.{name}", "idle", "is not read by NeMo-Gym's agents")
 
 
 def _common_keys(file: NemoRlFile, task: str) -> None:

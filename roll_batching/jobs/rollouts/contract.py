@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.registry import load_dotted
+from roll_batching.strategy.sampling import GenerationSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,10 @@ class Generation:
 
 class RolloutClient(Protocol):
     """Samples from the policy of the job, for one sample."""
+
+    @property
+    def settings(self) -> GenerationSettings:
+        """The job's sampling settings, those of held-out prompts in an evaluation."""
 
     def room(self, tokens: Sequence[int]) -> int:
         """Tokens that may follow `tokens` within the job's sequence_length."""
@@ -92,6 +97,8 @@ class RolloutSample:
     """Whether the sample ended by itself. None: whether its last token is a stop token."""
     marks: Mapping[str, bool] = field(default_factory=dict)
     """Booleans by name, whose shares become metrics; only beside a reward."""
+    prompt_tokens: Sequence[int] | None = None
+    """Token ids of the prompt where a server made them, with its own chat template. None: those of the job's prompt."""
 
 
 RolloutFunction = Callable[..., Awaitable[RolloutSample]]

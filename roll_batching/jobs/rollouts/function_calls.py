@@ -71,6 +71,7 @@ class FunctionCalls:
         settings: GenerationSettings,
     ) -> None:
         self.function, self.prompts, self.tokenizer = function, list(prompts), tokenizer
+        self.settings = settings
         self.max_new_tokens = settings.max_new_tokens
         self.vocab_size = settings.vocab_size or tokenizer.vocab_size
         self.stop_token_ids = frozenset((settings.eos_token_id, *settings.stop_token_ids))
@@ -269,6 +270,11 @@ class _Client:
         self._all, self._number = calls, number
         self.calls = 0
         """Calls so far."""
+
+    @property
+    def settings(self) -> GenerationSettings:
+        """The job's sampling settings."""
+        return self._all.settings
 
     def room(self, tokens: Sequence[int]) -> int:
         """Tokens that may follow `tokens` within the job's sequence_length."""

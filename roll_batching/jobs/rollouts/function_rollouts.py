@@ -58,8 +58,10 @@ class FunctionSamples:
     completions: list[Completion]
     scored: Scored | None
     """Rewards that the function returned; None where the job's reward function scores."""
+    prompt_tokens: np.ndarray
+    """int64 `[n]`: lengths of the prompts."""
     turns: np.ndarray
-    """int64 `[n]`: calls of the client."""
+    """int64 `[n]`: generations of the model."""
     episodes: list[Episode | None]
     """States and rewards of turns, where the advantage estimator compares states."""
 
@@ -104,9 +106,10 @@ class FunctionRollouts:
             samples = [] if calls is None else [sample for sample in calls.samples if sample is not None]
         samples = _broadcast(samples, replica)
         return FunctionSamples(
-            batch=_batch(given, samples),
+            batch=_batch(samples),
             completions=[_completion(prompt, sample, tokenizer) for prompt, sample in zip(given, samples, strict=True)],
             scored=None if function.has_reward else _scored(samples),
+            prompt_tokens=np.array([len(sample.prompt) for sample in samples], dtype=np.int64),
             turns=np.array([sample.calls for sample in samples], dtype=np.int64),
             episodes=[sample.episode for sample in samples],
         )
@@ -233,14 +236,14 @@ def _results(
     return results
 
 
-def _batch(prompts: Sequence[RolloutPrompt], samples: Sequence[CheckedSample]) -> SampleBatch:
+def _batch(samples: Sequence[CheckedSample]) -> SampleBatch:
     """The samples with the fields of rollouts, ids from 0."""
     if not samples:
         return responses_to_batch([], [])
     tokens, masks, log_probs = [], [], []
-    for prompt, sample in zip(prompts, samples, strict=True):
-        before = len(prompt.tokens)
-        tokens.append(np.concatenate([prompt.tokens, sample.tokens]))
+    for sample in samples:
+        before = len(sample.prompt)
+        tokens.append(np.concatenate([sample.prompt, sample.tokens]))
         masks.append(np.concatenate([np.zeros(before, dtype=bool), sample.mask]))
         log_probs.append(np.concatenate([np.zeros(before - 1), sample.log_probs, np.zeros(1)]))
     fields = {

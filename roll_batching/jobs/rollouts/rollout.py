@@ -99,6 +99,7 @@ def generate_rollouts(
         samples = function(sampler, encoded.select(local_prompts), local, tokenizer, settings)
         batch, completions = samples.batch.with_ids(ids), samples.completions
         scored, turns, episodes = samples.scored, samples.turns, samples.episodes
+        prompt_tokens = samples.prompt_tokens
     seconds = time.perf_counter() - started
     return Rollouts(
         batch=batch,

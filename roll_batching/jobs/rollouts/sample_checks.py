@@ -33,6 +33,8 @@ class CheckedSample:
 
     sample: int
     """Number of the sample in the step."""
+    prompt: np.ndarray
+    """int64 `[m]`: tokens of the prompt."""
     tokens: np.ndarray
     """int64 `[n]`, after the prompt."""
     mask: np.ndarray
@@ -45,7 +47,7 @@ class CheckedSample:
     """States and rewards of its turns, where the advantage estimator compares states."""
     finished: bool
     calls: int
-    """Calls of the client."""
+    """Generations of the model: calls of the client, or runs of the mask where a server made all of them."""
 
 
 def check_sample(
@@ -62,17 +64,19 @@ def check_sample(
         what = printable(repr(result), characters=60) if result is None else f"a {type(result).__name__}"
         more = ": it is called once for each sample" if isinstance(result, (list, tuple, dict)) else ""
         raise SampleFault(f"it returned {what}; return one roll_batching.jobs.rollouts.RolloutSample{more}")
-    tokens = _tokens(result.tokens, vocab_size)
+    tokens = _tokens("tokens", result.tokens, vocab_size)
+    served = result.prompt_tokens is not None
+    before = _tokens("prompt_tokens", result.prompt_tokens if served else prompt.tokens, vocab_size)
     mask = _mask(result.loss_mask, len(tokens))
     log_probs = _log_probs(result.log_probs, mask)
-    size, limit = len(prompt.tokens) + len(tokens), function.sequence_length
+    size, limit = len(before) + len(tokens), function.sequence_length
     if size > limit:
         raise SampleFault(
-            f"tokens has {len(tokens):,} after the prompt's {len(prompt.tokens):,}, and the job's sequence_length is "
+            f"tokens has {len(tokens):,} after the prompt's {len(before):,}, and the job's sequence_length is "
             f"{limit:,}: end the rollout earlier (client.room tells how much fits), or raise sequence_length"
         )
-    repeated = len(prompt.tokens)
-    is_prompt = tokens[:repeated].tolist() == prompt.tokens and not mask[:repeated].any()
+    repeated = len(before)
+    is_prompt = np.array_equal(tokens[:repeated], before) and not mask[:repeated].any()
     if repeated >= _FEWEST_REPEATED and is_prompt:
         raise SampleFault(
             "tokens begins with the prompt's tokens, which would be in the sample twice: return only what follows the "
@@ -85,25 +89,27 @@ def check_sample(
         raise SampleFault(f"finished is {_excerpt(finished)}: set it to True, False or None")
     return CheckedSample(
         sample=prompt.sample,
+        prompt=before,
         tokens=tokens,
         mask=mask,
         log_probs=log_probs,
         score=_score(result, function),
         episode=_episode(result, mask) if function.needs_states else None,
         finished=bool(finished),
-        calls=calls,
+        calls=calls or _runs(mask),
     )
 
 
-def _tokens(values: Any, vocab_size: int) -> np.ndarray:
-    tokens = _as_list("tokens", values)
+def _tokens(name: str, values: Any, vocab_size: int) -> np.ndarray:
+    tokens = _as_list(name, values)
     if not tokens:
-        raise SampleFault("tokens is empty: a sample needs at least one token that the policy sampled")
+        needed = "one token that the policy sampled" if name == "tokens" else "one token of a prompt"
+        raise SampleFault(f"{name} is empty: a sample needs at least {needed}")
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise SampleFault(f"tokens[{place}] is {_excerpt(token)}: give token ids, such as tokenizer.encode(text)")
+            raise SampleFault(f"{name}[{place}] is {_excerpt(token)}: give token ids, such as tokenizer.encode(text)")
         if not 0 <= token < vocab_size:
-            raise SampleFault(f"tokens[{place}] is {token}, and the vocabulary has the ids 0 to {vocab_size - 1}")
+            raise SampleFault(f"{name}[{place}] is {token}, and the vocabulary has the ids 0 to {vocab_size - 1}")
     return np.array(tokens, dtype=np.int64)
 
 
@@ -175,7 +181,7 @@ def _score(result: RolloutSample, function: LoadedRolloutFunction) -> Score | No
 def _episode(result: RolloutSample, mask: np.ndarray) -> Episode:
     """The turns of a sample whose rewards are checked; long keys of states become digests."""
     why = "adv_estimator: gigpo compares turns in equal states"
-    turns = int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
+    turns = _runs(mask)
     if result.states is None:
         raise SampleFault(f"states is None, and {why}: give the key of the state before each of the {turns} turns")
     states, rewards = _of_turns("states", result.states, turns, why), _of_turns("reward", result.reward, turns, why)
@@ -185,6 +191,11 @@ def _episode(result: RolloutSample, mask: np.ndarray) -> Episode:
     return Episode(
         states=tuple(_state_key(state) for state in states), rewards=tuple(float(value) for value in rewards)
     )
+
+
+def _runs(mask: np.ndarray) -> int:
+    """Number of runs of True in `mask`."""
+    return int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
 
 
 def _of_turns(name: str, given: Any, turns: int, why: str) -> list[Any]:

@@ -51,7 +51,8 @@ def iterate_records(
     A file is JSON Lines, or a table (`tables.table_of`) whose rows count as lines.
 
     With `chat` the first key holds a list of messages, each with `role` and `content`, or the JSON text of one; the
-    record's first text is that list as JSON.
+    record's first text is that list as JSON. A key such as `responses_create_params.input` names the input of a
+    request of the Responses API, a text or messages whose contents are texts or text parts; its line stays whole.
 
     Blank lines are skipped; line numbers begin at 1. Faults are added to `faults` and skipped: a file that is missing,
     not regular, unreadable or without records, a line that is not UTF-8, not JSON or not an object, a key that is
@@ -186,7 +187,7 @@ def _split_keys(value: dict[str, Any], keys: Sequence[str], chat: bool) -> tuple
 
 def _messages(value: dict[str, Any], key: str) -> str:
     """The list of messages under `key`, as JSON."""
-    messages = _value(value, key)
+    messages = _nested_input(value, key) if key not in value and "." in key else _value(value, key)
     if isinstance(messages, str):
         try:
             messages = json.loads(messages)
@@ -201,6 +202,24 @@ def _messages(value: dict[str, Any], key: str) -> str:
             raise _BadLineError(f"message {number} of {key!r} has no text as content", _MESSAGES)
     text = json.dumps(messages, ensure_ascii=False)
     return _require_encodable(text, key)
+
+
+def _nested_input(value: dict[str, Any], key: str) -> Any:
+    """Messages of the Responses API's input at the dotted `key`, with texts as contents."""
+    found: Any = value
+    for part in key.split("."):
+        found = _value(found if isinstance(found, dict) else {}, part)
+    if isinstance(found, str):
+        return [{"role": "user", "content": found}]
+    return [_with_text(item) for item in found] if isinstance(found, list) else found
+
+
+def _with_text(item: Any) -> Any:
+    """`item` with its text parts joined, if its content is a list of them."""
+    parts = item.get("content") if isinstance(item, dict) else None
+    if isinstance(parts, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        return {**item, "content": "".join(part["text"] for part in parts)}
+    return item
 
 
 def _value(value: dict[str, Any], key: str) -> Any:

@@ -32,7 +32,7 @@ from roll_batching.known_warnings import hide_known_warnings
 from tests.campaigns.peer_configs.jobs import PeerModels, is_placeholder, meant_model, what_stops, with_model
 
 NOT_HERE = "is neither a directory on this machine"
-BY_HAND = "actor_infer.engine_args.urls"
+BY_HAND = ("actor_infer.engine_args.urls", "rollout_args.url")
 JUDGE_URL = ".reward_args.url"
 
 
@@ -127,7 +127,7 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Pa
             totals[f"{kind}: start once model and data are there"] += 1
             if meant is not None:
                 totals[f"{kind}: of these, with the model that the file means"] += 1
-            if any(key == BY_HAND or key.endswith(JUDGE_URL) for key in lacking_of(missing)):
+            if any(key in BY_HAND or key.endswith(JUDGE_URL) for key in lacking_of(missing)):
                 totals[f"{kind}: of these, with servers that are started by hand on other machines"] += 1
             if "actor_train.data_args.file_name" not in lacking_of(missing):
                 totals[f"{kind}: of these, with data files that the file names"] += 1

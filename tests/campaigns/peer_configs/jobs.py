@@ -20,6 +20,7 @@ from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import load_config
 from roll_batching.jobs.config.diagnostics import ConfigFileError, dotted
 from roll_batching.jobs.config.job import JobConfig
+from roll_batching.jobs.config.rollout_keys import NEMO_GYM
 
 FACTS = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
@@ -29,6 +30,8 @@ CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+GYM_URL, ENGINE_URL = "http://127.0.0.1:11000", "http://127.0.0.1:8001"
+"""Stand for NeMo-Gym's head server and the engine that its agents call; the checks do not call them."""
 _TESTS = {
     "case_type": "check_based",
     "test_case_function": "",
@@ -165,6 +168,10 @@ def _supplied(settings: dict[str, Any], models: PeerModels, folder: Path) -> dic
     for domain in (settings.get("rewards") or {}).values():
         if domain.get("reward_function") == "llm_judge":
             domain.setdefault("reward_args", {}).setdefault("url", JUDGE_URL)
+    if settings.get("rollout_function") == NEMO_GYM:
+        settings.setdefault("rollout_args", {}).setdefault("url", GYM_URL)
+        engine = settings.setdefault("actor_infer", {}).setdefault("engine_args", {})
+        engine.setdefault("urls", [ENGINE_URL])
     settings["output_dir"] = str(folder / "run")
     settings.pop("track_with", None)
     settings.pop("tracker_kwargs", None)
@@ -200,6 +207,9 @@ def _line(settings: dict[str, Any], tag: str) -> dict[str, Any]:
         turns = [{"role": "user", "content": "prompt 1"}]
         turns += [{"role": "assistant", "content": "1"}] if settings.get("task") == "sft" else []
         line[data["messages"]] = turns
+    if data.get("messages") == "responses_create_params.input":  # a line of NeMo-Gym
+        params = {"input": line.pop(data["messages"])}
+        line |= {"responses_create_params": params, "agent_ref": {"type": "responses_api_agents", "name": "agent"}}
     return line
 
 

@@ -54,9 +54,7 @@ def test_a_critic_that_the_file_does_not_describe_has_rolls_defaults(tmp_path: P
     assert any(text.startswith("critic: is missing") for text in done.missing)
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"), [("nemo_gym", "rollout_function"), ("math_multi_reward", "GDPO"), ("x", "function")]
-)
+@pytest.mark.parametrize(("environment", "words"), [("math_multi_reward", "GDPO"), ("x", "function")])
 def test_environments_of_nemo_rl_are_left_out_with_what_to_do(tmp_path: Path, environment: str, words: str) -> None:
     file = nemo_rl.file_of("grpo")
     file["data"]["default"]["env_name"] = environment

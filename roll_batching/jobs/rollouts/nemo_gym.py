@@ -1,0 +1,234 @@
+"""Rollout function of NeMo-Gym: a running agent makes the sample, with the tokens that the engine sampled.
+
+    rollout_function: roll_batching.jobs.rollouts.nemo_gym:rollout
+    rollout_args: {url: http://gym:11000}    # Gym's head server
+
+Protocol (NeMo-Gym, `nemo_gym/server_utils.py` and `rollout_collection.py`, August 2026): the head server's
+`/global_config_dict_yaml` names the address of each agent. A line of data is the body of the agent's `/run`; its reply
+has the `reward` and the items of `response.output`. The last item of each model call has `prompt_token_ids` (all that
+the model read), `generation_token_ids` and `generation_log_probs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from roll_batching.errors import EngineError
+from roll_batching.jobs.engines.protocol import excerpt
+from roll_batching.jobs.engines.requests import RequestFailed, get, open_session, post
+from roll_batching.jobs.engines.server_api import Call
+from roll_batching.jobs.rollouts.contract import RolloutClient, RolloutPrompt, RolloutSample
+from roll_batching.jobs.rollouts.sample_checks import SampleFault
+from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.strategy.sampling import GenerationSettings
+
+_PARAMETERS = "responses_create_params"
+_IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+_ATTEMPTS = 3
+_PAUSE_SECONDS = 0.5
+_LONGEST_SECONDS = 7 * 86400.0
+"""Limit of a request; rollout_function_timeout ends it earlier."""
+_TRAINING_SERVER = "start Gym with responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
+
+_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By event loop, which lives for a step, and head server: its configuration, which all samples read."""
+
+
+async def rollout(
+    prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer, url: str, agent: str | None = None
+) -> RolloutSample:
+    """The sample that an agent of the NeMo-Gym at `url` makes of the prompt's line.
+
+    `agent` names the agent for lines without `agent_ref`. Temperature, `top_p` and the limit of tokens are the job's;
+    a line's own `max_output_tokens` holds where it is smaller. Raises SampleFault, with what to change.
+    """
+    line = request_of(prompt, client.settings, agent)
+    name = line["agent_ref"]["name"]
+    base = str(url).rstrip("/")
+    if urlsplit(base).scheme not in ("http", "https"):
+        raise SampleFault(
+            f"rollout_args.url is {excerpt(url)!r}: write the address of Gym's head server, http://host:port"
+        )
+    address = _address(await _configuration(base), name, base)
+    where = f"NeMo-Gym's agent {name} at {address}"
+    cure = "see Gym's log; on another machine Gym must be started with default_host set to its address"
+    result = await _ask(address, Call("/run", line), where, cure)
+    return sample_of(result, where)
+
+
+def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str | None = None) -> dict[str, Any]:
+    """The body of `/run` for the prompt's line. Raises SampleFault for a line that Gym cannot use."""
+    # The reader adds a prompt and an answer to the line.
+    added = {"prompt": prompt.text, "answer": ""}
+    line = {
+        key: value
+        for key, value in prompt.record.items()
+        if (key not in added or value != added[key]) and not key.startswith(f"{_PARAMETERS}.")
+    }
+    parameters = line.get(_PARAMETERS)
+    if parameters is None and isinstance(line.get("messages"), list):
+        parameters = {"input": line["messages"]}
+    if not isinstance(parameters, Mapping) or not parameters.get("input"):
+        raise SampleFault(
+            f"its line has no {_PARAMETERS} with an input, and no messages: NeMo-Gym's lines have one or the other"
+        )
+    reference = line.get("agent_ref") or {"name": agent}
+    if not isinstance(reference, Mapping) or not isinstance(reference.get("name"), str):
+        raise SampleFault(
+            "its line has no agent_ref with a name: prepare the data with Gym, or name the agent in rollout_args.agent"
+        )
+    if settings.top_k and not settings.greedy:
+        raise SampleFault(
+            f"top_k is {settings.top_k}, which requests of the Responses API do not have: set "
+            "actor_infer.generating_args.top_k to 0"
+        )
+    own = parameters.get("max_output_tokens")
+    sampling = {
+        "temperature": 0.0 if settings.greedy else settings.temperature,
+        "top_p": 1.0 if settings.greedy else settings.top_p,
+        "max_output_tokens": settings.max_new_tokens if own is None else min(own, settings.max_new_tokens),
+    }
+    return {**line, "agent_ref": dict(reference), _PARAMETERS: {**parameters, **sampling}}
+
+
+def sample_of(result: Any, where: str) -> RolloutSample:
+    """The sample of an agent's reply: sampled tokens with their log-probs, and between turns masked tokens.
+
+    Turn k + 1 must read all tokens of turn k: then the whole rollout is one sequence, and each of its tokens was
+    sampled after those before it. Raises SampleFault for other replies.
+    """
+    response = result.get("response") if isinstance(result, Mapping) else None
+    output = response.get("output") if isinstance(response, Mapping) else None
+    if not isinstance(response, Mapping) or not isinstance(output, list):
+        raise SampleFault(f"the reply of {where} has no response with an output: {excerpt(result)}")
+    turns = [_turn(item, number, where) for number, item in enumerate(output) if _has_tokens(item)]
+    if not turns:
+        raise SampleFault(_without_turns(output, where))
+    prompt, tokens, mask, log_probs = turns[0][0], list[int](), list[int](), list[float]()
+    context = prompt
+    for number, (before, sampled, values) in enumerate(turns, 1):
+        _check_history(context, before, number, where)
+        added = before[len(context) :]
+        tokens += [*added, *sampled]
+        mask += [0] * len(added) + [1] * len(sampled)
+        log_probs += [0.0] * len(added) + values
+        context = [*before, *sampled]
+    return RolloutSample(
+        prompt_tokens=prompt,
+        tokens=tokens,
+        loss_mask=mask,
+        log_probs=log_probs,
+        reward=_reward(result, where),
+        finished=False if response.get("incomplete_details") else None,
+        marks={"flagged": bool(result.get("mask_sample"))},
+    )
+
+
+def _has_tokens(item: Any) -> bool:
+    """Whether the item ends a model call that sampled tokens."""
+    return isinstance(item, Mapping) and bool(item.get("generation_token_ids"))
+
+
+def _turn(item: Mapping[str, Any], number: int, where: str) -> tuple[list[int], list[int], list[float]]:
+    lists = [item.get(name) for name in _IDS]
+    for name, values in zip(_IDS, lists, strict=True):
+        if not isinstance(values, list) or not values:
+            raise SampleFault(f"output item {number} of {where} has no {name}: {_TRAINING_SERVER}")
+    before, sampled, values = lists
+    if len(values) != len(sampled):
+        raise SampleFault(
+            f"output item {number} of {where} has {len(sampled):,} generation_token_ids and {len(values):,} "
+            f"generation_log_probs: each token needs one; {_TRAINING_SERVER}"
+        )
+    return before, sampled, values
+
+
+def _without_turns(output: Sequence[Any], where: str) -> str:
+    kinds = [item.get("type") if isinstance(item, Mapping) else type(item).__name__ for item in output]
+    return (
+        f"no output item of {where} has generation_token_ids (items: {excerpt(kinds)}): either the model server does "
+        f"not return them ({_TRAINING_SERVER}), or nothing was sampled because the prompt does not fit into the "
+        "engine's context (leave the line out, or raise sequence_length and the engine's --max-model-len)"
+    )
+
+
+def _check_history(context: Sequence[int], before: Sequence[int], number: int, where: str) -> None:
+    """Raises SampleFault unless `before`, read by turn `number`, begins with `context`."""
+    if before[: len(context)] == context:
+        return
+    pairs = enumerate(zip(context, before, strict=False))
+    place = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(context), len(before)))
+    raise SampleFault(
+        f"the prompt of turn {number} of {where} does not begin with the tokens of turn {number - 1}; the first "
+        f"difference is at token {place:,}. The agent or the chat template rewrites the history (such as dropping "
+        "reasoning), or text is tokenized to other tokens than those sampled: use a template that keeps the history, "
+        "a server that continues from the tokens of earlier turns, or an agent of one turn"
+    )
+
+
+def _reward(result: Mapping[str, Any], where: str) -> float:
+    reward = result.get("reward")
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise SampleFault(
+            f"the reward of {where} is {excerpt(repr(reward), 60)}: its verifier must return a finite number"
+        )
+    return float(reward)
+
+
+async def _configuration(url: str) -> Any:
+    """Gym's configuration, from its head server; asked for once in an event loop."""
+    loop = asyncio.get_running_loop()
+    tasks = _servers.setdefault(loop, {})
+    if url not in tasks:
+        tasks[url] = loop.create_task(_read_configuration(url))
+    return await asyncio.shield(tasks[url])
+
+
+async def _read_configuration(url: str) -> Any:
+    where, cure = f"NeMo-Gym's head server at {url}", "start Gym before the job, or correct rollout_args.url"
+    text = await _ask(url, "/global_config_dict_yaml", where, cure)
+    try:
+        return yaml.safe_load(text) if isinstance(text, str) else text
+    except yaml.YAMLError:
+        raise SampleFault(f"the configuration of {where} is not YAML: {excerpt(text)}; {cure}") from None
+
+
+def _address(configuration: Any, agent: str, url: str) -> str:
+    """URL of `agent` by Gym's configuration: server > type > name > host and port."""
+    servers = configuration if isinstance(configuration, dict) else {}
+    settings: Any = servers.get(agent)
+    for _ in range(2):
+        settings = next(iter(settings.values()), None) if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or not settings.get("host") or not settings.get("port"):
+        known = sorted(
+            str(name) for name, one in servers.items() if isinstance(one, dict) and "responses_api_agents" in one
+        )
+        raise SampleFault(
+            f"NeMo-Gym at {url} runs no agent {agent!r}, but {', '.join(known) or 'none'}: start Gym with its "
+            "configuration, or correct agent_ref of the lines (rollout_args.agent for lines without)"
+        )
+    return f"http://{settings['host']}:{settings['port']}"
+
+
+async def _ask(url: str, call: Call | str, where: str, cure: str) -> Any:
+    """The reply to a request, which is repeated if the server fails. Raises SampleFault."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            async with open_session(_LONGEST_SECONDS) as session:
+                return await (get(session, url, call) if isinstance(call, str) else post(session, url, call))
+        except RequestFailed as error:
+            if attempt == _ATTEMPTS:
+                raise SampleFault(f"{where} did not answer in {_ATTEMPTS} attempts: {error}; {cure}") from None
+            await asyncio.sleep(_PAUSE_SECONDS)
+        except EngineError as error:
+            raise SampleFault(f"{where}: {error}; {cure}") from None
+    raise AssertionError("the last attempt returns or raises")
