@@ -139,9 +139,9 @@ def _has_tokens(item: Any) -> bool:
 
 
 def _turn(item: Mapping[str, Any], number: int, where: str) -> tuple[list[int], list[int], list[float]]:
-    lists = [item.get(name) for name in _IDS]
-    for name, values in zip(_IDS, lists, strict=True):
-        if not isinstance(values, list) or not values:
+    lists: list[Any] = [item.get(name) for name in _IDS]
+    for name, given in zip(_IDS, lists, strict=True):
+        if not isinstance(given, list) or not given:
             raise SampleFault(f"output item {number} of {where} has no {name}: {_TRAINING_SERVER}")
     before, sampled, values = lists
     if len(values) != len(sampled):
