@@ -77,7 +77,9 @@ def convert_data(file: NemoRlFile, task: str) -> None:
     for ours, (value, origin) in keys.items():
         file.draft.put((*_DATA, ours), value, origin)
     if not keys:
-        for ours, (theirs, plain) in next(iter(_KINDS[task].values())).items():
+        kind = _GYM if task in RL_TASKS and _uses_gym(file, environment) else next(iter(_KINDS[task].values()))
+        keys = {ours: (plain, "data.train") for ours, (_, plain) in kind.items()}
+        for ours, (theirs, plain) in kind.items():
             text = f"key of the lines in the file to be filled in; NeMo-RL: {theirs}"
             file.draft.put((*_DATA, ours), plain, "data.train", text)
     template = file.take("policy.tokenizer.chat_template", "default")
@@ -162,7 +164,7 @@ def _leave_out_details(file: NemoRlFile, task: str, where: str, own: Mapping[str
 
 def _reward(file: NemoRlFile, environment: Any) -> None:
     """The reward of the environment that the data names, if it is supported."""
-    if environment == "nemo_gym" or file.peek("env.should_use_nemo_gym"):
+    if _uses_gym(file, environment):
         _gym(file)
         return
     math = file.peek("env.math")
@@ -183,6 +185,10 @@ def _reward(file: NemoRlFile, environment: Any) -> None:
     for name in list(file.peek("env") or {}):
         file.take(f"env.{name}")
         file.draft.leave_out(f"env.{name}", "idle", "no prompts of data.train are of this environment")
+
+
+def _uses_gym(file: NemoRlFile, environment: Any) -> bool:
+    return environment == "nemo_gym" or bool(file.peek("env.should_use_nemo_gym"))
 
 
 def _gym(file: NemoRlFile) -> None:
