@@ -78,8 +78,9 @@ def choose_kernels(strategy: MegatronConfig, architecture: ArchitectureConfig, d
         experts=architecture.moe is not None,
         installed=installed,
     )
-    if architecture.activation != "silu" and not fused["bias_activation_fusion"]:
-        fused["bias_activation_fusion"] = f"Megatron has no kernel for {architecture.activation} on every device"
+    activation = architecture.activation if architecture.hybrid is None else "squared_relu"
+    if activation != "silu" and not fused["bias_activation_fusion"]:
+        fused["bias_activation_fusion"] = f"Megatron has no kernel for {activation} on every device"
     parts = [f"attention: {attention.name} ({why})", f"layers: {_describe_layers(strategy, layers, installed)}"]
     if on := [name for name, reason in fused.items() if not reason]:
         parts.append(f"fused: {', '.join(on)}")

@@ -211,17 +211,19 @@ class _RMSNorm(torch.autograd.Function):
     """Fused RMSNorm of CUDA, which C++ would decompose on "meta"; it saves input, weight and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-def _rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+def _rms_norm(
+    x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
     out: torch.Tensor = _RMSNorm.apply(x, weight)
     return out
 

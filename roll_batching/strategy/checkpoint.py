@@ -255,6 +255,7 @@ def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -
     if saved is None or own is None:
         return
     saved = {"value_head": False, **saved}  # versions before 0.2 had none
+    saved, own = ({**one, "mtp_num_layers": one.get("mtp_num_layers") or 0} for one in (saved, own))  # None: none
     ignored = {"mtp_num_layers"} if _leaves_heads(model) else set()
     differing = [
         f"{key} is {saved[key]} there and {own[key]} here"
