@@ -80,6 +80,8 @@ def server_options(job: JobKeys) -> dict[str, Any]:
     derived: dict[str, Any] = {}
     if args.strategy_name == "vllm" and wrong_log_probs(job, PROCESSED) and not wrong_log_probs(job, RAW):
         derived = {"logprobs_mode": RAW}
+    if job.actor_train.router_replay.mode == "R3":
+        derived["enable_return_routed_experts"] = True
     return derived | {name: value for name, value in args.engine_options.items() if ignored_option(name, value) is None}
 
 

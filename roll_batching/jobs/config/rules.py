@@ -231,10 +231,14 @@ def _router_replay(job: JobKeys) -> Iterator[Problem]:
     if model is not None and model.moe is None:
         yield Problem(path, f"is {mode}, but the model has no mixture of experts (architecture.moe); leave it out")
         return
-    if mode == "R3":
-        text = "is R3, router replay with the experts of the sampler, which samplers do not return here for now"
-        yield Problem(path, f"{text}; use R2, which replays the experts of the pass of old log-probs")
-    elif train.logprob_plan in ("none", "rollout"):
+    if mode == "R3" and not (uses_engine(job) and job.actor_infer.strategy_args.strategy_name in SERVED):
+        text = "is R3, router replay with the experts of the sampler, which servers return: set actor_infer."
+        text += "strategy_args.strategy_name to sglang or vllm and pretrain to a model directory"
+        yield Problem(path, f"{text}; or use R2, which replays the experts of the pass of old log-probs")
+    elif mode == "R3" and job.rollout_function is not None:
+        text = "is R3, and rollout_function makes samples of several generations, whose experts it does not return"
+        yield Problem(path, f"{text}; use R2")
+    elif mode == "R2" and train.logprob_plan in ("none", "rollout"):
         text = f"is R2: it records experts in the pass of old log-probs, which logprob_plan: {train.logprob_plan} omits"
         yield Problem(path, f"{text}; set logprob_plan to train or own")
     if train.strategy_args.strategy_config.has_cp_per_pack:

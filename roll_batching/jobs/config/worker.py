@@ -117,8 +117,8 @@ class RouterReplay(Settings):
     ] = setting(
         "disabled",
         help="R2: the experts that routers chose in the pass of old log-probs are the experts of training, in all "
-        "optimizer steps of a rollout. disabled: routers choose anew in each pass. R3, the experts of the sampler, is "
-        "refused for now.",
+        "optimizer steps of a rollout. R3: the experts with which the engine (sglang or vllm) sampled, in the pass of "
+        "old log-probs too. disabled: routers choose anew in each pass.",
     )
 
 

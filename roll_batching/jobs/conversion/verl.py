@@ -143,6 +143,8 @@ def _switched_off(file: VerlFile, model: str) -> None:
             file.take(section)
         elif section != "engine.router_replay":
             file.put((_ROLE, "router_replay", "mode"), mode, f"{section}.mode")
+        if mode == "R3":
+            file.take(f"{ROLLOUT}.enable_rollout_routing_replay")  # the mode implies it here
     for key in ("data.train_max_samples", "data.val_max_samples"):
         if file.peek(key) == -1:
             file.take(key)

@@ -15,7 +15,8 @@ from roll_batching.errors import EngineError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import reads_engine_log_probs, wrong_log_probs
 from roll_batching.jobs.config.engines import ENGINES
-from roll_batching.jobs.engines.protocol import Engine, GenerationRequest, GenerationResult, ServerProcess
+from roll_batching.jobs.engines.protocol import Engine, GenerationRequest, GenerationResult, Mixture, ServerProcess
+from roll_batching.jobs.engines.routed_experts import mixture_of, with_experts
 from roll_batching.jobs.seeds import response_seed
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import GenerationSettings
@@ -40,6 +41,7 @@ class EngineClient:
         self.engine: Engine = make(role.engine_args, layout.device)
         self._replica = replica_group(layout)
         self._asleep = asleep
+        self._mixture = mixture_of(config)
 
     def load(self, path: Path, version: int) -> None:
         """Has the engine load the model directory at `path`, and wakes it up.
@@ -92,6 +94,7 @@ class EngineClient:
         """Responses to this replica's prompts, in the format of `MegatronInferStrategy.generate`.
 
         Each response is seeded by the settings' seed and the id of its prompt, if the engine takes seeds per request.
+        With `router_replay: R3` the batch has `routed_experts`.
         """
         tokens = [row for row in prompts.to_lists("input_ids") for _ in range(settings.num_return_sequences)]
         results: list[GenerationResult] = []
@@ -100,14 +103,15 @@ class EngineClient:
         patience = self.engine.generation_timeout(most_requests) + _MARGIN
         with consensus(self.layout.host_group, "rollouts", patience=patience):
             if self.layout.is_replica_leader and tokens:
-                results = self.engine.generate(_requests(prompts, settings), settings)
+                results = self.engine.generate(_requests(prompts, settings, self._mixture), settings)
         if self._replica is not None:
             box: list[Any] = [results]
             group, source = self._replica
             dist.broadcast_object_list(box, src=source, group=group)
             results = box[0]
         responses = [(torch.tensor(one.tokens), torch.tensor(one.log_probs, dtype=torch.float32)) for one in results]
-        return responses_to_batch([row.cpu() for row in tokens], responses)
+        batch = responses_to_batch([row.cpu() for row in tokens], responses)
+        return batch if self._mixture is None else with_experts(batch, results, self._mixture)
 
     def request_metrics(self) -> dict[str, float]:
         """Metrics of this rank's requests since the last call. Not collective."""
@@ -133,10 +137,15 @@ def sum_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def _requests(prompts: SampleBatch, settings: GenerationSettings) -> list[GenerationRequest]:
+def _requests(prompts: SampleBatch, settings: GenerationSettings, mixture: Mixture | None) -> list[GenerationRequest]:
     group = settings.num_return_sequences
     return [
-        GenerationRequest(tokens=row.tolist(), seed=response_seed(settings.seed, prompt * group + member), group=prompt)
+        GenerationRequest(
+            tokens=row.tolist(),
+            seed=response_seed(settings.seed, prompt * group + member),
+            group=prompt,
+            mixture=mixture,
+        )
         for prompt, row in zip(prompts.ids.tolist(), prompts.to_lists("input_ids"), strict=True)
         for member in range(group)
     ]

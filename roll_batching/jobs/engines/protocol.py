@@ -7,10 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from roll_batching.strategy.sampling import GenerationSettings
 
 _ANY_VOCABULARY = 1 << 31
 _LARGEST_FLOAT32 = 3e38
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Numbers of a model's layers and experts."""
+
+    num_layers: int
+    """All layers, with experts or without."""
+    layers: tuple[int, ...]
+    """Those with experts, from 0 on, ascending."""
+    top_k: int
+    """Experts per token."""
+    num_experts: int
+
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of the experts of `tokens` in a reply: int32 as base64."""
+        return tokens * self.num_layers * self.top_k * 4 * 4 // 3 + 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +42,8 @@ class GenerationRequest:
     """31-bit seed of this response, for engines that take one per request."""
     group: int
     """Number of the prompt: requests of a group can share its prefix cache."""
+    mixture: Mixture | None = None
+    """Return the experts of this model's tokens; None: do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +54,8 @@ class GenerationResult:
     """Token ids, including the stop token if it ended at one."""
     log_probs: list[float]
     """Of each token, at the sampling temperature, before top-k and top-p."""
+    experts: np.ndarray | None = None
+    """int16 `[tokens, layers with experts, top-k]` of prompt and response, where they were requested."""
 
 
 @dataclass(frozen=True, kw_only=True)

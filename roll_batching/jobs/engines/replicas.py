@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from roll_batching.jobs.engines.protocol import (
     excerpt,
 )
 from roll_batching.jobs.engines.requests import HEALTH_SECONDS, RequestFailed, get, is_healthy, open_session, post
+from roll_batching.jobs.engines.routed_experts import checked_experts
 from roll_batching.jobs.engines.server_api import Call, ServerApi
 from roll_batching.strategy.sampling import GenerationSettings
 
@@ -234,7 +235,7 @@ class Replicas:
                 self._counts["requests"] += 1
                 try:
                     reply = await post(session, server.url, call)
-                    attempts.result = self.api.parse_generation(reply, settings, self.version)
+                    attempts.result = self._result(attempts.request, reply, settings)
                     attempts.url = server.url
                     return
                 except (RequestFailed, MalformedReply) as error:
@@ -247,6 +248,14 @@ class Replicas:
             f"{self.api.name}: a request failed {len(attempts.failures)} times: {'; '.join(attempts.failures)}. Look "
             "at the servers' logs; actor_infer.engine_args has request_timeout and retries"
         )
+
+    def _result(self, request: GenerationRequest, reply: Any, settings: GenerationSettings) -> GenerationResult:
+        """The response in a reply, with experts where they were requested. Raises MalformedReply."""
+        result = self.api.parse_generation(reply, settings, self.version)
+        if request.mixture is None:
+            return result
+        raw = self.api.parse_experts(reply)
+        return replace(result, experts=checked_experts(raw, request.mixture, len(request.tokens), result))
 
     def _count_failure(self, attempts: _Attempts, url: str, reason: str) -> None:
         attempts.failures.append(f"{url}: {reason}")

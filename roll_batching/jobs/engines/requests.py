@@ -35,7 +35,7 @@ def open_session(seconds: float) -> Any:
 async def post(session: Any, url: str, call: Call) -> Any:
     """The reply's JSON, or else its text. Raises EngineError when refused, RequestFailed when worth repeating."""
     request = session.post(url + call.path, json=call.body, params=call.parameters, allow_redirects=False)
-    return await _reply(request, url, call.path)
+    return await _reply(request, url, call.path, _LARGEST_REPLY + call.extra_bytes)
 
 
 async def get(session: Any, url: str, path: str) -> Any:
@@ -43,7 +43,7 @@ async def get(session: Any, url: str, path: str) -> Any:
     return await _reply(session.get(url + path, allow_redirects=False), url, path)
 
 
-async def _reply(request: Any, url: str, path: str) -> Any:
+async def _reply(request: Any, url: str, path: str, most_bytes: int = _LARGEST_REPLY) -> Any:
     import aiohttp
 
     try:
@@ -51,8 +51,8 @@ async def _reply(request: Any, url: str, path: str) -> Any:
             body = bytearray()
             async for chunk in response.content.iter_any():
                 body += chunk
-                if len(body) > _LARGEST_REPLY:
-                    raise RequestFailed(f"{path}: its reply has more than {_LARGEST_REPLY >> 20} MiB")
+                if len(body) > most_bytes:
+                    raise RequestFailed(f"{path}: its reply has more than {most_bytes >> 20} MiB")
             status = response.status
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         raise RequestFailed(f"{path}: {type(error).__name__} {error}".strip()) from None

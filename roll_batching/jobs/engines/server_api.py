@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from roll_batching.jobs.engines.protocol import (
@@ -27,6 +28,8 @@ class Call:
     path: str
     body: Any = None
     parameters: Mapping[str, str] = field(default_factory=dict)
+    extra_bytes: int = 0
+    """Bytes by which its reply may exceed the usual limit."""
 
 
 class ServerApi(Protocol):
@@ -44,6 +47,9 @@ class ServerApi(Protocol):
 
     def parse_generation(self, reply: Any, settings: GenerationSettings, version: int) -> GenerationResult:
         """The response in a reply. Raises MalformedReply."""
+
+    def parse_experts(self, reply: Any) -> np.ndarray:
+        """Integers: the experts of all tokens but the last, in all layers, flat or shaped. Raises MalformedReply."""
 
     def parse_process(self, reply: Any) -> ServerProcess:
         """The server's process. Raises MalformedReply."""

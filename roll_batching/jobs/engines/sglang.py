@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from roll_batching.jobs.engines.protocol import GenerationRequest, GenerationResult, MalformedReply, ServerProcess
+from roll_batching.jobs.engines.routed_experts import decode_int32
 from roll_batching.jobs.engines.server_api import (
     Call,
     GroupRendezvous,
@@ -45,7 +47,11 @@ class SGLang:
             "max_new_tokens": settings.max_new_tokens,
             "sampling_seed": request.seed,
         }
-        return Call("/generate", {"input_ids": request.tokens, "sampling_params": sampling, "return_logprob": True})
+        body = {"input_ids": request.tokens, "sampling_params": sampling, "return_logprob": True}
+        if request.mixture is None:
+            return Call("/generate", body)
+        size = request.mixture.bytes_of(len(request.tokens) + settings.max_new_tokens)
+        return Call("/generate", {**body, "return_routed_experts": True}, extra_bytes=size)
 
     def parse_generation(self, reply: Any, settings: GenerationSettings, version: int) -> GenerationResult:
         """The response in a reply. Raises MalformedReply, also when its weights are not `version`."""
@@ -61,6 +67,13 @@ class SGLang:
         if [token for _, token in pairs] != tokens and len(pairs) == len(tokens):
             raise MalformedReply("its log-probs are of other tokens")
         return make_result(tokens, [value for value, _ in pairs], reason, settings)
+
+    def parse_experts(self, reply: Any) -> np.ndarray:
+        """The experts in a reply, flat."""
+        meta = reply["meta_info"]
+        if meta.get("routed_experts_start_len"):
+            raise MalformedReply(f"its routed_experts begin at token {meta['routed_experts_start_len']}")
+        return decode_int32(meta.get("routed_experts"))
 
     def parse_process(self, reply: Any) -> ServerProcess:
         """Not called: replies name the version of their weights."""

@@ -15,7 +15,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from roll_batching.jobs.engines.protocol import GenerationRequest, GenerationResult, MalformedReply, ServerProcess
+from roll_batching.jobs.engines.routed_experts import decode_npy
 from roll_batching.jobs.engines.server_api import Call, make_result, missing_field, sampling_parameters
 from roll_batching.strategy.sampling import GenerationSettings
 
@@ -29,7 +32,9 @@ class VLLM:
     process_path: str | None = "/server_info?config_format=json"
 
     def generation_call(self, request: GenerationRequest, settings: GenerationSettings) -> Call:
-        """The request for one response."""
+        """The request for one response. Servers return experts by their command line alone."""
+        mixture = request.mixture
+        size = 0 if mixture is None else mixture.bytes_of(len(request.tokens) + settings.max_new_tokens)
         return Call(
             "/v1/completions",
             {
@@ -41,6 +46,7 @@ class VLLM:
                 "logprobs": 1,
                 "return_token_ids": True,
             },
+            extra_bytes=size,
         )
 
     def parse_generation(self, reply: Any, settings: GenerationSettings, version: int) -> GenerationResult:
@@ -52,6 +58,10 @@ class VLLM:
         except (KeyError, TypeError, ValueError) as error:
             raise missing_field(error, reply) from None
         return make_result(tokens, log_probs, reason, settings)
+
+    def parse_experts(self, reply: Any) -> np.ndarray:
+        """The experts in a reply, `[tokens - 1, layers, top-k]`."""
+        return decode_npy(reply["choices"][0].get("routed_experts"))
 
     def parse_process(self, reply: Any) -> ServerProcess:
         """The server's process. Raises MalformedReply."""

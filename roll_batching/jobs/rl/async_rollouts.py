@@ -38,10 +38,17 @@ from roll_batching.jobs.seeds import step_seed
 from roll_batching.jobs.streams.rollout_queue import QueueMetrics
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.samples import FieldSpec, SampleBatch, rank_slice
+from roll_batching.samples.fields import EXPERTS_SPEC, ROUTED_EXPERTS
 
 WEIGHTS = "weights"
 """Folder of the weights that the sampler loads, in the run's folder (or the engine's weights folder)."""
-_SCHEMA = {"input_ids": FieldSpec("token"), "response_mask": FieldSpec("token"), "log_probs": FieldSpec("next_token")}
+_SCHEMA = {
+    "input_ids": FieldSpec("token"),
+    "response_mask": FieldSpec("token"),
+    "log_probs": FieldSpec("next_token"),
+    ROUTED_EXPERTS: EXPERTS_SPEC,
+}
+"""Fields that an answer may have."""
 
 
 class AsyncRollouts:
@@ -219,8 +226,9 @@ def parts_per_step(ratio: float, prompts: int) -> int:
 
 def _concat_batches(answers: Sequence[Answer]) -> SampleBatch:
     lengths = torch.from_numpy(np.concatenate([answer.lengths for answer in answers]))
-    columns = {name: torch.from_numpy(np.concatenate([answer.fields[name] for answer in answers])) for name in _SCHEMA}
-    return SampleBatch(torch.arange(len(lengths)), lengths, columns, _SCHEMA)
+    schema = {name: _SCHEMA[name] for name in answers[0].fields}
+    columns = {name: torch.from_numpy(np.concatenate([answer.fields[name] for answer in answers])) for name in schema}
+    return SampleBatch(torch.arange(len(lengths)), lengths, columns, schema)
 
 
 def _concat_scores(answers: Sequence[Answer]) -> StepScores:

@@ -371,7 +371,7 @@ class Grpo:
             reference=self.reference,
             remote_reference=self.remote_reference,
             add_fields=partial(self._add_fields, domains=scores.domains, seed=seed) if adds_fields else None,
-            router_replay=config.actor_train.router_replay.mode != "disabled",
+            router_replay=config.actor_train.router_replay.mode == "R2",
             update=self.critic is None or step > config.critic_warmup,
         )
 

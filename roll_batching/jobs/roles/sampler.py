@@ -56,7 +56,7 @@ class Answer:
     lengths: np.ndarray
     """int64 `[n]`."""
     fields: dict[str, np.ndarray]
-    """`input_ids`, `response_mask`, `log_probs`: flat, as in a `SampleBatch`."""
+    """`input_ids`, `response_mask`, `log_probs`, under R3 `routed_experts`: flat, as in a `SampleBatch`."""
     scores: Any
     """`rollout.StepScores`, ids from 0."""
     figures: dict[str, float]
@@ -131,7 +131,7 @@ class _Sampler:
             version=self.version,
             seconds=time.perf_counter() - started,
             lengths=batch.lengths.numpy(),
-            fields={name: batch[name].cpu().numpy() for name in ("input_ids", "response_mask", "log_probs")},
+            fields={name: batch[name].cpu().numpy() for name in batch.schema},
             scores=scores,
             figures=self._engine_metrics(request),
         )

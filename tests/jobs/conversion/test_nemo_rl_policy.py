@@ -106,11 +106,9 @@ def test_keys_of_mixtures_are_kept_refused_or_without_effect(tmp_path, given, re
 
 @pytest.mark.config
 @pytest.mark.parametrize("enabled", [True, False])
-def test_router_replay_of_vllms_experts_is_refused(tmp_path, enabled):
-    file = with_policy(router_replay={"enabled": enabled})
-    found = reasons(tmp_path, file, "refused")
-    assert ("policy.router_replay.enabled" in found) == enabled
-    assert not enabled or "use R2" in found["policy.router_replay.enabled"]
+def test_router_replay_of_vllms_experts_is_kept(tmp_path, enabled):
+    job = job_of(tmp_path, with_policy(router_replay={"enabled": enabled}))
+    assert job.actor_train.router_replay.mode == ("R3" if enabled else "disabled")
 
 
 @pytest.mark.config

@@ -227,9 +227,9 @@ def test_router_replay_keeps_its_mode_where_it_can(tmp_path):
     key = f"{A}.router_replay.mode"
     done = converted(tmp_path, f"model_engine=megatron {key}=R2")
     assert job_of(done, tmp_path).actor_train.router_replay.mode == "R2"
-    rollouts = f"{R}.enable_rollout_routing_replay"
-    refused = left_out(converted(tmp_path, f"model_engine=megatron {key}=R3 {rollouts}=True"), "refused")
-    assert "use R2" in refused[key] and rollouts in refused
+    done = converted(tmp_path, f"model_engine=megatron {key}=R3 {R}.enable_rollout_routing_replay=True")
+    assert job_of(done, tmp_path).actor_train.router_replay.mode == "R3"
+    assert not [name for name in left_out(done, "refused") if "replay" in name]
     assert not [name for name in left_out(converted(tmp_path, f"{key}=disabled"), "refused") if "replay" in name]
 
 

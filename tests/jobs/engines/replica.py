@@ -26,6 +26,8 @@ class Options:
     """As --tp-size."""
     dummy: bool = False
     """As --load-format dummy: without real weights, until it is told otherwise to read some."""
+    experts: bool = False
+    """As --enable-return-routed-experts."""
     older: bool = False
     """sglang: /get_server_info, and no /server_info yet."""
 

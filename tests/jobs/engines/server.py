@@ -4,7 +4,8 @@
 
 They take the fields that the engines' request models have and refuse all others, sample with a seed per request, load
 new weights from a directory, and answer nothing while they are paused. Faults are ordered at /_fault, a path that no
-engine has: {"kind": "slow" | "500" | "cut" | "short" | "other" | "stale" | "abort" | "restarts", "times": n};
+engine has: {"kind": "slow" | "500" | "cut" | "short" | "other" | "stale" | "abort" | "restarts" | "dies"
+| "experts_cut" | "experts_zero" | "experts_high" | "experts_text", "times": n};
 {"kind": "restart"} is a new process with the first weights; {"kind": "die"} closes the port; {"kind":
 "weights_refused"} keeps out of process groups; {"kind": "weights_die" | "weights_hang" | "weights_misfit", "after": n}
 befalls the update after the next n. /_seen tells what came.
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--sleeps", action="store_true", help="as --enable-sleep-mode, --enable-memory-saver")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that take weights from a process group")
     parser.add_argument("--dummy", action="store_true", help="as --load-format dummy")
+    parser.add_argument("--experts", action="store_true", help="as --enable-return-routed-experts")
     parser.add_argument("--older", action="store_true", help="sglang: /get_server_info, and no /server_info yet")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -72,6 +74,7 @@ def main() -> None:
             sleeps=args.sleeps,
             ranks=args.tp_size,
             dummy=args.dummy,
+            experts=args.experts,
             older=args.older,
         )
         asyncio.run(serve(args.model, args.kind, ports, options))

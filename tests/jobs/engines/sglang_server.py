@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.jobs.engines.experts import routed_text
 from tests.jobs.engines.receiving import Groups
 from tests.jobs.engines.replica import Options, Replica, fields, known
 
@@ -93,6 +94,8 @@ class SGLangServer(Replica):
             }
             if body.get("return_logprob"):
                 meta |= {"input_token_logprobs": [], "output_token_logprobs": pairs[: -1 if fault == "short" else None]}
+            if self.options.experts and body.get("return_routed_experts"):
+                meta["routed_experts"] = routed_text(self.model, [*body["input_ids"], *tokens], fault, npy=False)
             said = [tokens[0] + 1, *tokens[1:]] if fault == "other" else tokens
             return {"text": "", "output_ids": said, "meta_info": meta}
 

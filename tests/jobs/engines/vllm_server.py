@@ -6,6 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.jobs.engines.experts import routed_text
 from tests.jobs.engines.replica import Replica, fields
 
 COMPLETION = (
@@ -73,6 +74,8 @@ class VLLMServer(Replica):
                     "top_logprobs": [],
                     "text_offset": [],
                 }
+            if self.options.experts:
+                choice["routed_experts"] = routed_text(self.model, [*body["prompt"], *tokens], fault, npy=True)
             if body.get("return_token_ids"):
                 choice |= {"token_ids": tokens, "prompt_token_ids": body["prompt"]}
             return {

@@ -1,0 +1,107 @@
+"""Experts of a response's tokens, as servers return them: decoded, checked, and as a batch's field.
+
+Both engines return the experts of every token that they computed, in every layer of the model, dense ones included.
+The last sampled token is not computed. Sources: SGLang's `return_routed_experts` (base64 of int32 in
+`meta_info.routed_experts`), and `CompletionResponseChoice` of vLLM's `entrypoints/openai/completion/protocol.py`
+(base64 of an .npy file).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.engines.protocol import GenerationResult, MalformedReply, Mixture
+from roll_batching.samples import SampleBatch
+from roll_batching.samples.fields import EXPERTS_SPEC, ROUTED_EXPERTS
+
+_UNSET = -1
+"""Of a token whose experts are not known: its router chooses."""
+_OPTION = "Start the server with --enable-return-routed-experts"
+
+
+def mixture_of(config: JobConfig) -> Mixture | None:
+    """The mixture whose experts the sampler must return; None without `router_replay: {mode: R3}`."""
+    model = config.actor_train.model_args.architecture
+    if config.actor_train.router_replay.mode != "R3" or model is None or model.moe is None:
+        return None
+    return Mixture(
+        num_layers=model.num_layers,
+        layers=tuple(layer for layer in range(model.num_layers) if model.moe.is_mixture(layer)),
+        top_k=model.moe.router_topk,
+        num_experts=model.moe.num_experts,
+    )
+
+
+def decode_int32(text: Any) -> np.ndarray:
+    """The numbers in base64 of int32, `[numbers]`. Raises MalformedReply."""
+    data = _decode(text)
+    if len(data) % 4:
+        raise MalformedReply(f"its routed_experts has {len(data)} bytes, and int32 has 4 each")
+    return np.frombuffer(data, dtype="<i4")
+
+
+def decode_npy(text: Any) -> np.ndarray:
+    """The array in base64 of an .npy file. Raises MalformedReply."""
+    try:
+        return np.load(io.BytesIO(_decode(text)), allow_pickle=False)  # type: ignore[no-any-return]
+    except (ValueError, EOFError, OSError) as error:
+        raise MalformedReply(f"its routed_experts is no array: {error}") from None
+
+
+def _decode(text: Any) -> bytes:
+    if text is None:
+        raise MalformedReply(f"it has no routed_experts, which router_replay: R3 needs. {_OPTION}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise MalformedReply(f"its routed_experts is not base64: {error}") from None
+
+
+def checked_experts(raw: np.ndarray, mixture: Mixture, prompt_tokens: int, result: GenerationResult) -> np.ndarray:
+    """Experts of prompt and response: int16 `[tokens, layers with experts, top-k]`; -1 for the last token.
+
+    `raw` has the experts of all tokens but the last, flat or `[tokens - 1, layers, top-k]`. Raises MalformedReply for
+    another shape, for experts that the model does not have, and for a token with an expert twice.
+    """
+    tokens = prompt_tokens + len(result.tokens)
+    shape = (tokens - 1, mixture.num_layers, mixture.top_k)
+    if raw.dtype.kind not in "iu" or raw.size != np.prod(shape) or (raw.ndim > 1 and raw.shape != shape):
+        raise MalformedReply(
+            f"its routed_experts has the shape {list(raw.shape)} of {raw.dtype}, not {list(shape)} of integers: "
+            f"{tokens} tokens but the last, which was sampled and not computed; all {mixture.num_layers} layers; "
+            f"{mixture.top_k} experts each"
+        )
+    experts = raw.reshape(shape)[:, list(mixture.layers)].astype(np.int64)
+    wrong = (experts < 0) | (experts >= mixture.num_experts)
+    if wrong.any():
+        token, layer, place = (int(index[0]) for index in wrong.nonzero())
+        raise MalformedReply(
+            f"its routed_experts sends token {token} to expert {experts[token, layer, place]} in layer "
+            f"{mixture.layers[layer]}, and the model has 0 to {mixture.num_experts - 1}"
+        )
+    ordered = np.sort(experts, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    if twice.any():
+        token, layer = (int(index[0]) for index in twice.nonzero())
+        raise MalformedReply(
+            f"its routed_experts sends token {token} twice to one expert in layer {mixture.layers[layer]}: "
+            f"{experts[token, layer].tolist()}. Zeros are experts that the server did not record"
+        )
+    last = np.full((1, *experts.shape[1:]), _UNSET)
+    return np.concatenate([experts, last]).astype(np.int16)
+
+
+def with_experts(batch: SampleBatch, results: Sequence[GenerationResult], mixture: Mixture) -> SampleBatch:
+    """`batch`, the samples of `results` in their order, with the token field `routed_experts`."""
+    parts = [one.experts for one in results if one.experts is not None]
+    empty = np.zeros((0, len(mixture.layers), mixture.top_k), dtype=np.int16)
+    field = torch.from_numpy(np.concatenate([empty, *parts]))
+    return batch.with_fields({ROUTED_EXPERTS: field}, {ROUTED_EXPERTS: EXPERTS_SPEC})
