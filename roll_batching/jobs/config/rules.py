@@ -28,6 +28,7 @@ from roll_batching.jobs.config.pretrained import missing_model, model_problems
 from roll_batching.jobs.config.reward_shaping_rules import reward_shaping_problems
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
 from roll_batching.jobs.config.rollout_keys import rollout_problems
+from roll_batching.jobs.config.router_replay_rules import router_replay_problems
 from roll_batching.jobs.config.stream_rules import stream_problems
 from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.jobs.config.teacher_rules import missing_for_distillation, teacher_problems
@@ -60,7 +61,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += _environment(job)
     if not supervised(job):
         problems += _objective(job)
-        problems += _router_replay(job)
+        problems += router_replay_problems(job)
     problems += supervised_problems(job)
     problems += _chats(job)
     problems += stream_problems(job)
@@ -221,29 +222,6 @@ def _environment(job: JobKeys) -> Iterator[Problem]:
                 difference = "differs from that" if is_secret(variable) else f"is {value!r}, but {before!r}"
                 text = f"{difference} in {owner}; the roles share one process and its environment"
                 yield Problem(path, text)
-
-
-def _router_replay(job: JobKeys) -> Iterator[Problem]:
-    train, path = job.actor_train, ("actor_train", "router_replay", "mode")
-    mode, model = train.router_replay.mode, train.model_args.architecture
-    if mode == "disabled" or job.task != "grpo":
-        return
-    if model is not None and model.moe is None:
-        yield Problem(path, f"is {mode}, but the model has no mixture of experts (architecture.moe); leave it out")
-        return
-    if mode == "R3" and not (uses_engine(job) and job.actor_infer.strategy_args.strategy_name in SERVED):
-        text = "is R3, router replay with the experts of the sampler, which servers return: set actor_infer."
-        text += "strategy_args.strategy_name to sglang or vllm and pretrain to a model directory"
-        yield Problem(path, f"{text}; or use R2, which replays the experts of the pass of old log-probs")
-    elif mode == "R3" and job.rollout_function is not None:
-        text = "is R3, and rollout_function makes samples of several generations, whose experts it does not return"
-        yield Problem(path, f"{text}; use R2")
-    elif mode == "R2" and train.logprob_plan in ("none", "rollout"):
-        text = f"is R2: it records experts in the pass of old log-probs, which logprob_plan: {train.logprob_plan} omits"
-        yield Problem(path, f"{text}; set logprob_plan to train or own")
-    if train.strategy_args.strategy_config.has_cp_per_pack:
-        text = f"is {mode}, which needs one context-parallel size; set context_parallel_size to a number instead of"
-        yield Problem(path, f"{text} auto")
 
 
 def _objective(job: JobKeys) -> Iterator[Problem]:
