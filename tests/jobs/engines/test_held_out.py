@@ -124,10 +124,10 @@ def test_a_sampler_that_holds_the_model_answers_them_too(folder, sampler):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_engine_that_dies_in_an_evaluation_ends_the_job(folder, server, ahead):
-    """In step the first requests are the evaluation's; ahead the last 5 of 12 + 2 x 5."""
-    changes = {"max_steps": 1, "async_generation_ratio": int(ahead), "save_steps": 0}
+    """In step the first requests are the evaluation's; ahead the last 5 of 2 x 12 + 2 x 5."""
+    changes = {"max_steps": 2, "async_generation_ratio": int(ahead), "save_steps": 0}
     if ahead:
-        order(server, "", times=17)
+        order(server, "", times=29)
     order(server, "dies", times=9)
     outcomes = run_ranks(2, RUN, engine_job(folder, server, "dies", **changes), check=False, timeout=400)
     for outcome in outcomes:
