@@ -175,12 +175,22 @@ def _router_loss(file: NemoRlFile) -> None:
         file.draft.leave_out(f"{section}.moe_router_load_balancing_type", "idle", "moe_aux_loss_coeff is 0")
 
 
+_REPEATED_HEAD = (
+    "one layer repeated by several heads cannot be trained here, so the heads are not: they stay in the engine as they "
+    "are. The policy's gradients are the same, since its heads are detached (mtp_detach_heads)"
+)
+
+
 def _heads(file: NemoRlFile) -> None:
     """Heads of multi-token prediction: their settings have no effect without them."""
     layout = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
     number = layout.get("mtp_num_layers")
+    repeated = number not in (None, 0, 1) and layout.get("mtp_use_repeated_layer") and layout.get("mtp_detach_heads")
     for key in [key for key in layout if key.startswith("mtp_")]:
-        if not number:
+        if repeated:
+            del layout[key]
+            file.draft.leave_out(f"policy.megatron_cfg.{key}", "refused", _REPEATED_HEAD)
+        elif not number:
             del layout[key]
             file.draft.leave_out(f"policy.megatron_cfg.{key}", "idle", "there are no heads of multi-token prediction")
         elif key == "mtp_use_repeated_layer" and number == 1:

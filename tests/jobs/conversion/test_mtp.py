@@ -42,6 +42,12 @@ def test_slime_trains_detached_heads_where_it_is_told_to(tmp_path: Path) -> None
         ({"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, (1, 0.1, False), {"mtp_use_repeated_layer"}, set()),
         ({"mtp_num_layers": 5, "mtp_use_repeated_layer": True}, (5, 0.1, False), set(), {"mtp_use_repeated_layer"}),
         (
+            {"mtp_num_layers": 5, "mtp_use_repeated_layer": True, "mtp_detach_heads": True},
+            (None, 0.1, False),
+            set(),
+            {"mtp_num_layers", "mtp_use_repeated_layer", "mtp_detach_heads"},
+        ),
+        (
             {"mtp_num_layers": 0, "mtp_loss_scaling_factor": 0.0, "mtp_detach_heads": True},
             (None, 0.1, False),
             {"mtp_num_layers", "mtp_loss_scaling_factor", "mtp_detach_heads"},
