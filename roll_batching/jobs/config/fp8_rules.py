@@ -43,16 +43,13 @@ def _role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
-    """Sizes and FP8 of models that would sample: rollouts without an engine, or answers to held-out prompts."""
+    """Sizes and FP8 of models that would sample: without an engine, which also answers held-out prompts."""
     yield from policy_cannot_sample(job)
     train = job.actor_train.strategy_args.strategy_config
     if train.fp8 is None or supervised(job) or not job.max_steps:
         return
     path = ("strategy_args", "strategy_config", "fp8")
     engine = "set actor_infer.strategy_args.strategy_name to sglang or vllm, with `pretrain`"
-    if job.has_sampler and job.eval_samples:
-        text = f"is {train.fp8}, and the training model answers held-out prompts, which FP8 cannot; set eval_samples to"
-        yield Problem(("actor_train", *path), f"{text} 0")
     if not uses_engine(job) and sampling_role(job).strategy_args.strategy_config.fp8 is not None:
         name = "actor_infer" if sampling_role(job) is job.actor_infer else "actor_train"
         yield Problem((name, *path), f"is {train.fp8}, and a model does not sample in FP8; {engine}")
