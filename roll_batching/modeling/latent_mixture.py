@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from roll_batching.modeling.spec import submodules_of
 
 
 class _Projection(torch.nn.Linear):
@@ -41,7 +44,9 @@ class LatentMixture(MoELayer):
         without.moe_latent_size = None
         super().__init__(without, dataclasses.replace(submodules, experts=IdentityOp), pg_collection=pg_collection)
         self.config = config
-        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=pg_collection)
+        experts = submodules.experts  # a partial since Megatron-Core 0.19
+        build = experts if isinstance(experts, functools.partial) else functools.partial(build_module, experts)
+        self.experts = build(self.num_local_experts, config, pg_collection=pg_collection)
         latent, hidden = config.moe_latent_size, config.hidden_size
         self.fc1_latent_proj = _Projection(config, hidden, latent, config.init_method)
         self.fc2_latent_proj = _Projection(config, latent, hidden, config.output_layer_init_method)
@@ -52,7 +57,6 @@ class LatentMixtureLayer(TransformerLayer):
 
     def __init__(self, config: Any, submodules: Any, *arguments: Any, **keywords: Any) -> None:
         super().__init__(config, dataclasses.replace(submodules, mlp=IdentityOp), *arguments, **keywords)
-        mixture = submodules.mlp.submodules
-        self.mlp = LatentMixture(config, mixture, self.pg_collection)
+        self.mlp = LatentMixture(config, submodules_of(submodules.mlp), self.pg_collection)
         self.mlp.set_layer_number(self.layer_number)
         self.is_moe_layer, self.recompute_mlp = True, False

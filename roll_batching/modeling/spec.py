@@ -136,7 +136,7 @@ def packed_layer_spec(
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.add_bias_linear and config.num_moe_experts is not None and experts is not False:
-        _submodules(_submodules(layer.submodules.mlp).experts).linear_fc2 = BiasedExpertOutput
+        submodules_of(submodules_of(layer.submodules.mlp).experts).linear_fc2 = BiasedExpertOutput
     if delta_net:
         from roll_batching.modeling.delta_net import PackedDeltaNet  # few models need it
 
@@ -162,7 +162,7 @@ def _set_attention(spec: Any, config: TransformerConfig) -> None:
         spec.module = SharedKeyAttention if has_shared_keys(config) else GatedSelfAttention
 
 
-def _submodules(spec: Any) -> Any:
+def submodules_of(spec: Any) -> Any:
     """Submodules of a spec: a `ModuleSpec`, or for mixtures of experts since Megatron-Core 0.19 a `partial`."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
