@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from roll_batching.modeling.spec import submodules_of
+from roll_batching.modeling.layers import submodules_of
 
 
 class _Projection(torch.nn.Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,3 +72,8 @@ def mark_shards(model: torch.nn.Module) -> None:
         if sharded and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
+def submodules_of(spec: Any) -> Any:
+    """Submodules of a spec: a `ModuleSpec`, or for mixtures of experts since Megatron-Core 0.19 a `partial`."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
-from roll_batching.modeling.layers import has_shared_keys, has_window, is_mixture
+from roll_batching.modeling.layers import has_shared_keys, has_window, is_mixture, submodules_of
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
 
@@ -160,11 +160,6 @@ def _set_attention(spec: Any, config: TransformerConfig) -> None:
         from roll_batching.modeling.self_attention import GatedSelfAttention, SharedKeyAttention  # few models need it
 
         spec.module = SharedKeyAttention if has_shared_keys(config) else GatedSelfAttention
-
-
-def submodules_of(spec: Any) -> Any:
-    """Submodules of a spec: a `ModuleSpec`, or for mixtures of experts since Megatron-Core 0.19 a `partial`."""
-    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def require_engine() -> None:
