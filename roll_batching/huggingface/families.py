@@ -368,9 +368,9 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
             experts = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [0]
             rules += [rule.at(layer, expert) for expert in experts]
     if architecture.mtp_num_layers:
-        from roll_batching.huggingface.head_rules import head_rules  # few models have heads
+        from roll_batching.huggingface.mtp_layer_rules import mtp_layer_rules  # few models have heads
 
-        rules += head_rules(family, architecture, (*attention, *OUTPUT_PROJECTION))
+        rules += mtp_layer_rules(family, architecture, (*attention, *OUTPUT_PROJECTION))
     return {rule.ours: rule.renamed(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
 
 

@@ -124,10 +124,10 @@ class LossRunner:
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
             heads = None
             if self._spec.heads:
-                from roll_batching.losses.next_tokens import HeadLosses, split_output  # few models have heads
+                from roll_batching.losses.mtp import MTPLosses, split_output  # few models have heads
 
                 output, ahead = split_output(output, self._spec.heads)
-                heads = HeadLosses.of(ahead, pack, chunk, self._head, self._spec, self._counts)
+                heads = MTPLosses.of(ahead, pack, chunk, self._head, self._spec, self._counts)
             record: MicroBatchRecord | None = None
             if not pack.samples:  # a filler: no user code, but the head takes part in its collectives and gradients
                 loss = self._head.idle_output(output, pack, chunk)

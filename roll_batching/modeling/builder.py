@@ -99,9 +99,9 @@ def build_chunks(
             stages=layout.pp_size,
         )
     if strategy.fp8 is not None:
-        from roll_batching.modeling.low_precision import problems_of_build  # few models train in FP8
+        from roll_batching.modeling.fp8_requirements import fp8_build_problems  # few models train in FP8
 
-        problems += problems_of_build(architecture, strategy, layout.device, dtype)
+        problems += fp8_build_problems(architecture, strategy, layout.device, dtype)
     problems += _indivisible(architecture, layout)
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.modeling.latent_mixture import LatentMixtureLayer
-from roll_batching.modeling.layers import has_shared_keys
+from roll_batching.modeling.layers import has_replicated_kv_heads
 from roll_batching.modeling.mamba import PackedMamba
-from roll_batching.modeling.self_attention import SharedKeyAttention
+from roll_batching.modeling.self_attention import ReplicatedKVAttention
 from roll_batching.settings import ArchitectureConfig
 
 
@@ -80,8 +80,8 @@ def _layer_spec(config: Any, kind: str, norm: type[torch.nn.Module], core: Any) 
         parts.self_attention = ModuleSpec(module=PackedMamba)
     elif kind == "*":
         parts.self_attention.submodules.core_attention = core
-        if has_shared_keys(config):
-            parts.self_attention.module = SharedKeyAttention
+        if has_replicated_kv_heads(config):
+            parts.self_attention.module = ReplicatedKVAttention
     elif kind == "E" and config.moe_latent_size is not None:
         layer.module = LatentMixtureLayer
     return layer

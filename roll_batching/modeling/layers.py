@@ -47,7 +47,7 @@ def recurrent_layers(config: Any) -> str | None:
     return "Mamba layers" if getattr(config, "layer_kinds", None) else None
 
 
-def has_shared_keys(config: TransformerConfig) -> bool:
+def has_replicated_kv_heads(config: TransformerConfig) -> bool:
     """Whether a model has fewer key-value heads than tensor-parallel ranks, which share them."""
     heads = config.num_query_groups or config.num_attention_heads
     return not config.multi_latent_attention and heads < config.tensor_model_parallel_size

@@ -4,7 +4,7 @@ Head k joins the hidden state of token i with the embedding of token i + k, pass
 token i + k + 1 with the model's output layer. Parameters, their names and their place in a pipeline are Megatron's
 (`MultiTokenPredictionBlock`). The passes are not: Megatron (0.16 to 0.19) shifts tokens inside its layers, in a loop
 over sequences with transfers between context-parallel ranks, and scales the losses by the number of micro-batches.
-Here the shifted tokens come with the pack (`packing.next_tokens`), and the losses from `losses.next_tokens`.
+Here the shifted tokens come with the pack (`packing.mtp_inputs`), and the losses from `losses.mtp`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class MultiTokenModel(GPTModel):
         if self.detach_heads:
             # A recomputed layer without an input that requires a gradient gives its weights none.
             hidden = hidden.detach().requires_grad_(not self.is_frozen)
-        for tokens, layer in zip(params.next_tokens.tokens, self.mtp.layers, strict=False):
+        for tokens, layer in zip(params.mtp_inputs.tokens, self.mtp.layers, strict=False):
             embedded = self.embedding(input_ids=tokens[None], position_ids=None)
             used = embedded.detach() if self.detach_heads else embedded
             guard: Any = torch.no_grad() if self.is_frozen else contextlib.nullcontext()

@@ -18,8 +18,8 @@ from roll_batching.errors import CheckpointError, LayoutError
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import Family, head_name, rules_of, untrained_tensors
-from roll_batching.huggingface.head_rules import copies_in_heads
 from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD
+from roll_batching.huggingface.mtp_layer_rules import copies_in_heads
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
 from roll_batching.modeling.experts import expert_biases

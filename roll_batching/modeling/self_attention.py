@@ -1,4 +1,4 @@
-"""Megatron's self-attention with gates of its output, and with fewer key-value heads than tensor-parallel ranks."""
+"""Megatron's self-attention with output gates, and with more tensor-parallel ranks than key-value heads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from roll_batching.errors import LayoutError
 
 
 class GatedSelfAttention(SelfAttention):
-    """Megatron's attention with gates of its output, which Megatron compiles for every number of tokens."""
+    """Self-attention with output gates that are not compiled: Megatron compiles them for every number of tokens."""
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
-class SharedKeyAttention(GatedSelfAttention):
-    """Attention whose key-value heads are shared by TP / `num_query_groups` tensor-parallel ranks each.
+class ReplicatedKVAttention(GatedSelfAttention):
+    """Attention with each key-value head on TP / `num_query_groups` tensor-parallel ranks.
 
     Weights are sharded as in Megatron, evenly by rows: a rank may hold a group's last queries and its key. Projections
     are gathered over the tensor-parallel ranks, and each rank takes its query heads and their key and value. Megatron's

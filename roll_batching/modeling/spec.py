@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
-from roll_batching.modeling.layers import has_shared_keys, has_window, is_mixture, submodules_of
+from roll_batching.modeling.layers import has_replicated_kv_heads, has_window, is_mixture, submodules_of
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
 
@@ -156,10 +156,10 @@ def packed_layer_spec(
 
 def _set_attention(spec: Any, config: TransformerConfig) -> None:
     """Replaces Megatron's class in the spec of a layer's self-attention where it does not do."""
-    if config.attention_output_gate or has_shared_keys(config):
-        from roll_batching.modeling.self_attention import GatedSelfAttention, SharedKeyAttention  # few models need it
+    if config.attention_output_gate or has_replicated_kv_heads(config):
+        from roll_batching.modeling.self_attention import GatedSelfAttention, ReplicatedKVAttention  # for few models
 
-        spec.module = SharedKeyAttention if has_shared_keys(config) else GatedSelfAttention
+        spec.module = ReplicatedKVAttention if has_replicated_kv_heads(config) else GatedSelfAttention
 
 
 def require_engine() -> None:

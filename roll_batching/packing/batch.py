@@ -215,10 +215,10 @@ class StepPacks:
         if self._is_last_stage:
             loss_inputs = self._make_loss_inputs(pack_layout, sample_indices, source, input_ids, local_tokens)
             if self._heads:
-                from roll_batching.packing.next_tokens import next_tokens  # few models have heads
+                from roll_batching.packing.mtp_inputs import shift_tokens  # few models have heads
 
                 counted = next(iter(loss_inputs.masks.values()), loss_inputs.predicts)
-                params.next_tokens = next_tokens(pack_layout, self._heads, input_ids, counted, local_tokens)
+                params.mtp_inputs = shift_tokens(pack_layout, self._heads, input_ids, counted, local_tokens)
         return PackedBatch(
             layout=pack_layout,
             params=params,

@@ -40,8 +40,8 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     rotary: dict[Any, tuple[torch.Tensor, torch.Tensor]] | None = None
     """cos and sin of the local tokens by settings of RoPE, added by the first layer of a forward pass with them."""
 
-    next_tokens: Any = None
-    """`packing.next_tokens.NextTokens` of the pack on the last stage of a model with heads; None elsewhere."""
+    mtp_inputs: Any = None
+    """`packing.mtp_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
     chunks: Any = None
     """Chunks of the pack's sequences (`modeling.delta_rule.Chunks`), set by the first gated delta net."""
 

@@ -12,7 +12,6 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.jobs.objectives.from_config import critic_mini_batch_size
 from roll_batching.planning import ParallelDims, PlanConstraints
-from roll_batching.rehearsal.engine_layers import copies_in_fp8
 from roll_batching.rehearsal.experts import EXPERT_COUNT_READS
 from roll_batching.rehearsal.extrapolation import extrapolate_layers
 from roll_batching.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
@@ -29,6 +28,7 @@ from roll_batching.rehearsal.stages import (
     stages_of,
 )
 from roll_batching.rehearsal.task import CRITIC, RankReport, RankTask
+from roll_batching.rehearsal.transformer_engine import copies_in_fp8
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
 

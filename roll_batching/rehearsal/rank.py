@@ -10,12 +10,12 @@ from torch.distributed import get_rank
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.rehearsal import fake_cuda, fake_world
-from roll_batching.rehearsal.engine_layers import engine_notes, layer_weights, with_local_layers
 from roll_batching.rehearsal.experts import assume_balanced_routing, routing_notes
 from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of
 from roll_batching.rehearsal.passes import Passes, is_rl, passes_of
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.task import CRITIC, ROLLOUT, TEACHER, PhasePeak, RankReport, RankTask
+from roll_batching.rehearsal.transformer_engine import layer_weights, transformer_engine_notes, with_local_layers
 from roll_batching.rehearsal.variants import with_value
 from roll_batching.settings.megatron_config import SPLIT_KEYS
 
@@ -52,7 +52,7 @@ def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
             passes.first_step()
         first = recorder.clock + 1
         notes = passes.roll_out() + passes.host_notes() + routing_notes(config, task.expert_imbalance)
-        notes += engine_notes(job)
+        notes += transformer_engine_notes(job)
         tokens = passes.run(recorder)
     report = _report(recorder, passes, tokens, notes, time.perf_counter() - started)
     if not task.timeline:

@@ -83,9 +83,9 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
             f"parallel, the process groups {layout.tp_size} and {layout.cp_size}: build both from the same sizes"
         )
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):
-        from roll_batching.modeling.low_precision import low_precision_problems  # few models train so
+        from roll_batching.modeling.fp8_requirements import fp8_config_problems  # few models train so
 
-        problems += low_precision_problems(config, layout.device, uses_engine_layers(gpt_of(chunks[0])))
+        problems += fp8_config_problems(config, layout.device, uses_engine_layers(gpt_of(chunks[0])))
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in ("none", None):
         problems.append("CUDA graphs need one shape and packs have many: set cuda_graph_impl='none'")
     gathers_output = any(

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import rules_of, untrained_tensors
-from roll_batching.huggingface.head_rules import copies_in_heads
 from roll_batching.huggingface.layer_rules import HEAD
+from roll_batching.huggingface.mtp_layer_rules import copies_in_heads
 from roll_batching.huggingface.stored import StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
 from roll_batching.modeling.pretrained import PlacedParameter, family_of, placed_parameters

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from roll_batching.jobs.config import config_from_dict
-from roll_batching.rehearsal.engine_layers import copies_in_fp8
 from roll_batching.rehearsal.job import rehearse_job
+from roll_batching.rehearsal.transformer_engine import copies_in_fp8
 from roll_batching.settings import MegatronConfig
 from tests.rehearsal.jobs import ARCHITECTURE, job_of
 

@@ -22,10 +22,10 @@ from tests.support.experts import let_experts_run
 from tests.support.layouts import (
     EXPERTS,
     MORE_EXPERTS,
-    MORE_SHARED_KEYS,
+    MORE_REPLICATED_KV_HEADS,
     MORE_UNEVEN,
     MOST_RANKS,
-    SHARED_KEYS,
+    REPLICATED_KV_HEADS,
     UNEVEN,
     Layout,
     pairwise,
@@ -302,11 +302,11 @@ def test_more_uneven_pipelines(references: Path, report: Callable[[str], None]) 
     _run(MORE_UNEVEN, references, report)
 
 
-def test_shared_keys(references: Path, report: Callable[[str], None]) -> None:
+def test_replicated_kv_heads(references: Path, report: Callable[[str], None]) -> None:
     """With more tensor-parallel ranks than key-value heads."""
-    _run(SHARED_KEYS, references, report)
+    _run(REPLICATED_KV_HEADS, references, report)
 
 
 @pytest.mark.slow
-def test_shared_keys_in_more_layouts(references: Path, report: Callable[[str], None]) -> None:
-    _run(MORE_SHARED_KEYS, references, report)
+def test_replicated_kv_heads_in_more_layouts(references: Path, report: Callable[[str], None]) -> None:
+    _run(MORE_REPLICATED_KV_HEADS, references, report)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import CONFIG, find_directory, read_json
 from roll_batching.huggingface.families import load_family
-from roll_batching.huggingface.head_rules import head_problem
+from roll_batching.huggingface.mtp_layer_rules import mtp_heads_problem
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.settings.megatron_config import MegatronConfig
@@ -40,7 +40,7 @@ def mtp_problems(job: JobKeys) -> Iterator[Problem]:
         return
     try:
         config = read_json(folder / CONFIG)
-        problem = head_problem(load_family(config.get("model_type"), model.family), config, heads)
+        problem = mtp_heads_problem(load_family(config.get("model_type"), model.family), config, heads)
     except ConfigError:  # `model_problems` tells
         return
     if problem is not None:

@@ -8,7 +8,7 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.objectives.from_config import critic_mini_batch_size, critic_role, value_loss_of
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rollouts.step_metrics import update_metrics
-from roll_batching.jobs.steps.role_errors import errors_of_role
+from roll_batching.jobs.steps.role_errors import prefix_errors
 from roll_batching.jobs.steps.update import train_on_values, with_values
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
@@ -45,7 +45,7 @@ class Critic:
         role, trained = critic_role(config, dp_size), config.actor_train
         self.strategy = MegatronTrainStrategy(role, seed=config.seed)
         copies = is_same_model(role.model_args, trained.model_args)
-        with errors_of_role("critic"):
+        with prefix_errors("critic"):
             self.strategy.initialize(weights=not copies)
             if copies:
                 copy_trunk(policy, self.strategy)
@@ -57,14 +57,14 @@ class Critic:
 
     def add_values(self, batch: SampleBatch) -> SampleBatch:
         """`batch`, this rank's samples, with `old_values`. Collective."""
-        with errors_of_role("critic"):
+        with prefix_errors("critic"):
             return with_values(self.strategy, batch, OLD_VALUES, self._loss.masks)
 
     def train(self, batch: SampleBatch, seed: int) -> Metrics:
         """Train on this rank's samples, which have `returns` and `old_values`; returns metrics. Collective."""
         local_batch = batch.only(_READ)
         size = {"mini_batch_size": self._mini_batch_size, "epochs": self._epochs}
-        with errors_of_role("critic"):
+        with prefix_errors("critic"):
             steps: list[Any] = list(train_on_values(self.strategy, local_batch, self._loss, **size, seed=seed))
         self.plan = steps[-1][0]
         own = {name for _, result in steps for name in result.joined_metrics}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.objective_rules import wants_reference
-from roll_batching.jobs.steps.role_errors import errors_of_role
+from roll_batching.jobs.steps.role_errors import prefix_errors
 from roll_batching.strategy import MegatronInferStrategy
 
 
@@ -17,7 +17,7 @@ def make_reference(config: JobConfig, policy: MegatronInferStrategy) -> Megatron
 
         return BaseReference(policy, config.reference)
     reference = MegatronInferStrategy(config.reference, seed=config.seed, temperature=policy.temperature)
-    with errors_of_role("reference"):
+    with prefix_errors("reference"):
         reference.initialize(weights=False)
         reference.copy_weights_from(policy)
     return reference

@@ -9,7 +9,7 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.steps.plan_consensus import agree_on_plan
-from roll_batching.jobs.steps.role_errors import errors_of_role
+from roll_batching.jobs.steps.role_errors import prefix_errors
 from roll_batching.jobs.steps.update import layout_exchange_between
 from roll_batching.losses.distillation import TEACHER_IDS, TEACHER_LOG_PROBS
 from roll_batching.samples import FieldSpec, SampleBatch, collect, distribute
@@ -28,7 +28,7 @@ class Teacher:
         assert config.teacher is not None and config.teacher.model_args.architecture is not None
         self._student, self._offloads = student, config.is_offload_states
         self.strategy = MegatronInferStrategy(config.teacher, seed=config.seed, temperature=config.teacher_temperature)
-        with errors_of_role("teacher"):
+        with prefix_errors("teacher"):
             self.strategy.initialize()
         self._k = config.logits_topk or config.teacher.model_args.architecture.vocab_size
         self.seconds = 0.0
@@ -39,7 +39,7 @@ class Teacher:
     def add_fields(self, batch: SampleBatch, masks: Sequence[str]) -> SampleBatch:
         """`batch`, in the student's layout, with the teacher's tokens; see `with_top_tokens`. Collective."""
         started = time.perf_counter()
-        with errors_of_role("teacher"), self.strategy.loaded("parameters"):
+        with prefix_errors("teacher"), self.strategy.loaded("parameters"):
             batch = with_top_tokens(self._student, self.strategy, batch, self._k, masks)
         self.seconds = time.perf_counter() - started
         return batch

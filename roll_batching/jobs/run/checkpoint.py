@@ -31,7 +31,7 @@ from roll_batching.jobs.objectives.stateful import Stateful
 from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.run.folder import PreviousRun
 from roll_batching.jobs.run.job_digests import Digests, changes, check_tokenizer, digests_of
-from roll_batching.jobs.steps.role_errors import errors_of_role
+from roll_batching.jobs.steps.role_errors import prefix_errors
 from roll_batching.planning import ParallelDims
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import check_saving, write_state
@@ -166,10 +166,10 @@ class JobCheckpoints:
             if isinstance(reference, RemoteReference):
                 reference.load(point.path / "reference")
             elif reference is not None and reference.has_own_weights:
-                with errors_of_role("reference"):
+                with prefix_errors("reference"):
                     reference.load(point.path / "reference", verify=self.verify)
             if critic is not None:
-                with errors_of_role(CRITIC):
+                with prefix_errors(CRITIC):
                     critic.load(point.path / CRITIC, verify=self.verify)
             with consensus(self._group, "the job's checkpoints"):
                 stream.load_state_dict(point.position)

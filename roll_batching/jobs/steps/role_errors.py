@@ -1,4 +1,4 @@
-"""Errors of a model beside the policy, such as the critic's, begin with the name of its role."""
+"""Name the role of a model beside the policy, such as the critic, in its errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from roll_batching.errors import RollBatchingError
 
 
 @contextlib.contextmanager
-def errors_of_role(role: str) -> Iterator[None]:
-    """Prefixes errors of this package with `role`: "the model's outputs" alone could be those of any model."""
+def prefix_errors(role: str) -> Iterator[None]:
+    """Begin errors of this package with `role`: "the model's outputs" alone could be those of any model."""
     try:
         yield
     except RollBatchingError as error:

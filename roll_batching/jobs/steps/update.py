@@ -17,7 +17,7 @@ import torch
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan
-from roll_batching.jobs.steps.role_errors import errors_of_role
+from roll_batching.jobs.steps.role_errors import prefix_errors
 from roll_batching.losses import loss_spec
 from roll_batching.losses.contract import CANDIDATES, VALUES
 from roll_batching.packing.prefetch import prefetch_items
@@ -219,7 +219,7 @@ def with_reference_log_probs(
     `plan` makes the plan of a reference in the same layout; one in another layout plans for itself.
     """
     layout_exchange = layout_exchange_between(strategy, reference)
-    with errors_of_role("reference"):
+    with prefix_errors("reference"):
         if layout_exchange is None:
             return with_log_probs(reference, local_batch, [agree_on_plan(strategy, plan)], REFERENCE, masks)
         table = reference.gather_table(local_batch)

@@ -62,10 +62,10 @@ def train_on_texts(context: JobContext, loss: Any) -> None:
     else:
         steps = PlannedSteps(inputs.corpus, encoder, strategy, size=context.texts_per_step, seed=config.seed)
     if config.task == "kto":
-        from roll_batching.jobs.texts.verdicts import warn_of_one_verdict  # other jobs have no verdicts
+        from roll_batching.jobs.texts.kto_labels import warn_if_labels_are_equal  # other jobs have no labels
 
         data = config.actor_train.data_args
-        warn_of_one_verdict(inputs.corpus, data.file_name, data.label)
+        warn_if_labels_are_equal(inputs.corpus, data.file_name, data.label)
     _train(context, _Phase(name=config.task, training=context.schedule, loss=loss, steps=steps))
 
 

@@ -1,6 +1,6 @@
-"""Rules for the tensors of heads of multi-token prediction.
+"""Names and shapes of multi-token prediction heads in model directories.
 
-DeepSeek-V3 and GLM-4.5 number heads like layers after the model's own, Qwen3-Next and Qwen3.5 name one head `mtp`.
+DeepSeek-V3 and GLM-4.5 number heads like further layers of the model; Qwen3-Next and Qwen3.5 name their one head `mtp`.
 Sources: the index of safetensors files of these models, and vLLM's `deepseek_mtp.py` and `qwen3_next_mtp.py`. All of
 them join the embedding and the hidden state in this order, as Megatron's `eh_proj` does.
 """
@@ -29,11 +29,11 @@ _NAMED = {
     "final_layernorm": "mtp.norm.weight",
 }
 _COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
-"""Tensors of a numbered head that repeat the model's own."""
+"""Tensors of a numbered head that repeat the model's embedding and output layer."""
 
 
-def heads_of_config(family: Family, config: Mapping[str, Any]) -> int:
-    """Number of heads that a directory of `family` says it has; 0 for families without heads here."""
+def count_mtp_heads(family: Family, config: Mapping[str, Any]) -> int:
+    """Number of heads by a directory's `config.json`; 0 for families whose heads are not supported."""
     if family.sigmoid_routing and not family.hybrid:
         count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers")
         return count if isinstance(count, int) else 0
@@ -44,16 +44,16 @@ def heads_of_config(family: Family, config: Mapping[str, Any]) -> int:
     return 0
 
 
-def head_problem(family: Family, config: Mapping[str, Any], wanted: int) -> str | None:
-    """Why a directory cannot give `wanted` heads; None if its `config.json` says that it can."""
-    there = heads_of_config(family, config)
+def mtp_heads_problem(family: Family, config: Mapping[str, Any], wanted: int) -> str | None:
+    """Problem of a directory whose `config.json` counts fewer than `wanted` heads; None if it counts enough."""
+    there = count_mtp_heads(family, config)
     if there >= wanted:
         return None
     return f"is {wanted}, and the model directory has {there} heads of multi-token prediction; lower it to that"
 
 
-def head_rules(family: Family, architecture: Any, attention: Sequence[TensorRule]) -> list[TensorRule]:
-    """Rules of all heads; `attention` are those of a layer's attention. Raises `ConfigError` for families without."""
+def mtp_layer_rules(family: Family, architecture: Any, attention: Sequence[TensorRule]) -> list[TensorRule]:
+    """Rules of all heads, with the rules `attention` of a layer. Raises `ConfigError` for families without heads."""
     if not (family.sigmoid_routing or family.delta_net) or family.hybrid:
         raise ConfigError(
             f"{family.architecture} has no heads of multi-token prediction here: leave mtp_num_layers out"
@@ -77,7 +77,7 @@ def head_rules(family: Family, architecture: Any, attention: Sequence[TensorRule
 
 
 def copies_in_heads(family: Family, architecture: Any, names: Iterable[str]) -> dict[str, str]:
-    """Those of the tensors `names` that repeat a tensor of the model in a trained head, by that tensor's name."""
+    """Copies of the model's tensors in trained heads, among `names`: the copied tensor by the copy's name."""
     if not architecture.mtp_num_layers or not family.sigmoid_routing:
         return {}
     layers = range(architecture.num_layers, architecture.num_layers + architecture.mtp_num_layers)

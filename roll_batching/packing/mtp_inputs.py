@@ -1,4 +1,4 @@
-"""Tokens after the next one, by position of a pack: inputs and labels of the heads of multi-token prediction."""
+"""Inputs and labels of multi-token prediction heads: the tokens of a pack, shifted on the host."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from roll_batching.packing.pack_layout import PackLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextTokens:
-    """Inputs and labels of the heads at the local positions of a pack; head k is entry k - 1 or k."""
+class MTPInputs:
+    """Inputs and labels of all heads at the local positions of a pack; heads are numbered from 1."""
 
     tokens: torch.Tensor
-    """[heads + 1, tokens / cp] int64: entry k is the token k + 1 places after each, of the same sample; 0 where there
-    is none. It is the input of head k + 1, and the label of head k."""
+    """[heads + 1, tokens / cp] int64: entry k holds, for each position, the token k + 1 places later in its sample, or
+    0 behind the sample's end. Entry k is the label of head k and the input of head k + 1."""
     rows: tuple[torch.Tensor, ...]
-    """Per head int64, the local positions whose label counts."""
+    """Per head, the local positions whose label counts, int64; entry k - 1 is head k's."""
     counts: tuple[int, ...]
-    """Per head, the number of such positions of the whole pack."""
+    """Per head, the number of such positions in the whole pack, over all context-parallel ranks."""
 
 
-def next_tokens(
+def shift_tokens(
     layout: PackLayout, heads: int, input_ids: torch.Tensor, counted: torch.Tensor, local_tokens: torch.Tensor
-) -> NextTokens:
-    """The `NextTokens` of a pack without shared prefixes.
+) -> MTPInputs:
+    """Shift the tokens of a pack without shared prefixes for its MTP heads.
 
     Args:
         layout: the pack's layout.
@@ -38,7 +38,7 @@ def next_tokens(
     here = np.arange(layout.tokens)
     tokens, rows, counts, local = [], [], [], local_tokens.to(input_ids.device)
     for ahead in range(heads + 1):
-        before = np.minimum(here + ahead, layout.tokens - 1)  # its next token is the one that is meant
+        before = np.minimum(here + ahead, layout.tokens - 1)  # predicts the token k + 1 places later
         exists = (here + ahead < layout.tokens) & (layout.segment_ids[before] == layout.segment_ids)
         exists &= layout.predicts[before]
         index, valid = (torch.from_numpy(x).to(input_ids.device) for x in (before, exists))
@@ -48,4 +48,4 @@ def next_tokens(
             labelled = counted[index] & valid
             rows.append(labelled[local].nonzero()[:, 0])
             counts.append(int(labelled.sum()))
-    return NextTokens(tokens=torch.stack(tokens), rows=tuple(rows), counts=tuple(counts))
+    return MTPInputs(tokens=torch.stack(tokens), rows=tuple(rows), counts=tuple(counts))

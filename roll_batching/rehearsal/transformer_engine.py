@@ -1,4 +1,4 @@
-"""TransformerEngine's layers and FP8 in a rehearsal: stand-ins for its kernels, and the memory of weights in FP8."""
+"""Rehearsal of TransformerEngine's layers: local layers in their place, and the memory of FP8 copies of weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ step. A tensorwise copy has no second part on Blackwell.
 _LOCAL: dict[str, Any] = {"transformer_impl": "local", "fp8": None, "fp8_recipe": None, "first_last_layers_bf16": False}
 
 
-def uses_engine_layers(config: JobConfig) -> bool:
+def uses_transformer_engine(config: JobConfig) -> bool:
     """Whether the policy has layers of TransformerEngine."""
     return config.actor_train.strategy_args.strategy_config.transformer_impl == "transformer_engine"
 
 
 def with_local_layers(config: JobConfig) -> JobConfig:
-    """Copy of `config` with Megatron's local layers, in the precision of the weights, for TransformerEngine's."""
+    """Copy of `config` with Megatron's local layers, without FP8, in place of TransformerEngine's."""
     for role in ROLES:
         settings = getattr(config, role)
         layout = None if settings is None else settings.strategy_args.strategy_config
@@ -40,9 +40,9 @@ def with_local_layers(config: JobConfig) -> JobConfig:
     return config
 
 
-def engine_notes(config: JobConfig) -> tuple[str, ...]:
-    """What a rehearsal of TransformerEngine's layers assumes."""
-    if not uses_engine_layers(config):
+def transformer_engine_notes(config: JobConfig) -> tuple[str, ...]:
+    """Assumptions of a rehearsal of TransformerEngine's layers, for its report."""
+    if not uses_transformer_engine(config):
         return ()
     notes = ["TransformerEngine's layers are rehearsed as Megatron's local ones, whose kernels are counted"]
     if config.actor_train.strategy_args.strategy_config.fp8 is not None:
@@ -54,7 +54,7 @@ def engine_notes(config: JobConfig) -> tuple[str, ...]:
 
 
 def layer_weights(chunks: Sequence[Any]) -> int:
-    """Numbers in the weights of the linear layers of all decoder layers, without routers."""
+    """Number of weights in the linear layers of all decoder layers, without routers."""
     return sum(
         parameter.numel()
         for chunk in chunks
@@ -64,7 +64,7 @@ def layer_weights(chunks: Sequence[Any]) -> int:
 
 
 def copies_in_fp8(megatron: MegatronConfig, split: ChunkLayers, stage: int, weights: float) -> float:
-    """Bytes of the copies in FP8 of `weights`, those of all layers of a pipeline stage."""
+    """Bytes of the FP8 copies of a pipeline stage's `weights`, which are counted over all its layers."""
     if megatron.fp8_recipe is None:
         return 0.0
     held = list(_layers_of_stage(split, stage))

@@ -1,4 +1,4 @@
-"""Checks that a model can compute in FP8, before it is built or taken over."""
+"""Requirements of FP8 training, checked before a model is built or taken from the caller."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.fp8 import NO_HISTORY, TOKEN_MULTIPLES, device_problems, layout_problems, model_problems
 
 
-def problems_of_build(
+def fp8_build_problems(
     architecture: ArchitectureConfig, megatron: MegatronConfig, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """Why a model with the FP8 keys of `megatron` cannot be built on `device`; empty if it can."""
+    """Reasons why a model with the FP8 keys of `megatron` cannot be built on `device`."""
     found = [*layout_problems(megatron), *model_problems(megatron, architecture)]
     problems = [f"strategy_config.{key} {text}" for key, text in found]
     if dtype is not torch.bfloat16:
@@ -31,8 +31,8 @@ def _device_problems(device: torch.device, recipe: str | None) -> list[str]:
     return device_problems(recipe, torch.cuda.get_device_capability(device), torch.version.cuda)
 
 
-def low_precision_problems(config: Any, device: torch.device, engine_layers: bool) -> list[str]:
-    """Why a model that a caller built with `fp8` or `fp4` cannot be trained; empty if it can."""
+def fp8_config_problems(config: Any, device: torch.device, engine_layers: bool) -> list[str]:
+    """Reasons why a caller's model with `fp8` or `fp4` in its TransformerConfig cannot be trained."""
     return list(_problems_of_config(config, device, engine_layers))
 
 
