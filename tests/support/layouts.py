@@ -211,12 +211,12 @@ MORE_UNEVEN = [
 ]
 """With data, context, tensor and expert parallelism, and stages and chunks without decoder layers."""
 
-SHARED_KEYS = [
+REPLICATED_KV_HEADS = [
     Layout(tp=2, sp=True, groups=1),
     Layout(tp=4, groups=2),
 ]
 """Key-value heads that tensor-parallel ranks share, for every run of the tests."""
-MORE_SHARED_KEYS = [
+MORE_REPLICATED_KV_HEADS = [
     Layout(tp=4, sp=True, groups=1),
     Layout(tp=4, sp=True, groups=2, tied=True, recompute=True),
     Layout(tp=2, sp=True, pp=2, vpp=2, groups=1),
