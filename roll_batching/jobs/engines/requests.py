@@ -21,6 +21,10 @@ class RequestFailed(Exception):
     """A request that failed, and may succeed when repeated."""
 
 
+class ReplyTooLarge(RequestFailed):
+    """A reply with more bytes than are read."""
+
+
 def open_session(seconds: float) -> Any:
     """An aiohttp session with a limit of `seconds` per request; an asynchronous context manager."""
     try:
@@ -52,7 +56,7 @@ async def _reply(request: Any, url: str, path: str, most_bytes: int = _LARGEST_R
             async for chunk in response.content.iter_any():
                 body += chunk
                 if len(body) > most_bytes:
-                    raise RequestFailed(f"{path}: its reply has more than {most_bytes >> 20} MiB")
+                    raise ReplyTooLarge(f"{path}: its reply has more than {most_bytes >> 20} MiB")
             status = response.status
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         raise RequestFailed(f"{path}: {type(error).__name__} {error}".strip()) from None

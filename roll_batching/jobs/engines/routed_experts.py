@@ -50,9 +50,11 @@ def decode_int32(text: Any) -> np.ndarray:
 
 def decode_npy(text: Any) -> np.ndarray:
     """The array in base64 of an .npy file. Raises MalformedReply."""
+    data = _decode(text)
     try:
-        return np.load(io.BytesIO(_decode(text)), allow_pickle=False)  # type: ignore[no-any-return]
-    except (ValueError, EOFError, OSError) as error:
+        # Not np.load, which also reads zip archives, and returns no array then.
+        return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-any-return]
+    except Exception as error:  # malformed headers raise many errors, MemoryError and those of tokenize among them
         raise MalformedReply(f"its routed_experts is no array: {error}") from None
 
 

@@ -40,6 +40,7 @@ _BEAT_SECONDS = 0.2
 """Interval of the event loop's sign of life."""
 _BLOCKED_SECONDS = 5.0
 """Without a sign of life for so long, a function is reported to block the event loop."""
+_CURE = "Handle errors of tools inside the function"
 
 
 @dataclass(eq=False)
@@ -120,7 +121,8 @@ class FunctionCalls:
     def answer(self, requests: Sequence[TokenRequest], results: Sequence[tuple[list[int], list[float]]]) -> None:
         """Passes on the tokens and log-probs of `requests`, and starts the next round."""
         self._since = time.monotonic()
-        self._loop.call_soon_threadsafe(self._deliver, list(requests), list(results))
+        with contextlib.suppress(RuntimeError):  # the loop has failed meanwhile: `take` raises its error
+            self._loop.call_soon_threadsafe(self._deliver, list(requests), list(results))
 
     # ---- in the event loop's thread
 
@@ -129,15 +131,23 @@ class FunctionCalls:
         self._loop.set_default_executor(_DaemonThreads())
         self._beat_again()
         self._loop.call_soon(self._start)
+        ended: BaseException | None = None
         try:
-            self._loop.run_forever()
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # asyncio lets SystemExit of a task or callback end its loop
+                ended, self._closing = error, True
             pending = asyncio.all_tasks(self._loop)
             for task in pending:
                 task.cancel()
             if pending:
-                self._loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
+                with contextlib.suppress(BaseException):  # a second one that ends the loop, too
+                    self._loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
         finally:
             self._loop.close()
+            if ended is not None:
+                message = f"rollout function {self.function.path} failed in a task or callback that it started"
+                self._messages.put(DataError(f"{message}: {describe_error(ended)}. {_CURE}"))
 
     def _start(self) -> None:
         self._tasks = [self._loop.create_task(self._call(number)) for number in range(len(self.prompts))]
@@ -150,9 +160,9 @@ class FunctionCalls:
     async def _call(self, number: int) -> None:
         """One sample's call."""
         client, prompt = _Client(self, number), self.prompts[number]
-        # Copies, for `context = prompt.tokens` that grows in place would otherwise lengthen the prompt of the sample.
-        given = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
         try:
+            # Copies, for `context = prompt.tokens` that grows in place would otherwise lengthen the sample's prompt.
+            given = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
             result = await self.function(given, client, self.tokenizer)
             if id(result) in self._returned:
                 raise SampleFault("it returned an object that it has returned for another sample: make a new one")
@@ -168,9 +178,9 @@ class FunctionCalls:
             self._fail(number, str(fault))
             return
         except BaseException as error:  # also SystemExit, which would end the event loop
-            if self._closing:
-                raise
-            self._fail(number, f"{describe_error(error)}. Handle errors of tools inside the function")
+            if self._closing:  # another failure is reported already
+                return
+            self._fail(number, f"{describe_error(error)}. {_CURE}")
             return
         self._returned[id(result)] = result
         self.samples[number] = sample
@@ -357,6 +367,8 @@ class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
                 return
             try:
                 result = fn(*args, **kwargs)
+            except StopIteration as error:  # asyncio passes on none, so that its caller would wait for ever
+                future.set_exception(RuntimeError(f"a function in a thread raised {describe_error(error)}"))
             except BaseException as error:
                 future.set_exception(error)
             else:

@@ -12,8 +12,7 @@ the model read), `generation_token_ids` and `generation_log_probs`.
 from __future__ import annotations
 
 import asyncio
-import math
-import weakref
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ import yaml
 
 from roll_batching.errors import EngineError
 from roll_batching.jobs.engines.protocol import excerpt
-from roll_batching.jobs.engines.requests import RequestFailed, get, open_session, post
+from roll_batching.jobs.engines.requests import ReplyTooLarge, RequestFailed, get, open_session, post
 from roll_batching.jobs.engines.server_api import Call
 from roll_batching.jobs.rollouts.contract import RolloutClient, RolloutPrompt, RolloutSample
 from roll_batching.jobs.rollouts.sample_checks import SampleFault
@@ -34,12 +33,14 @@ _IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.5
 _LONGEST_SECONDS = 7 * 86400.0
-"""Limit of a request; rollout_function_timeout ends it earlier."""
+"""Limit of a rollout; rollout_function_timeout ends it earlier."""
+_CONFIGURATION_SECONDS = 60.0
+"""Limit of a request for the configuration."""
+_MORE_BYTES = 96 << 20
+"""Bytes of a rollout's reply beyond the usual limit: each turn repeats its context, 1 MB of 128k tokens."""
 _TRAINING_SERVER = "start Gym with responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 
-_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Any]]] = (
-    weakref.WeakKeyDictionary()
-)
+_servers: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Any]]] = {}
 """By event loop, which lives for a step, and head server: its configuration, which all samples read."""
 
 
@@ -54,14 +55,14 @@ async def rollout(
     line = request_of(prompt, client.settings, agent)
     name = line["agent_ref"]["name"]
     base = str(url).rstrip("/")
-    if urlsplit(base).scheme not in ("http", "https"):
+    if not _is_address(base):
         raise SampleFault(
             f"rollout_args.url is {excerpt(url)!r}: write the address of Gym's head server, http://host:port"
         )
     address = _address(await _configuration(base), name, base)
     where = f"NeMo-Gym's agent {name} at {address}"
     cure = "see Gym's log; on another machine Gym must be started with default_host set to its address"
-    result = await _ask(address, Call("/run", line), where, cure)
+    result = await _ask(address, Call("/run", line, extra_bytes=_MORE_BYTES), where, cure, _LONGEST_SECONDS)
     return sample_of(result, where)
 
 
@@ -92,6 +93,10 @@ def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str |
             "actor_infer.generating_args.top_k to 0"
         )
     own = parameters.get("max_output_tokens")
+    if own is not None and (isinstance(own, bool) or not isinstance(own, int) or own < 1):
+        raise SampleFault(
+            f"its line has the max_output_tokens {excerpt(repr(own), 60)}: write a positive integer, or leave it out"
+        )
     sampling = {
         "temperature": 0.0 if settings.greedy else settings.temperature,
         "top_p": 1.0 if settings.greedy else settings.top_p,
@@ -176,8 +181,9 @@ def _check_history(context: Sequence[int], before: Sequence[int], number: int, w
 
 
 def _reward(result: Mapping[str, Any], where: str) -> float:
-    reward = result.get("reward")
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+    reward: Any = result.get("reward")
+    is_number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
+    if not is_number or not abs(reward) <= sys.float_info.max:  # NaN is not; an integer may be larger than any float
         raise SampleFault(
             f"the reward of {where} is {excerpt(repr(reward), 60)}: its verifier must return a finite number"
         )
@@ -187,6 +193,8 @@ def _reward(result: Mapping[str, Any], where: str) -> float:
 async def _configuration(url: str) -> Any:
     """Gym's configuration, from its head server; asked for once in an event loop."""
     loop = asyncio.get_running_loop()
+    for other in [one for one in _servers if one.is_closed()]:
+        del _servers[other]  # a task refers to its loop, so a weak key would keep both
     tasks = _servers.setdefault(loop, {})
     if url not in tasks:
         tasks[url] = loop.create_task(_read_configuration(url))
@@ -195,7 +203,7 @@ async def _configuration(url: str) -> Any:
 
 async def _read_configuration(url: str) -> Any:
     where, cure = f"NeMo-Gym's head server at {url}", "start Gym before the job, or correct rollout_args.url"
-    text = await _ask(url, "/global_config_dict_yaml", where, cure)
+    text = await _ask(url, "/global_config_dict_yaml", where, cure, _CONFIGURATION_SECONDS)
     try:
         return yaml.safe_load(text) if isinstance(text, str) else text
     except yaml.YAMLError:
@@ -219,12 +227,23 @@ def _address(configuration: Any, agent: str, url: str) -> str:
     return f"http://{settings['host']}:{settings['port']}"
 
 
-async def _ask(url: str, call: Call | str, where: str, cure: str) -> Any:
-    """The reply to a request, which is repeated if the server fails. Raises SampleFault."""
+def _is_address(url: str) -> bool:
+    try:
+        return urlsplit(url).scheme in ("http", "https")
+    except ValueError:  # such as half an IPv6 address
+        return False
+
+
+async def _ask(url: str, call: Call | str, where: str, cure: str, seconds: float) -> Any:
+    """The reply to a request of at most `seconds`, which is repeated if the server fails. Raises SampleFault."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            async with open_session(_LONGEST_SECONDS) as session:
+            async with open_session(seconds) as session:
                 return await (get(session, url, call) if isinstance(call, str) else post(session, url, call))
+        except ReplyTooLarge as error:  # another rollout would not be shorter
+            raise SampleFault(
+                f"{where}: {error}; limit the agent's turns, or what it returns beside the tokens"
+            ) from None
         except RequestFailed as error:
             if attempt == _ATTEMPTS:
                 raise SampleFault(f"{where} did not answer in {_ATTEMPTS} attempts: {error}; {cure}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,12 @@ from roll_batching.registry import printable
 
 _LARGEST_LOG_PROB = 1e-3
 """Log-probs of certain tokens may exceed 0 by rounding."""
+_LEAST_LOG_PROB = -3e38
+"""Lower ones are -inf in fp32, in which batches hold them."""
 _LONGEST_STATE = 32
 """Characters of a key of a state that is passed between ranks as it is; longer ones as digests."""
+_LARGEST_DECIMAL = 1 << 64
+"""Keys of states from here on are written in hexadecimal."""
 _FEWEST_REPEATED = 2
 """Tokens of a prompt that is recognised when a sample repeats it: one token may be a coincidence."""
 
@@ -109,7 +112,9 @@ def _tokens(name: str, values: Any, vocab_size: int) -> np.ndarray:
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
             raise SampleFault(f"{name}[{place}] is {_excerpt(token)}: give token ids, such as tokenizer.encode(text)")
         if not 0 <= token < vocab_size:
-            raise SampleFault(f"{name}[{place}] is {token}, and the vocabulary has the ids 0 to {vocab_size - 1}")
+            raise SampleFault(
+                f"{name}[{place}] is {_number(token)}, and the vocabulary has the ids 0 to {vocab_size - 1}"
+            )
     return np.array(tokens, dtype=np.int64)
 
 
@@ -139,12 +144,12 @@ def _log_probs(values: Any, mask: np.ndarray) -> np.ndarray:
         if value is None:
             text = "and loss_mask counts that token: pass on the client's, or set loss_mask to 0 there"
             raise SampleFault(f"log_probs[{place}] is None, {text}")
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number)):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
             raise SampleFault(f"log_probs[{place}] is {_excerpt(value)}: give numbers, as the client returned them")
-        if not math.isfinite(value) or value >= _LARGEST_LOG_PROB:
+        if not _LEAST_LOG_PROB < value < _LARGEST_LOG_PROB:  # NaN is not, either
             raise SampleFault(
-                f"log_probs[{place}] is {value:g}, which is no logarithm of a probability: pass on those that the "
-                "client returned, and None or 0 where loss_mask is 0"
+                f"log_probs[{place}] is {_number(value)}, which is no logarithm of a probability: pass on those that "
+                "the client returned, and None or 0 where loss_mask is 0"
             )
         result[place] = float(value) if counted else 0.0
     return result
@@ -213,7 +218,10 @@ def _of_turns(name: str, given: Any, turns: int, why: str) -> list[Any]:
 
 def _state_key(state: Any) -> str:
     """A short text of a state's key; a text and an integer are never equal."""
-    text = repr(state if isinstance(state, str) else int(state))
+    if isinstance(state, str):
+        text = repr(state)
+    else:  # Python refuses to write integers of more than 4,300 digits in decimal
+        text = str(int(state)) if abs(int(state)) < _LARGEST_DECIMAL else f"{int(state):#x}"
     return text if len(text) <= _LONGEST_STATE else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -234,6 +242,14 @@ def _as_list(name: str, values: Any) -> list[Any]:
 def _same_length(name: str, values: Sequence[Any], count: int) -> None:
     if len(values) != count:
         raise SampleFault(f"{name} has {len(values):,} values for {count:,} tokens: give one for each token")
+
+
+def _number(value: Any) -> str:
+    """A number in at most 60 characters."""
+    try:
+        return printable(str(value), characters=60)
+    except ValueError:  # an integer of more than 4,300 digits
+        return f"a number of {int(value).bit_length():,} bits"
 
 
 def _excerpt(value: Any) -> str:

@@ -158,10 +158,30 @@ def test_dense_layers_are_left_out_and_the_last_token_is_open():
     assert experts.tolist() == [[[0, 1], [3, 2], [1, 3]]] * 5 + [[[-1, -1]] * 3] and experts.dtype == np.int16
 
 
+HEADERS = (
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (5, 4, 2",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (1 << 60,), }",
+    f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({1 << 60},), }}",
+    f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({1 << 80},), }}",
+    "(" * 5000,
+    "[1, 2]",
+    "'\\x00",
+)
+"""Of .npy files, each malformed in another way."""
+
+
+def npy(header: str) -> str:
+    """Base64 of an .npy file with this header."""
+    text = header.encode("latin1")
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(160)).decode()
+
+
 @pytest.mark.bad_input
 def test_texts_that_are_no_experts():
     pickled = io.BytesIO()
     np.save(pickled, np.array([{}]), allow_pickle=True)
+    archive = io.BytesIO()
+    np.savez(archive, np.zeros((5, 4, 2), dtype=np.int32))
     for decode, text, words in (
         (decode_int32, None, "Start the server with --enable-return-routed-experts"),
         (decode_npy, None, "--enable-return-routed-experts"),
@@ -169,6 +189,8 @@ def test_texts_that_are_no_experts():
         (decode_int32, base64.b64encode(b"12345").decode(), "has 5 bytes"),
         (decode_npy, base64.b64encode(b"12345").decode(), "is no array"),
         (decode_npy, base64.b64encode(pickled.getvalue()).decode(), "is no array"),
+        (decode_npy, base64.b64encode(archive.getvalue()).decode(), "is no array"),
+        *((decode_npy, npy(header), "is no array") for header in HEADERS),
     ):
         with pytest.raises(MalformedReply, match=words):
             decode(text)

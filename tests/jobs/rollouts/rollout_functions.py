@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from roll_batching.jobs.rollouts import RolloutSample
 
 STEP = 3
@@ -106,7 +108,8 @@ FAULTS = {
     "a token too large": lambda right, prompt: replace(right, tokens=[*right.tokens[:-1], 43]),
     "a negative token": lambda right, prompt: replace(right, tokens=[-1, *right.tokens[1:]]),
     "a huge token": lambda right, prompt: replace(right, tokens=[1 << 70, *right.tokens[1:]]),
-    "a square": lambda right, prompt: replace(right, tokens=__import__("numpy").zeros((2, 2), dtype=int)),
+    "a token of 5,000 digits": lambda right, prompt: replace(right, tokens=[10**5000, *right.tokens[1:]]),
+    "a square": lambda right, prompt: replace(right, tokens=np.zeros((2, 2), dtype=int)),
     "short mask": lambda right, prompt: replace(right, loss_mask=[1]),
     "long mask": lambda right, prompt: replace(right, loss_mask=[1] * 99),
     "no mask": lambda right, prompt: replace(right, loss_mask=[0] * len(right.tokens)),
@@ -118,7 +121,11 @@ FAULTS = {
     "infinite": _last_log_prob(float("-inf")),
     "a probability": _last_log_prob(0.7),
     "a text for a log-prob": _last_log_prob("-1"),
+    "a log-prob of 5,000 digits": _last_log_prob(-(10**5000)),
+    "a log-prob below fp32": _last_log_prob(-1e39),
+    "a complex log-prob": _last_log_prob(np.complex64(-1)),
     "no reward": _with(reward=None),
+    "a reward of 5,000 digits": _with(reward=[1.0, 10**5000]),
     "reward nan": _with(reward=float("nan")),
     "reward text": _with(reward="good"),
     "no turn rewards": _with(reward=[]),
@@ -168,6 +175,24 @@ async def exits(prompt: Any, client: Any, tokenizer: Any) -> Any:
 
 async def cancels(prompt: Any, client: Any, tokenizer: Any) -> Any:
     raise asyncio.CancelledError
+
+
+async def starts_a_task_that_exits(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    async def log() -> None:
+        sys.exit(4)
+
+    task = asyncio.create_task(log())
+    await client.generate(prompt.tokens)
+    await task
+
+
+async def exits_in_a_callback(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    asyncio.get_running_loop().call_soon(sys.exit, 4)
+    return await _right(prompt, client)
+
+
+async def stops_in_a_thread(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    await asyncio.to_thread(next, iter(()))
 
 
 async def never_returns(prompt: Any, client: Any, tokenizer: Any) -> Any:

@@ -14,6 +14,7 @@ pytest.importorskip("aiohttp")
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import ConfigFileError, load_config
 from roll_batching.jobs.config.rollout_keys import NEMO_GYM
+from roll_batching.jobs.engines import requests
 from roll_batching.jobs.rollouts import nemo_gym
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, load_rollout_function
 from roll_batching.jobs.rollouts.function_calls import FunctionCalls
@@ -123,6 +124,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "shortened history": (reply(item([3, 4], [5, 6]), item([3, 4], [9])), "first difference is at token 2"),
     "too many tokens": (reply(item([3] * 6, [4] * 7)), "tokens has 7 after the prompt's 6, .*sequence_length is 12"),
     "NaN reward": (reply(item([3], [4]), reward=math.nan), "reward of .* is nan: .*finite number"),
+    "a huge reward": (reply(item([3], [4]), reward=10**400), "reward of .* is 10+: .*finite number"),
+    "a reply too large": (
+        reply(item([3], [4]), text="x" * 3000),
+        "/run: its reply has more than 0 MiB; limit the agent's turns",
+    ),
     "no reward": (reply(item([3], [4]), reward=None), "reward of .* finite number"),
     "no response": ({"error": "x"}, "has no response with an output"),
     "refused": (422, "status 422: the agent failed; see Gym's log"),
@@ -134,9 +140,24 @@ BROKEN: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_reply_that_cannot_be_trained_on(case, monkeypatch):
     monkeypatch.setattr(nemo_gym, "_PAUSE_SECONDS", 0.01)
+    if case == "a reply too large":
+        monkeypatch.setattr(requests, "_LARGEST_REPLY", 2000)
+        monkeypatch.setattr(nemo_gym, "_MORE_BYTES", 0)
     answer, words = BROKEN[case]
     with pytest.raises(DataError, match=f"(?s)nemo_gym:rollout failed on sample 0 .*{words}"):
         samples(answer, count=1)
+
+
+def test_a_reply_may_be_larger_than_an_engines(monkeypatch):
+    """Each turn of an agent repeats its whole context."""
+    monkeypatch.setattr(requests, "_LARGEST_REPLY", 2000)
+    samples(reply(item([3], [4]), text="x" * 3000), count=1)
+
+
+def test_steps_leave_no_event_loop_behind():
+    for _ in range(3):
+        samples(TWO_TURNS, count=1)
+    assert len(nemo_gym._servers) <= 1
 
 
 LINES: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -145,6 +166,15 @@ LINES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another agent": ({**LINE, "agent_ref": {"name": "other"}}, {}, "runs no agent 'other', but simple"),
     "top_k": (LINE, {"top_k": 5}, "top_k is 5.* set actor_infer.generating_args.top_k to 0"),
     "nothing there": (LINE, {"url": "http://127.0.0.1:9"}, "head server at http://127.0.0.1:9 did not answer"),
+    "half an address": (LINE, {"url": "http://[::1"}, r"rollout_args.url is 'http://\[::1'"),
+    **{
+        f"max_output_tokens {value!r}": (
+            {**LINE, "responses_create_params": {"input": "1+2=", "max_output_tokens": value}},
+            {},
+            "max_output_tokens .*write a positive integer, or leave it out",
+        )
+        for value in ("5", 0, -3, True, 2.5, [5])
+    },
     "no address": (LINE, {"url": "gym:11000"}, "rollout_args.url is 'gym:11000'"),
 }
 

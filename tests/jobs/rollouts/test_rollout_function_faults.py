@@ -31,9 +31,14 @@ def run_calls(
     needs_states: bool = False,
     timeout: float = 20,
     max_calls: int = 9,
+    records: Any = None,
+    slow_sampling: bool = False,
     **arguments: Any,
 ) -> Any:
-    """The samples of four calls of `name`; every generation is `ab$`, cut at its limit. `prompts` gets the prompts."""
+    """The samples of four calls of `name`; every generation is `ab$`, cut at its limit. `prompts` gets the prompts.
+
+    `slow_sampling`: tokens are made only when the event loop has ended.
+    """
     path = HERE + name
     function = LoadedRolloutFunction(
         path=path,
@@ -46,7 +51,9 @@ def run_calls(
         needs_states=needs_states,
     )
     given = [
-        RolloutPrompt(tokens=TOKENIZER.encode(f"a+{i}="), text=f"a+{i}=", record={"level": i}, sample=i, seed=i)
+        RolloutPrompt(
+            tokens=TOKENIZER.encode(f"a+{i}="), text=f"a+{i}=", record=records or {"level": i}, sample=i, seed=i
+        )
         for i in range(4)
     ]
     sampling = GenerationSettings(max_new_tokens=8, eos_token_id=TOKENIZER.eos_token_id, vocab_size=43)
@@ -56,6 +63,8 @@ def run_calls(
     with FunctionCalls(function, given, TOKENIZER, sampling) as calls:
         while requests := calls.take():
             limits = [request.max_new_tokens for request in requests]
+            if slow_sampling:
+                calls._thread.join(20)
             calls.answer(requests, [(made[:limit], [-0.5, -0.25, -1.0][:limit]) for limit in limits])
         return calls.samples
 
@@ -70,6 +79,7 @@ WORDS = {
     "a token too large": r"tokens\[2\] is 43, and the vocabulary has the ids 0 to 42",
     "a negative token": r"tokens\[0\] is -1",
     "a huge token": r"tokens\[0\] is 1180591620717411303424",
+    "a token of 5,000 digits": r"tokens\[0\] is a number of 16,610 bits, and the vocabulary has",
     "a square": r"tokens is a ndarray.* of shape \(2, 2\)",
     "short mask": "loss_mask has 1 values for 3 tokens",
     "long mask": "loss_mask has 99 values for 3 tokens",
@@ -82,7 +92,11 @@ WORDS = {
     "infinite": r"log_probs\[2\] is -inf",
     "a probability": r"log_probs\[2\] is 0.7, which is no logarithm of a probability",
     "a text for a log-prob": r"log_probs\[2\] is a str",
+    "a log-prob of 5,000 digits": r"log_probs\[2\] is a number of 16,610 bits, which is no logarithm",
+    "a log-prob below fp32": r"log_probs\[2\] is -1e\+39, which is no logarithm",
+    "a complex log-prob": r"log_probs\[2\] is a complex64",
     "no reward": "reward is None, and the job has no reward function",
+    "a reward of 5,000 digits": r"reward\[1\]: it returned a int, .*which no float can hold",
     "reward nan": "reward: the reward is nan",
     "reward text": "reward: it returned a str",
     "no turn rewards": "reward is empty",
@@ -118,6 +132,8 @@ def test_states_and_rewards_of_turns_are_checked():
     episode = made(["a", "b" * 999], [0.5, 1])[0].episode
     assert episode.states[0] == "'a'" and len(episode.states[1]) == 32 and episode.rewards == (0.5, 1.0)
     assert made(["3", 3], [0, 0])[0].episode.states == ("'3'", "3"), "a text and an integer differ"
+    long = made([10**5000, 10**5000 + 1], [0, 0])[0].episode.states
+    assert len(set(long)) == 2 and max(map(len, long)) == 32, "more digits than Python writes"
     for states, reward, words in (
         (None, [0, 0], "states is None, and adv_estimator: gigpo .*each of the 2 turns"),
         (["a"], [0, 0], "states has 1 values, and loss_mask has 2 turns"),
@@ -183,6 +199,33 @@ def test_a_call_that_never_returns_ends_at_the_time_limit(name, words):
         run_calls(name, timeout=1.5)
     assert time.monotonic() - started < 30
     assert _event_loops() - before == (name == "blocks"), "one that blocks ends with the process"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("starts_a_task_that_exits", r"failed in a task or callback that it started: SystemExit: 4.* Handle errors"),
+        ("exits_in_a_callback", r"failed in a task or callback that it started: SystemExit: 4.* Handle errors"),
+        ("stops_in_a_thread", r"failed on sample \d .*RuntimeError: a function in a thread raised StopIteration"),
+    ],
+)
+def test_what_asyncio_does_not_pass_on_is_an_error_at_once(name, words):
+    """The time limit would tell it otherwise: after ten minutes, and without the cause."""
+    with pytest.raises(DataError, match=f"rollout function {HERE}{name} {words}"):
+        run_calls(name, timeout=15)
+
+
+def test_an_event_loop_that_ends_while_tokens_are_sampled():
+    with pytest.raises(DataError, match="in a task or callback that it started: SystemExit: 4"):
+        run_calls("starts_a_task_that_exits", slow_sampling=True)
+
+
+def test_a_record_that_cannot_be_copied():
+    deep: Any = {}
+    for _ in range(5000):
+        deep = {"x": deep}
+    with pytest.raises(DataError, match="failed on sample 0 .*RecursionError"):
+        run_calls("one_turn", records=deep, timeout=15)
 
 
 def _event_loops() -> int:
