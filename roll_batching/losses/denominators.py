@@ -125,7 +125,7 @@ def local_counts(
         sequences[head_count(number)] = int((per_sample > 0).sum())
     for name in sums:
         spec = local.schema.get(name)
-        if spec is None or spec.kind == "static":
+        if spec is None or spec.kind in ("static", "rows"):
             raise DataError(f"the loss sums {name!r}, which is not a token, next_token or sample field of the batch")
         if spec.per_token:
             values = by_prediction(local, name).double()

@@ -21,6 +21,7 @@ from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.exchange_group import ExchangeGroup
 from roll_batching.samples.fields import FieldSpec
+from roll_batching.samples.flatten import as_index
 from roll_batching.samples.length_table import require_batch
 from roll_batching.samples.ragged import place, row_indices, starts_of
 
@@ -292,13 +293,16 @@ def exchange_fields(
 
     by_sample = per_rank(to_rank, np.ones_like(sent_lengths)), per_rank(from_rank, np.ones_like(received_lengths))
     by_token = per_rank(to_rank, sent_lengths), per_rank(from_rank, received_lengths)
-    fields: dict[str, Any] = {}
+    fields = dict(samples.fields)
     for name, spec in samples.schema.items():
-        values = samples.fields[name]
-        if spec.kind == "static":
-            fields[name] = values
-        else:
-            fields[name] = _all_to_all(values.detach(), *(by_token if spec.per_token else by_sample), dp_group)
+        if spec.kind not in ("static", "rows"):
+            by_rank = by_token if spec.per_token else by_sample
+            fields[name] = _all_to_all(fields[name].detach(), *by_rank, dp_group)
+    for name, spec in samples.schema.items():
+        if spec.counts is not None:  # its counts have arrived
+            received = as_index(fields[spec.counts], "counts").numpy()
+            by_rank = per_rank(to_rank, samples.rows_per_sample(name).numpy()), per_rank(from_rank, received)
+            fields[name] = _all_to_all(fields[name].detach(), *by_rank, dp_group)
     return fields
 
 
@@ -338,6 +342,10 @@ def assemble(
             return values
         if spec.per_token:
             return place(values, tokens, int(starts[-1]), spec.pad)
+        if spec.counts is not None:
+            counts = as_index(fields[spec.counts], "counts")
+            starts_of_rows = starts_of(place(counts, rows, held.size, 0))
+            return place(values, row_indices(starts_of_rows[:-1][rows], counts), int(starts_of_rows[-1]), spec.pad)
         return place(values, rows, held.size, spec.pad)
 
     scattered = {name: scatter(fields[name], spec) for name, spec in results.schema.items()}

@@ -37,8 +37,8 @@ class SampleBatch:
     """int64 `[n]`, on the host: tokens per sample, at least 1."""
 
     fields: dict[str, Any]
-    """Name to values: `[sum(lengths), ...]` for token and next_token fields, `[n, ...]` for sample
-    fields, anything for static ones. A next_token field given with L-1 rows per sample gets its last."""
+    """Name to values: `[sum(lengths), ...]` for token and next_token fields, `[n, ...]` for sample fields,
+    `[sum(counts), ...]` for rows, anything for static ones. A next_token field of L-1 rows per sample gets its last."""
 
     schema: Schema
     """Name to `FieldSpec`, for exactly the names in `fields`. A plain kind (`"token"`) is accepted."""
@@ -71,15 +71,22 @@ class SampleBatch:
         if not isinstance(values, Tensor):
             raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
         check_dtype(name, spec, values.dtype)
-        rows, unit = (self.num_tokens, "tokens") if spec.per_token else (len(self), "samples")
+        rows = int(self.rows_per_sample(name).sum())
         if spec.kind == "next_token" and values.dim() and len(self) and values.shape[0] == rows - len(self):
             self.fields[name] = flatten.append_pad(values, self.lengths, spec)
             return
         if values.dim() < 1 or values.shape[0] != rows:
             raise DataError(
-                f"Field {name!r} is a {spec.kind} field of {rows} {unit}, so its shape must be "
+                f"Field {name!r} is a {spec.kind} field with {rows} rows here, so its shape must be "
                 f"[{rows}, ...]; got {tuple(values.shape)}."
             )
+
+    def rows_per_sample(self, name: str) -> Tensor:
+        """Rows of the field `name` for each sample, of any kind but static: int64 `[n]`, on the host."""
+        spec = self.schema[name]
+        if spec.counts is None:
+            return self.lengths if spec.per_token else torch.ones_like(self.lengths)
+        return flatten.counts_of(name, spec.counts, self.fields, self.schema)
 
     # ---- constructors
 
@@ -97,7 +104,7 @@ class SampleBatch:
 
         Args:
             tensors: by field name: `[B, S, ...]` for token fields, `[B, S, ...]` or `[B, S - 1, ...]` for
-                next_token fields (column j belongs to token j + 1), `[B, ...]` for sample fields.
+                next_token fields (column j belongs to token j + 1), `[B, ...]` for sample fields; of kind rows flat.
             attention_mask: bool or 0/1 `[B, S]`, contiguous in every row.
             schema: name to `FieldSpec` or kind, for exactly the names in `tensors`.
             ids: `[B]` integers; by default 0 to B-1.
@@ -122,8 +129,8 @@ class SampleBatch:
 
         Args:
             columns: by field name: n sequences of L values for token fields, of L or L-1 for next_token
-                fields, n values for sample fields. Integers become int64, floats torch's default dtype;
-                arrays and tensors keep theirs.
+                fields, n values for sample fields, n sequences for fields of kind rows. Integers become int64,
+                floats torch's default dtype; arrays and tensors keep theirs.
             schema: name to `FieldSpec` or kind, for exactly the names in `columns`.
             ids: n integers; by default 0 to n-1.
             lengths: n integers; by default those of the first token field.
@@ -224,10 +231,12 @@ class SampleBatch:
     @property
     def device(self) -> torch.device:
         """Device of the fields (of the first tensor; the host without any)."""
-        for values in self.fields.values():
-            if isinstance(values, Tensor):
-                return values.device
-        return torch.device("cpu")
+        tensors = (x for name, x in self.fields.items() if isinstance(x, Tensor) and name not in self._counts)
+        return next((x.device for x in tensors), torch.device("cpu"))
+
+    @cached_property
+    def _counts(self) -> set[str | None]:
+        return {spec.counts for spec in self.schema.values()}
 
     @cached_property
     def _id_order(self) -> Tensor:
@@ -265,12 +274,12 @@ class SampleBatch:
         return describe_fields(self.schema, self.fields, static_values=static_values)
 
     def to_lists(self, name: str) -> list[Tensor]:
-        """One view per sample: `[L, ...]` of a token or next_token field, `[...]` of a sample field."""
+        """One view per sample: `[rows, ...]`, or `[...]` of a sample field."""
         values = self[name]
         spec = self.schema[name]
         if spec.kind == "static":
             raise DataError(f"Field {name!r} is static: it has no values per sample.")
-        return list(values.split(self.lengths.tolist()) if spec.per_token else values.unbind(0))
+        return list(values.unbind(0) if spec.kind == "sample" else values.split(self.rows_per_sample(name).tolist()))
 
     def to_padded(self, name: str, length: int | None = None, *, padding_side: PaddingSide = "right") -> Tensor:
         """A token or next_token field as `[n, length, ...]`, filled with the field's pad value.
@@ -320,7 +329,8 @@ class SampleBatch:
         if names is None:
             names = [n for n, v in self.fields.items() if isinstance(v, Tensor) and v.is_floating_point()]
         for name in [names] if isinstance(names, str) else names:
-            require_finite(name, self[name], self.schema[name], self.ids, self.lengths, self.offsets)
+            values, spec = self[name], self.schema[name]
+            require_finite(name, values, spec, self.ids, None if spec.kind == "static" else self.rows_per_sample(name))
 
     # ---- derived batches
 
@@ -335,16 +345,15 @@ class SampleBatch:
             raise DataError(
                 f"Row indices run from {int(rows.min())} to {int(rows.max())}, the batch has {len(self)} rows."
             )
-        lengths = self.lengths[rows]
-        tokens = row_indices(self.offsets[:-1][rows], lengths)
-        fields = {}
+        tokens = row_indices(self.offsets[:-1][rows], self.lengths[rows])
+        fields = dict(self.fields)
         for name, spec in self.schema.items():
-            values = self.fields[name]
-            if spec.kind == "static":
-                fields[name] = values
-            else:
-                fields[name] = take(values, tokens if spec.per_token else rows)
-        return SampleBatch(self.ids[rows] if ids is None else ids, lengths, fields, self.schema)
+            if spec.kind == "rows":
+                counts = self.rows_per_sample(name)
+                fields[name] = take(fields[name], row_indices(starts_of(counts)[:-1][rows], counts[rows]))
+            elif spec.kind != "static":
+                fields[name] = take(fields[name], tokens if spec.per_token else rows)
+        return SampleBatch(self.ids[rows] if ids is None else ids, self.lengths[rows], fields, self.schema)
 
     def select_ids(self, ids: Any) -> SampleBatch:
         """The samples with these ids, in that order.
@@ -381,11 +390,9 @@ class SampleBatch:
         return SampleBatch(self.ids, self.lengths, {n: self[n] for n in names}, {n: self.schema[n] for n in names})
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampleBatch:
-        """This batch with its tensors on `device`; ids and lengths stay on the host."""
-        fields = {
-            name: values.to(device, non_blocking=non_blocking) if isinstance(values, Tensor) else values
-            for name, values in self.fields.items()
-        }
+        """This batch with its tensors on `device`; ids, lengths and counts of rows stay on the host."""
+        moved = {name: x for name, x in self.fields.items() if isinstance(x, Tensor) and name not in self._counts}
+        fields = self.fields | {name: x.to(device, non_blocking=non_blocking) for name, x in moved.items()}
         return SampleBatch(self.ids, self.lengths, fields, self.schema)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from roll_batching.distributed import digest
 from roll_batching.errors import DataError
 from roll_batching.samples.fields import FieldSpec, Schema
+from roll_batching.samples.ragged import starts_of
 
 
 def name_rows(rows: Tensor, ids: Tensor, limit: int = 8) -> str:
@@ -29,7 +30,8 @@ def describe_fields(schema: Schema, fields: Mapping[str, Any], *, static_values:
         values = fields[name]
         if spec.kind != "static":
             dtype = str(values.dtype).removeprefix("torch.")
-            texts[name] = f"{spec.kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
+            kind = spec.kind if spec.counts is None else f"{spec.kind} (counted by {spec.counts})"
+            texts[name] = f"{kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
         else:
             texts[name] = f"static {_describe_static(values)}" if static_values else "static"
     return texts
@@ -52,26 +54,30 @@ def describe_difference(one: Mapping[str, str], other: Mapping[str, str], noun: 
     )
 
 
-def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, lengths: Tensor, offsets: Tensor) -> None:
-    """Raises `DataError` for NaN and infinities in one field; see `SampleBatch.require_finite`."""
+def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, rows: Tensor | None) -> None:
+    """Raises `DataError` for NaN and infinities in one field; see `SampleBatch.require_finite`.
+
+    `rows` int64 `[n]` are those of the field for each sample; None for a static field.
+    """
     if not isinstance(values, Tensor):
         raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")
     bad = ~torch.isfinite(values)
-    if spec.kind == "static":
+    if rows is None:
         if bool(bad.any()):
             raise DataError(f"Static field {name!r} holds values that are not finite.")
         return
     bad = (bad.flatten(1).any(1) if bad.dim() > 1 else bad).cpu()
+    offsets = starts_of(rows)
     if spec.kind == "next_token":
         bad[offsets[1:] - 1] = False  # a sample's last row predicts nothing
     positions = bad.nonzero().flatten()
     if not positions.numel():
         return
     detail = ""
-    if spec.per_token:
+    if spec.kind != "sample":
         samples = torch.searchsorted(offsets, positions, right=True) - 1
         first = int(samples[0])
-        detail = f"; the first at position {int(positions[0] - offsets[first])} of {int(lengths[first])}"
+        detail = f"; the first at position {int(positions[0] - offsets[first])} of {int(rows[first])}"
         positions = samples.unique_consecutive()
     raise DataError(f"Field {name!r} is not finite in {name_rows(positions, ids)}{detail}.")
 

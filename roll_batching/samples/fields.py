@@ -1,4 +1,4 @@
-"""Schema of a batch: the kind of each field (token, next_token, sample, static) and its pad value."""
+"""Schema of a batch: the kind of each field (token, next_token, sample, rows, static) and its pad value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll_batching.errors import DataError
 
 ROUTED_EXPERTS = "routed_experts"
 """A token field [tokens, layers with experts, top-k]: routers take these experts instead of their own choice."""
-FieldKind = Literal["token", "next_token", "sample", "static"]
+FieldKind = Literal["token", "next_token", "sample", "rows", "static"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class FieldSpec:
     """Kind and pad value of a field.
 
     Raises:
-        DataError: for an unknown kind or a pad value that is not a number.
+        DataError: for an unknown kind, a pad value that is not a number, `counts` without kind `rows` or the reverse.
     """
 
     kind: FieldKind
@@ -30,17 +30,26 @@ class FieldSpec:
     `next_token`: value i of a sample belongs to its token i+1 (log-probs, for example). Stored flat with as many rows
     as `token`; a sample's last row has no token (made from padded tensors or lists, it is `pad`).
     `sample`: one value per sample, `[n, ...]`.
+    `rows`: any number of rows per sample, stored flat; the sample field `counts` has the number of each sample. Patches
+    of images, for example.
     `static`: one value for the whole batch, of any type, equal on all ranks.
     """
 
     pad: int | float | bool = 0
     """Fill value, in the field's dtype, of padding, truncated rows and dropped samples."""
+    counts: str | None = None
+    """Kind `rows`: the sample field of integers that has the number of rows of each sample."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FieldKind):
             raise DataError(f"A field's kind is one of {', '.join(get_args(FieldKind))}; got {self.kind!r}.")
         if not isinstance(self.pad, (bool, int, float)):
             raise DataError(f"A field's pad value is a number; got {self.pad!r}.")
+        if (self.kind == "rows") != (self.counts is not None):
+            raise DataError(
+                "A field of kind rows, and no other, names the sample field with its rows per sample: "
+                f"FieldSpec('rows', counts='...'); got kind {self.kind!r} and counts {self.counts!r}."
+            )
 
     @property
     def per_token(self) -> bool:

@@ -110,7 +110,7 @@ def from_padded(
             continue
         _require_tensor(name, values)
         check_dtype(name, spec, values.dtype)
-        if spec.kind == "sample":
+        if spec.kind in ("sample", "rows"):
             fields[name] = values
             continue
         widths = (width,) if spec.kind == "token" else (width, width - 1)
@@ -156,7 +156,10 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
         row_lengths = torch.tensor([len(row) for row in values], dtype=torch.int64)
         flat = _concatenate(name, values)
         check_dtype(name, spec, flat.dtype)
-        if spec.kind == "token":
+        if spec.kind == "rows":  # `SampleBatch` compares the sum; this names the sample
+            _check_counts(name, row_lengths, as_index(columns[str(spec.counts)], f"field {spec.counts!r}"))
+            fields[name] = flat
+        elif spec.kind == "token":
             _check_row_lengths(name, row_lengths, lengths, "")
             fields[name] = flat
         else:
@@ -181,6 +184,32 @@ def _check_row_lengths(name: str, row_lengths: Tensor, lengths: Tensor, note: st
             f"Field {name!r}, row {row}: {int(row_lengths[row])} values for a sample of {int(lengths[row])} tokens "
             f"(as many{note} are needed); {bad.numel()} such row{'s' if bad.numel() > 1 else ''}."
         )
+
+
+def _check_counts(name: str, row_lengths: Tensor, counts: Tensor) -> None:
+    if row_lengths.shape != counts.shape or (row_lengths != counts).any():
+        raise DataError(
+            f"Field {name!r} has {row_lengths.tolist()[:8]} rows in its first samples, but its counts say "
+            f"{counts.tolist()[:8]}."
+        )
+
+
+def counts_of(name: str, counts: str, fields: Mapping[str, Any], schema: Schema) -> Tensor:
+    """Rows of the field `name` for each sample, from the field `counts`: int64 `[n]`, on the host.
+
+    Raises:
+        DataError: unless `counts` is a sample field of integers, none negative, with the pad value 0.
+    """
+    values, spec = fields.get(counts), schema.get(counts)
+    if spec is None or spec.kind != "sample" or spec.pad != 0:
+        raise DataError(
+            f"Field {name!r} has its rows per sample in {counts!r}, which must be a sample field of this batch with "
+            f"the pad value 0; it is {'absent' if spec is None else spec}."
+        )
+    rows = as_index(values, f"field {counts!r}")
+    if bool((rows < 0).any()):
+        raise DataError(f"Field {counts!r} counts the rows of {name!r}, and {int(rows.min())} is negative.")
+    return rows
 
 
 def _concatenate(name: str, rows: Sequence[Any]) -> Tensor:

@@ -13,6 +13,8 @@ SCHEMA = {
     "features": FieldSpec("token", -1),
     "reward": FieldSpec("sample", float("nan")),
     "group": FieldSpec("sample", -1),
+    "patches": FieldSpec("rows", 7, counts="patch_count"),
+    "patch_count": FieldSpec("sample"),
     "temperature": FieldSpec("static"),
     "prior": FieldSpec("static"),
 }
@@ -23,6 +25,8 @@ def make_batch(ids: list[int], lengths: list[int]) -> SampleBatch:
     id_of = torch.tensor(ids, dtype=torch.int64).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     position = torch.cat([torch.arange(length) for length in lengths]) if lengths else torch.arange(0)
     row = torch.tensor(ids, dtype=torch.float64)
+    patch_count = torch.tensor(ids, dtype=torch.int64) % 4
+    patches = [id * 1000 + number for id in ids for number in range(id % 4)]
     code = id_of * 1000 + position
     fields = {
         "input_ids": code,
@@ -31,6 +35,8 @@ def make_batch(ids: list[int], lengths: list[int]) -> SampleBatch:
         "features": torch.stack([code, -code, code * 2], -1).to(torch.int32).view(-1, 3, 1),
         "reward": torch.stack([row / 3, row], -1),
         "group": row.to(torch.int16),
+        "patches": torch.tensor(patches, dtype=torch.int64)[:, None].repeat(1, 2),
+        "patch_count": patch_count,
         "temperature": 0.5,
         "prior": torch.tensor([1.0, float("nan")]),
     }

@@ -80,7 +80,7 @@ def plan_for(table: LengthTable, world: int, location: bool = True, **options) -
 
 
 def computed(batch: SampleBatch) -> SampleBatch:
-    """Results with fields of their own: per token, per prediction, per sample."""
+    """Results with fields of their own: per token, per prediction, per sample, and rows."""
     return SampleBatch(
         batch.ids,
         batch.lengths,
@@ -88,12 +88,16 @@ def computed(batch: SampleBatch) -> SampleBatch:
             "log_probs": batch["input_ids"].double() * 0.5,
             "entropy": batch["features"].float()[:, :, 0],
             "reward": batch["reward"],
+            "boxes": batch["patches"] * 2,
+            "count": batch["patch_count"],
             "loss": 3,
         },
         {
             "log_probs": FieldSpec("next_token", -1),
             "entropy": FieldSpec("token", -2),
             "reward": FieldSpec("sample", -3),
+            "boxes": FieldSpec("rows", counts="count"),
+            "count": FieldSpec("sample"),
             "loss": "static",
         },
     )
@@ -162,6 +166,8 @@ def cut_and_dropped(rank: int, world: int) -> int:
         rows = zip(home.ids.tolist(), home.to_lists(name), expected.to_lists(name), strict=True)
         for number, got, wanted in rows:
             assert torch.equal(got, torch.full_like(got, pad) if number in gone else wanted), (name, number)
+    for number, got, wanted in zip(home.ids.tolist(), home.to_lists("boxes"), expected.to_lists("boxes"), strict=True):
+        assert torch.equal(got, wanted[:0] if number in gone else wanted), number
 
     plan = plan_for(table, world, max_tokens=30, oversize="truncate")
     mine = distribute(local, plan)

@@ -215,12 +215,12 @@ BAD = [
     (lambda: SampleBatch("12", [1, 2], {}, {}), "ids must be a one-dimensional list"),
     (
         lambda: SampleBatch([0], [3], {"x": torch.zeros(2)}, {"x": "token"}),
-        r"token field of 3 tokens.*\(2,\)",
+        r"token field with 3 rows here.*\(2,\)",
     ),
     (lambda: SampleBatch([0], [3], {"x": torch.zeros(1)}, {"x": "next_token"}), r"next_token.*\(1,\)"),
     (
         lambda: SampleBatch([0], [3], {"x": torch.zeros(3)}, {"x": "sample"}),
-        r"sample field of 1 samples.*\(3,\)",
+        r"sample field with 1 rows here.*\(3,\)",
     ),
     (lambda: SampleBatch([0], [3], {"x": [1, 2, 3]}, {"x": "token"}), "'x' must be a tensor; got list"),
     (lambda: SampleBatch([0], [3], {"x": torch.zeros(3)}, {}), "Field 'x' not in the schema"),

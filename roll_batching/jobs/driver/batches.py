@@ -8,13 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll_batching.errors import DataError
 from roll_batching.jobs.driver.columns import Column, Columns
 from roll_batching.planning.arrays import Ints
 from roll_batching.samples import FieldSpec, SampleBatch
 
 
 def to_columns(batch: SampleBatch) -> dict[str, Column]:
-    """The fields of `batch` as numpy columns, on the host."""
+    """The fields of `batch` as numpy columns, on the host. Raises `DataError` for fields of kind rows."""
+    if counted := [name for name, spec in batch.schema.items() if spec.kind == "rows"]:
+        raise DataError(
+            f"fields {', '.join(counted)} are of kind rows, which a worker group on Ray does not send: train from a "
+            "YAML job, or call the strategy's train_step on every rank"
+        )
     return {name: _column(batch[name], spec) for name, spec in batch.schema.items()}
 
 
@@ -31,6 +37,7 @@ def _column(values: Any, spec: FieldSpec) -> Column:
     dtype = str(values.dtype).removeprefix("torch.")
     tensor = values.detach().cpu().contiguous()
     bits = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor  # numpy has no bfloat16
+    assert spec.kind != "rows"  # `to_columns` refuses them
     return Column(values=bits.numpy(), kind=spec.kind, pad=spec.pad, dtype=dtype)
 
 
