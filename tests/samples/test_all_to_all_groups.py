@@ -77,4 +77,4 @@ def test_results_of_whole_samples_are_not_stretched():
         with Operators() as operators:
             collect(results, plan)
         placed[name] = operators.seen["index_copy_"]
-    assert placed == {"whole": 3, "short": 5}, "three fields to place; two of them hold values per token"
+    assert placed == {"whole": 6, "short": 8}, "five fields; one after its counts, two per token"
