@@ -54,6 +54,8 @@ def settings_at(path: KeyPath) -> type[Settings] | None:
     section: type[Settings] | None = JobKeys
     named: type[Settings] | None = None
     for part in path:
+        if isinstance(part, int) and named is None:  # an item of a list of sections
+            continue
         if named is not None:
             section, named = named, None
             continue

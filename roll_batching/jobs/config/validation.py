@@ -18,7 +18,7 @@ from roll_batching.jobs.config.notices import collect_notices
 from roll_batching.jobs.config.rules import broken_rules
 from roll_batching.jobs.config.yaml_source import Source
 from roll_batching.secret_names import is_secret, redact
-from roll_batching.settings.fields import registered_name
+from roll_batching.settings.fields import nested_settings, registered_name
 from roll_batching.settings.megatron_config import FSDP_STRATEGIES
 
 MOST_EXPLAINED = 50
@@ -82,8 +82,14 @@ def _booleans_for_numbers(data: Any) -> Iterator[Problem]:
     """True and false where a number belongs, which pydantic takes for 1 and 0."""
     for path, value in given_keys(data):
         field = field_at(path)
-        if field is not None and isinstance(value, bool) and not _takes(field.annotation, bool):
-            yield Problem(path, f"expected {_kind(field.annotation)}, got {str(value).lower()}")
+        given = [(path, value)]
+        if field is not None and isinstance(value, list) and nested_settings(field) is not None:  # of sections
+            items = [(number, item) for number, item in enumerate(value) if isinstance(item, dict)]
+            given = [((*path, number, key), one) for number, item in items for key, one in item.items()]
+        for place, one in given:
+            field = field_at(place)
+            if field is not None and isinstance(one, bool) and not _takes(field.annotation, bool):
+                yield Problem(place, f"expected {_kind(field.annotation)}, got {str(one).lower()}")
 
 
 def _takes(annotation: Any, kind: type) -> bool:

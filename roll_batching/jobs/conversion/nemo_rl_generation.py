@@ -36,7 +36,7 @@ SERVERS = "servers are configured by engine_args, strategy_config and device_map
 
 def convert_devices(file: NemoRlFile, task: str) -> None:
     """Devices of training, and of an engine with its own devices."""
-    nodes, each = file.take("cluster.num_nodes", 1), file.take("cluster.gpus_per_node", 1)
+    nodes, each = file.take("cluster.num_nodes") or 1, file.take("cluster.gpus_per_node") or 1
     total, own = nodes * each, 0
     if task in RL_TASKS and file.peek(f"{_SECTION}.colocated.enabled", True) is False:
         resources = file.peek(f"{_SECTION}.colocated.resources") or {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS, NemoRlFile
 from roll_batching.jobs.conversion.nemo_rl_types import CORRECTIONS
 from roll_batching.jobs.conversion.train_infer import SECTION, nemo_rl_correction
@@ -57,13 +59,14 @@ def _dynamic_sampling(file: NemoRlFile) -> None:
                 file.draft.leave_out(f"grpo.{name}", "idle", "belongs to use_dynamic_sampling")
         return
     file.draft.put(("dynamic_sampling",), True, "grpo.use_dynamic_sampling")
-    if isinstance(most, int):
+    if most is not None:
         text = "one more: NeMo-RL stops after the batch that follows its limit"
         file.draft.put(("dynamic_sampling_max_batches",), most + 1, "grpo.dynamic_sampling_max_gen_batches", text)
     prompts = file.draft.values.get("rollout_batch_size")
-    if isinstance(multiplier, (int, float)) and isinstance(prompts, int) and multiplier != 1:
-        text = "batch_multiplier x num_prompts_per_step"
-        file.draft.put(("dynamic_sampling_batch_size",), int(prompts * multiplier), "grpo.batch_multiplier", text)
+    if multiplier is not None and isinstance(prompts, int) and multiplier != 1:
+        text, size = "batch_multiplier x num_prompts_per_step", float(prompts * multiplier)
+        most_prompts = int(size) if math.isfinite(size) else size  # which the loader refuses
+        file.draft.put(("dynamic_sampling_batch_size",), most_prompts, "grpo.batch_multiplier", text)
 
 
 def _reward_shaping(file: NemoRlFile) -> None:

@@ -12,7 +12,7 @@ _SECTIONS = (
     "policy policy.tokenizer policy.megatron_cfg policy.megatron_cfg.optimizer policy.megatron_cfg.scheduler "
     "policy.dtensor_cfg policy.generation policy.generation.vllm_cfg policy.generation.vllm_kwargs "
     "policy.generation.sglang_cfg policy.generation.colocated policy.generation.colocated.resources grpo "
-    "grpo.adv_estimator loss_fn sft dpo data data.default env cluster checkpointing logger async_rl"
+    "grpo.adv_estimator loss_fn sft dpo data data.default env env.nemo_gym cluster checkpointing logger async_rl"
 ).split()
 _COUNTS = (
     "cluster.gpus_per_node cluster.num_nodes policy.train_global_batch_size policy.train_micro_batch_size "
@@ -24,7 +24,8 @@ _COUNTS = (
     "policy.generation.vllm_cfg.expert_parallel_size"
 ).split()
 _NUMBERS = (
-    "grpo.val_period grpo.max_val_samples grpo.val_batch_size grpo.advantage_clip_low grpo.advantage_clip_high "
+    "grpo.dynamic_sampling_max_gen_batches grpo.batch_multiplier grpo.val_period grpo.max_val_samples "
+    "grpo.val_batch_size grpo.advantage_clip_low grpo.advantage_clip_high "
     "grpo.async_grpo.max_trajectory_age_steps async_rl.sampler.max_lookahead_versions "
     "async_rl.sampler.max_staleness_versions sft.val_period sft.val_batches sft.val_global_batch_size dpo.val_period "
     "dpo.val_batches dpo.val_global_batch_size dpo.preference_loss_weight dpo.sft_loss_weight"

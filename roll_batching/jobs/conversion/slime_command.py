@@ -111,7 +111,7 @@ def _value(name: str, texts: list[str]) -> Any:
         value = kind(texts[0])
     except ValueError:
         value = math.nan
-    if kind is not str and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         wanted = "a whole number" if kind is int else "a number"
         raise ValueError(f"is {shortened(repr(texts[0]))}: write {wanted}")
     return value

@@ -12,6 +12,10 @@ SECTION = "train_infer_correction"
 _ROLL_RATIO = {"ratio_low": 0.8, "ratio_high": 1.2}
 _ROLL_DIFF = {"diff_low": -0.2, "diff_high": 0.2}
 """Defaults of ROLL's filters."""
+_ROLL_KEYS = {
+    "is_weight": {"enabled", "weight_type", "upper_bound", "detach"},
+    "filters": {"enabled", "agg_type", "ratio_enabled", "diff_enabled", *_ROLL_RATIO, *_ROLL_DIFF},
+}
 _LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
 """By level of verl's `rollout_rs`, ours."""
 
@@ -25,13 +29,16 @@ def convert_roll_section(draft: Draft, data: dict[str, Any]) -> None:
         draft.leave_out(SECTION, "refused", "is no section with is_weight and filters")
         return
     section: dict[str, Any] = {}
-    weight = given.get("is_weight") or {}
+    for key in given.keys() - _ROLL_KEYS.keys():
+        draft.leave_out(f"{SECTION}.{key}", "refused", "is no key of ROLL's section")
+    weight = _roll_keys(draft, "is_weight", given.get("is_weight"))
     if weight.get("enabled"):
         section["is_weight"] = {"weight_type": weight.get("weight_type", "token")}
         section["is_weight"]["upper_bound"] = weight.get("upper_bound", 1.2)
         if weight.get("detach") is False:
             draft.leave_out(f"{SECTION}.is_weight.detach", "refused", "weights have no gradient")
-    filters = [_roll_filter(one) for one in given.get("filters") or [] if one.get("enabled")]
+    parts = [_roll_keys(draft, "filters", one, f".{number}") for number, one in enumerate(given.get("filters") or [])]
+    filters = [_roll_filter(one) for one in parts if one.get("enabled")]
     if filters := [one for one in filters if len(one) > 1]:
         section["filters"] = filters
     if not section:
@@ -40,6 +47,18 @@ def convert_roll_section(draft: Draft, data: dict[str, Any]) -> None:
     data[SECTION] = section
     text = "filters drop tokens after advantages are computed, and before the loss's means"
     draft.meanings[SECTION,] = text
+
+
+def _roll_keys(draft: Draft, name: str, given: Any, place: str = "") -> Mapping[str, Any]:
+    """The part `name` of ROLL's section, if it has keys; what it cannot have is left out."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        draft.leave_out(f"{SECTION}.{name}{place}", "refused", "is no section with enabled and bounds")
+        return {}
+    for key in given.keys() - _ROLL_KEYS[name]:
+        draft.leave_out(f"{SECTION}.{name}{place}.{key}", "refused", "is no key of ROLL's section")
+    return given
 
 
 def _roll_filter(given: Mapping[str, Any]) -> dict[str, Any]:

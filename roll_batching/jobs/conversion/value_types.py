@@ -29,7 +29,9 @@ def wrong_types(
 
 def _is_whole(value: Any) -> bool:
     """Whether `value` is a whole number; a float counts, as the result of a division."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value % 1 == 0
+    if isinstance(value, float):
+        return math.isfinite(value) and value % 1 == 0
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def value_at(data: Any, key: str) -> Any:

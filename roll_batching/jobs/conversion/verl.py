@@ -52,7 +52,7 @@ _NUMBERS = (
     f"{ACTOR}.optim.lr_warmup_steps {ACTOR}.optim.min_lr_ratio {ROLLOUT}.temperature algorithm.kl_ctrl.kl_coef "
     "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.min_lr_ratio critic.cliprange_value algorithm.lam "
     f"trainer.critic_warmup {ROLLOUT}.val_kwargs.temperature {ACTOR}.clip_ratio {ACTOR}.clip_ratio_low "
-    f"{ACTOR}.clip_ratio_high"
+    f"{ACTOR}.clip_ratio_high algorithm.filter_groups.max_num_gen_batches"
 ).split()
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -221,7 +221,7 @@ def _heads(file: VerlFile, section: str) -> None:
     for name in ("enable", "method"):
         file.take(f"{section}.{name}")
     key = f"{section}.enable_train"
-    file.put((*_LAYOUT, "mtp_num_layers"), int(file.take(key)), key, "one head, as such models have")
+    file.put((*_LAYOUT, "mtp_num_layers"), int(bool(file.take(key))), key, "one head, as such models have")
     file.put((*_LAYOUT, "mtp_detach_heads"), bool(file.take(f"{section}.detach_encoder")), f"{section}.detach_encoder")
     file.move(f"{section}.mtp_loss_scaling_factor", (*_LAYOUT, "mtp_loss_scaling_factor"))
 

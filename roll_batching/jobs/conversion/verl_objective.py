@@ -77,7 +77,7 @@ def convert_dynamic_sampling(file: VerlFile) -> None:
     file.put(("dynamic_sampling",), True, f"{section}.enable", text)
     if metric is not None:
         file.draft.leave_out(f"{section}.metric", "idle", "dynamic_sampling compares rewards")
-    has_limit = isinstance(most, int) and most > 0
+    has_limit = most is not None and most > 0
     text = "" if has_limit else "verl has no limit where max_num_gen_batches is 0"
     file.draft.put(
         ("dynamic_sampling_max_batches",), most if has_limit else None, f"{section}.max_num_gen_batches", text

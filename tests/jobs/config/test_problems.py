@@ -74,6 +74,14 @@ def problems(tmp_path):
         ),
         ("max_steps: many\n", "job.yaml:1: max_steps: expected a whole number, got 'many'"),
         ("max_steps: true\n", "job.yaml:1: max_steps: expected a whole number, got true"),
+        (
+            "train_infer_correction:\n  filters:\n  - {ratio_low: 0.5}\n  - {ratio_high: true}\n",
+            "job.yaml:4: train_infer_correction.filters.1.ratio_high: expected a number, got true",
+        ),
+        (
+            "train_infer_correction:\n  filters:\n  - {ratio_hi: 0.5}\n",
+            "job.yaml:3: train_infer_correction.filters.0.ratio_hi: unknown key; did you mean 'ratio_high'?",
+        ),
         ("max_steps: 1.5\n", "job.yaml:1: max_steps: expected a whole number, got 1.5"),
         (
             "actor_train:\n  use_sequence_packing: maybe\n",

@@ -32,6 +32,7 @@ def changed(key: str, value: Any, task: str = "grpo") -> dict[str, Any]:
 
 WRONG_KIND = {
     "cluster.gpus_per_node": "eight",
+    "cluster.gpus_per_node ": None,
     "cluster.num_nodes": 1.5,
     "policy.train_global_batch_size": "64",
     "policy.train_micro_batch_size": 0,
@@ -55,6 +56,12 @@ WRONG_KIND = {
     "grpo.val_period": "often",
     "grpo.advantage_clip_high": "much",
     "grpo.max_val_samples": -3,
+    "grpo.dynamic_sampling_max_gen_batches": True,
+    "grpo.dynamic_sampling_max_gen_batches ": 2.5,
+    "grpo.batch_multiplier": float("nan"),
+    "grpo.batch_multiplier ": float("inf"),
+    "grpo.batch_multiplier  ": 1e308,
+    "env.nemo_gym": True,
     "loss_fn": None,
     "loss_fn.truncated_importance_sampling_type": "tss",
     "loss_fn.reference_policy_kl_penalty": "0.01",
@@ -76,6 +83,10 @@ WRONG_KIND = {
 @pytest.mark.parametrize("key", WRONG_KIND)
 def test_values_of_the_wrong_kind_are_named_or_left_out(tmp_path, key):
     file = changed(key.strip(), WRONG_KIND[key])
+    if "multiplier" in key or "dynamic" in key:
+        file["grpo"]["use_dynamic_sampling"] = True
+    if key == "env.nemo_gym":
+        file["env"]["should_use_nemo_gym"] = True
     if key == "loss_fn.truncated_importance_sampling_type":
         file["loss_fn"] |= {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0}
     try:
@@ -84,6 +95,8 @@ def test_values_of_the_wrong_kind_are_named_or_left_out(tmp_path, key):
         assert key.strip().rpartition(".")[2] in str(error)
         return
     assert "(the whole file)" not in {one.key for one in done.left_out}
+    if "multiplier" in key or "dynamic" in key:
+        assert key.strip() in {one.key for one in done.left_out_as("refused")}
     (tmp_path / "job.yaml").write_text(done.to_yaml())
     load_config(tmp_path / "job.yaml")
 

@@ -62,6 +62,12 @@ def converted(folder: Path, pipeline: str, changes: dict[str, Any]) -> Conversio
         ("rlvr", "actor_train.training_args", None),
         ("rlvr", "actor_train.strategy_args", ["megatron_train"]),
         ("rlvr", "reference.strategy_args.strategy_name", {"megatron": 1}),
+        ("rlvr", "train_infer_correction", [1]),
+        ("rlvr", "train_infer_correction.is_weight", True),
+        ("rlvr", "train_infer_correction.filters", [None, 3, "ratio"]),
+        ("rlvr", "train_infer_correction.filters", {"enabled": True}),
+        ("rlvr", "train_infer_correction.filters", [{"enabled": True, "ratio_low": True}]),
+        ("rlvr", "train_infer_correction.is_weight", {"enabled": True, "uper_bound": 2.0}),
         ("dpo", "actor_train.training_args.per_device_train_batch_size", True),
         ("dpo", "actor_train.training_args.per_device_train_batch_size", "8"),
         ("dpo", "beta", float("inf")),
@@ -75,6 +81,8 @@ def test_a_value_of_the_wrong_kind_is_left_out_by_name(tmp_path, pipeline, key, 
     done = converted(tmp_path, pipeline, {key: value})
     assert "(the whole file)" not in {one.key for one in done.left_out}
     assert all(isinstance(one.why, str) and len(one.why) < 700 for one in done.left_out)
+    if key.startswith("train_infer"):
+        assert any(one.key.startswith(key) or key.startswith(one.key) for one in done.left_out_as("refused"))
 
 
 def test_a_size_of_pairs_that_is_no_number_is_not_doubled(tmp_path):

@@ -259,6 +259,12 @@ def test_bad_values_are_one_error_with_file_and_line(tmp_path, options, why):
 
 
 @pytest.mark.bad_input
+def test_a_size_beyond_floats_is_left_out(tmp_path):
+    done = converted(tmp_path, f"--n-samples-per-prompt 1{'0' * 400}")
+    assert "--n-samples-per-prompt" in left_out(done, "refused")
+
+
+@pytest.mark.bad_input
 def test_other_scripts_are_named(tmp_path):
     path = tmp_path / "run.sh"
     path.write_text("echo hello\n")

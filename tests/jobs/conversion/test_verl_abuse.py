@@ -21,6 +21,7 @@ pytestmark = pytest.mark.config
         (f"{A}=3", "section"),
         ("loose", "write key=value"),
         (f"{A}.ppo_epochs=1,2", "write one"),
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=ten", "write a number"),
         (f"'{A}.ppo_epochs=[1'", "ppo_epochs"),
         ("trainer.nnodes='two'", "write a whole number"),
         ("a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z.a.b.c.d.e.f.g.h=1", "deeper than"),
@@ -52,3 +53,16 @@ def test_bad_files_are_one_error(tmp_path, text, why):
     with pytest.raises(ConfigError, match=why) as error:
         from_yaml(tmp_path, text)
     assert "verl.yaml" in str(error.value)
+
+
+@pytest.mark.bad_input
+def test_heads_whose_switch_is_no_switch(tmp_path):
+    mtp = "actor_rollout_ref.model.mtp"
+    done = converted(tmp_path, f"{mtp}.enable=True {mtp}.enable_train=[1] model_engine=megatron")
+    assert "(the whole file)" not in {one.key for one in done.left_out}
+
+
+@pytest.mark.bad_input
+def test_a_size_beyond_floats_is_left_out(tmp_path):
+    done = converted(tmp_path, f"data.train_batch_size=1{'0' * 400}")
+    assert "data.train_batch_size" in {one.key for one in done.left_out_as("refused")}
