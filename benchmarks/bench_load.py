@@ -50,7 +50,7 @@ LARGEST_FILE = 4 * 10**9
 def write_model(folder: Path, layers: int) -> None:
     """Write random tensors into files of up to 4 GB, as transformers does."""
 
-    from roll_batching.huggingface.families import FAMILIES, rules_of
+    from roll_batching.huggingface.families import load_family, rules_of
     from roll_batching.huggingface.tensors import Sizes, expected_tensors
     from roll_batching.settings import ModelArgs
 
@@ -58,7 +58,7 @@ def write_model(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
     architecture = ModelArgs(model_name_or_path=str(folder)).architecture
     assert architecture is not None
-    shapes = expected_tensors(rules_of(FAMILIES["qwen2"], architecture), Sizes.of(architecture))
+    shapes = expected_tensors(rules_of(load_family("qwen2"), architecture), Sizes.of(architecture))
     files: list[dict[str, torch.Tensor]] = [{}]
     place: dict[str, str] = {}
     for name, shape in shapes.items():

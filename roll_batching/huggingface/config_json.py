@@ -52,6 +52,8 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         from roll_batching.huggingface.hybrid_fields import translate_hybrid  # one family needs it
 
         config = translate_hybrid(config, result)
+    if family.rewrite is not None:
+        config = family.rewrite(config, result.problems)
     values = {**family.defaults, **config}
     _translate_renamed(values, family, result)
     share = values["partial_rotary_factor"] if family.partial_rope else 1.0

@@ -11,7 +11,7 @@ from roll_batching.huggingface.translation import Translation
 
 def translate_experts(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     """Translates the experts of Mixtral, Qwen3-MoE and others whose router is a softmax."""
-    moe: dict[str, Any] = {}
+    moe: dict[str, Any] = dict(family.router)
     names = {"num_local_experts": "num_experts", "num_experts_per_tok": "router_topk"}
     if family.experts_share_ffn:
         names["intermediate_size"] = "ffn_hidden_size"

@@ -28,6 +28,7 @@ from roll_batching.huggingface.layer_rules import (
     OUTPUT_BIAS,
     OUTPUT_PROJECTION,
     QK_NORM,
+    QK_NORM_OF_ALL_HEADS,
     QKV,
     QKV_BIAS,
     SANDWICH_DENSE,
@@ -38,7 +39,6 @@ from roll_batching.huggingface.layer_rules import (
     latent_attention,
     mixture,
 )
-from roll_batching.huggingface.nemotron_h import NEMOTRON_H, hybrid_layer
 from roll_batching.huggingface.tensors import TensorRule
 from roll_batching.registry import load_dotted
 
@@ -293,7 +293,6 @@ FAMILIES: Mapping[str, Family] = {
             prefixes=_VISION_BEFORE,
             untrained=_MULTIMODAL,
         ),
-        NEMOTRON_H,
         _DEEPSEEK_V3,
         dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
         dataclasses.replace(
@@ -305,7 +304,8 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-
+IN_MODULES = {name: f"roll_batching.huggingface.{name}:{name.upper()}" for name in ("minimax_m2", "nemotron_h")}
+"""Families with a module each, which few models need."""
 MISSING: Mapping[str, str] = {
     "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",
     "glm4": "its projections of gate and input are one tensor, which no rule here cuts",
@@ -319,13 +319,14 @@ def load_family(model_type: object, own: str | None = None) -> Family:
     Raises `ConfigError` for an unsupported `model_type`, and for an `own` that cannot be imported, is no `Family` or
     has another `model_type`.
     """
-    if own is None:
-        if str(model_type) in FAMILIES:
-            return FAMILIES[str(model_type)]
+    if own is None and str(model_type) in FAMILIES:
+        return FAMILIES[str(model_type)]
+    if (own := own or IN_MODULES.get(str(model_type))) is None:
         if str(model_type) in MISSING:
             raise ConfigError(f"model_type {model_type!r} is not supported: {MISSING[str(model_type)]}")
+        names = ", ".join((*FAMILIES, *IN_MODULES))
         raise ConfigError(
-            f"model_type {model_type!r} is not supported: the families are {', '.join(FAMILIES)}. For another one, "
+            f"model_type {model_type!r} is not supported: the families are {names}. For another one, "
             "write its Family and name it in model_args.family as package.module:NAME"
         )
     family = load_dotted("model family", own)
@@ -346,7 +347,7 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     if architecture.tie_word_embeddings:
         head = TensorRule(HEAD.ours, HEAD.join, EMBEDDING.theirs)
     bias = QKV_BIAS if architecture.add_qkv_bias or architecture.add_bias_linear else ()
-    norm = QK_NORM if architecture.qk_layernorm else ()
+    norm = {False: (), True: QK_NORM, "all_heads": QK_NORM_OF_ALL_HEADS}[architecture.qk_layernorm]
     attention = (*QKV, *bias, *norm, *(SINKS if architecture.attention_sinks else ()))
     output = OUTPUT_BIAS if architecture.add_bias_linear else ()
     if architecture.multi_latent_attention is not None:
@@ -356,6 +357,8 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     rules, delta = [EMBEDDING], architecture.gated_delta_net
     for layer in range(architecture.num_layers):
         if architecture.hybrid is not None:
+            from roll_batching.huggingface.nemotron_h import hybrid_layer  # few models have such layers
+
             rules += hybrid_layer(family, architecture, layer)
             continue
         with_attention = (*attention, *OUTPUT_PROJECTION, *output)
@@ -383,8 +386,9 @@ def untrained_tensors(family: Family, architecture: Any, config: Mapping[str, An
     prefixes, heads = family.untrained, architecture.mtp_num_layers or 0
     if heads:
         prefixes = tuple(prefix for prefix in prefixes if prefix != "mtp.")
-    if family.sigmoid_routing and not family.untrained:
-        count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    if not family.untrained:
+        numbers = (config.get(f"num_{name}") for name in ("nextn_predict_layers", "mtp_layers", "mtp_modules"))
+        count = next((number for number in numbers if number), 0)
         first = config["num_hidden_layers"]
         prefixes = tuple(f"model.layers.{layer}." for layer in range(first + heads, first + count))
     return [name for name in names if name.startswith(prefixes)] if prefixes else []

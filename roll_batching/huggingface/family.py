@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from roll_batching.huggingface.tensors import TensorRule
 
@@ -21,7 +21,7 @@ class Family:
     always: Mapping[str, Any] = field(default_factory=dict)
     """The family's own fields with one supported value; they precede those of `ALWAYS`."""
     add_qkv_bias: bool = False
-    qk_layernorm: bool = False
+    qk_layernorm: bool | Literal["all_heads"] = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `model_args.architecture` that all models of the family have."""
     numbers: Mapping[str, str] = field(default_factory=dict)
@@ -60,3 +60,7 @@ class Family:
     """Beginnings of tensors' names in the rules, and in the family's files."""
     normalised_experts: bool = False
     """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
+    router: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `architecture.moe` that all models of the family have."""
+    rewrite: Callable[[Mapping[str, Any], list[str]], Mapping[str, Any]] | None = None
+    """Puts the family's own fields into those of others; gets `config.json`, and a list that it adds problems to."""

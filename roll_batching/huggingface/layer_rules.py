@@ -62,6 +62,10 @@ QK_NORM = (
     _layer("self_attention.q_layernorm.weight", "copy", ("self_attn.q_norm.weight", ("head",))),
     _layer("self_attention.k_layernorm.weight", "copy", ("self_attn.k_norm.weight", ("head",))),
 )
+QK_NORM_OF_ALL_HEADS = (
+    _layer("self_attention.q_layernorm.weight", "copy", ("self_attn.q_norm.weight", ("queries",))),
+    _layer("self_attention.k_layernorm.weight", "copy", ("self_attn.k_norm.weight", ("keys",))),
+)
 _FEED_FORWARD = (
     _layer(
         "mlp.linear_fc1.weight",

@@ -149,6 +149,10 @@ def build_chunks(
             if config.use_cpu_initialization and initialize:
                 draw_experts(gpt)
             mark_shards(gpt)
+            if architecture.qk_layernorm == "all_heads":
+                from roll_batching.modeling.all_heads_norm import normalise_all_heads  # few models need it
+
+                normalise_all_heads(gpt, all_groups.tp)
             if value_head:
                 from roll_batching.modeling.value_head import set_value_head  # only critics have one
 

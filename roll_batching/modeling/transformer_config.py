@@ -39,7 +39,7 @@ def transformer_config(
         "num_attention_heads": architecture.num_attention_heads,
         "num_query_groups": architecture.kv_heads,
         "kv_channels": architecture.head_dim,
-        "qk_layernorm": architecture.qk_layernorm,
+        "qk_layernorm": bool(architecture.qk_layernorm),
         "add_qkv_bias": architecture.add_qkv_bias,
         "init_method_std": architecture.init_std,
         "layernorm_epsilon": architecture.norm_epsilon,

@@ -211,7 +211,9 @@ class ArchitectureConfig(Settings):
         False, help="Whether the embeddings of tokens are multiplied by the square root of hidden_size, as in Gemma."
     )
     tie_word_embeddings: bool = setting(False, help="Whether the output head shares the embedding's weight.")
-    qk_layernorm: bool = setting(False, help="Normalise queries and keys per head, as Qwen3 does.")
+    qk_layernorm: bool | Literal["all_heads"] = setting(
+        False, help="Normalise queries and keys: per head, as Qwen3 does; all_heads: all together, as in MiniMax-M2."
+    )
     add_qkv_bias: bool = setting(False, help="Bias on the query, key and value projections, as Qwen2 has.")
     add_bias_linear: bool = setting(
         False,

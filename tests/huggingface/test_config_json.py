@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roll_batching.huggingface.config_json import translate
-from roll_batching.huggingface.families import FAMILIES, rules_of
+from roll_batching.huggingface.families import load_family, rules_of
 from roll_batching.huggingface.fields import DELTA_NET_FIELDS
 from roll_batching.huggingface.stored import ranges
 from roll_batching.huggingface.tensors import Sizes, expected_tensors
@@ -31,6 +31,7 @@ EXPECTED = {
     "Qwen3-30B-A3B": {"qk_layernorm": True, "head_dim": 128, "ffn_width": 6144},
     "Mixtral-8x7B-v0.1": {"ffn_width": 14336, "rotary_base": 1e6},
     "GLM-4.5-Air": {"add_qkv_bias": True, "qk_layernorm": False, "rotary_percent": 0.5, "head_dim": 128},
+    "MiniMax-M2.7": {"qk_layernorm": "all_heads", "rotary_percent": 0.5, "head_dim": 128, "ffn_width": 1536},
     "DeepSeek-V3": {"head_dim": 192, "value_dim": 128, "kv_heads": 128},
     "Qwen3-Next-80B-A3B-Instruct": {
         "attention_output_gate": True,
@@ -58,6 +59,7 @@ PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "GLM-4.5-Air": None,
+    "MiniMax-M2.7": None,
     "DeepSeek-V3": None,
     "Moonlight-16B-A3B": None,
     "Qwen3-Next-80B-A3B-Instruct": None,
@@ -89,7 +91,7 @@ def test_published_files(name, report):
     architecture = architecture_of(config)
     for key, value in EXPECTED[name].items():
         assert getattr(architecture, key) == value, key
-    family = FAMILIES[config["model_type"]]
+    family = load_family(config["model_type"])
     tensors = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
     count = sum(math.prod(shape) for shape in tensors.values())
     assert count == (PARAMETERS[name] or counted_by_transformers(config))
@@ -251,6 +253,15 @@ def test_refused_of_experts(changes, words):
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "only rope_theta of the default rope_type",
         ),
+        ("MiniMax-M2.7", {"attn_type_list": [1, 0] * 31}, "attn_type_list must have 1 (full attention) for each of 62"),
+        ("MiniMax-M2.7", {"rotary_dim": 256}, "rotary_dim: 256 is not supported, it must be a number of channels"),
+        ("MiniMax-M2.7", {"rotary_dim": float("nan")}, "rotary_dim: nan is not supported"),
+        ("MiniMax-M2.7", {"partial_rotary_factor": 0.25}, "rotary_dim: 64 contradicts partial_rotary_factor: 0.25"),
+        ("MiniMax-M2.7", {"num_mtp_modules": "3"}, "num_mtp_modules: '3' is not supported, it must be a number"),
+        ("MiniMax-M2.7", {"qk_norm_type": "per_head"}, "qk_norm_type: 'per_head' is not supported, only 'per_layer'"),
+        ("MiniMax-M2.7", {"use_routing_bias": False}, "use_routing_bias: False is not supported"),
+        ("MiniMax-M2.7", {"shared_intermediate_size": 512}, "shared_intermediate_size: 512 is not supported, only 0"),
+        ("MiniMax-M2.7", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("GLM-4.5-Air", {"use_qk_norm": "no"}, "use_qk_norm: 'no' is not supported, it must be true or false"),
         ("GLM-4.5-Air", {"n_shared_experts": 0}, "n_shared_experts: 0 is not supported"),
         ("GLM-4.5-Air", {"q_lora_rank": 8}, "q_lora_rank: 8 is an unknown field of model_type glm4_moe"),
@@ -349,7 +360,7 @@ def test_a_name_is_found_in_the_cache(tmp_path):
 def test_transformer_engines_names_stand_beside_the_local_ones():
     """Those of its layer spec without and with experts (`get_gpt_layer_with_transformer_engine_spec`)."""
     dense = rules_of(
-        FAMILIES["qwen3"], architecture_of(PUBLISHED["Qwen2.5-7B"] | {"model_type": "qwen3", "architectures": None})
+        load_family("qwen3"), architecture_of(PUBLISHED["Qwen2.5-7B"] | {"model_type": "qwen3", "architectures": None})
     )
     fused = {rule.ours: rule.fused for rule in dense.values() if rule.fused and ".0." in rule.ours}
     layer = "decoder.layers.0"
@@ -357,7 +368,7 @@ def test_transformer_engines_names_stand_beside_the_local_ones():
         f"{layer}.input_layernorm.weight": f"{layer}.self_attention.linear_qkv.layer_norm_weight",
         f"{layer}.pre_mlp_layernorm.weight": f"{layer}.mlp.linear_fc1.layer_norm_weight",
     }
-    experts = rules_of(FAMILIES["mixtral"], architecture_of(PUBLISHED["Mixtral-8x7B-v0.1"]))
+    experts = rules_of(load_family("mixtral"), architecture_of(PUBLISHED["Mixtral-8x7B-v0.1"]))
     assert (
         experts[f"{layer}.mlp.experts.local_experts.7.linear_fc1.weight"].fused
         == f"{layer}.mlp.experts.linear_fc1.weight7"

@@ -109,7 +109,8 @@ def test_two_ropes_and_norms_behind_layers(models: Any, report: Callable[[str], 
 def test_experts(models: Any, report: Callable[[str], None]) -> None:
     names = ("qwen3_moe", "deepseek_v3")
     cases = [(name, layout, TRAINED) for name in names for layout in EXPERT_LAYOUTS]
-    _check(models, [*cases, ("gpt_oss", EXPERT_LAYOUTS[0], TRAINED)], report)
+    cases += [("gpt_oss", EXPERT_LAYOUTS[0], TRAINED), ("minimax_m2", EXPERT_LAYOUTS[1], TRAINED)]
+    _check(models, cases, report)
 
 
 def test_gated_delta_nets(models: Any, report: Callable[[str], None]) -> None:
@@ -179,7 +180,7 @@ def test_kernels_of_variable_length_get_windows_sinks_and_head_dimensions(
         assert gap < LIMIT
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next"])
 def test_padded_is_packed(name: str, models: Any, report: Callable[[str], None]) -> None:
     folder, _ = models(name)
     rows = {}

@@ -50,7 +50,7 @@ def check_equal(written, read):
     [
         (["qwen3", "qwen2"], LAYOUTS),
         (["deepseek_v3", "qwen3_next"], EXPERT_LAYOUTS),
-        pytest.param(["qwen3_moe", "glm4_moe"], EXPERT_LAYOUTS, marks=pytest.mark.slow),
+        pytest.param(["qwen3_moe", "glm4_moe", "minimax_m2"], EXPERT_LAYOUTS, marks=pytest.mark.slow),
         (["nemotron_h"], [Layout(tp=2, sp=True, dp=2)]),
         pytest.param(["nemotron_h_moe", "nemotron_h_latent"], EXPERT_LAYOUTS, marks=pytest.mark.slow),
         pytest.param(["qwen3", "qwen2"], UNEVEN, marks=pytest.mark.slow),

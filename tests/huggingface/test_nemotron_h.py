@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from roll_batching.huggingface.config_json import translate
-from roll_batching.huggingface.families import FAMILIES, rules_of
+from roll_batching.huggingface.families import load_family, rules_of
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, local_shape, pieces
 from roll_batching.settings import ArchitectureConfig
 from tests.huggingface import tiny
@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 def test_published_files(name: str, report: Callable[[str], None]) -> None:
     architecture = architecture_of(NEMOTRON[name])
     assert architecture.hybrid is not None and architecture.norm_epsilon == 1e-5
-    tensors = expected_tensors(rules_of(FAMILIES["nemotron_h"], architecture), Sizes.of(architecture))
+    tensors = expected_tensors(rules_of(load_family("nemotron_h"), architecture), Sizes.of(architecture))
     count = sum(math.prod(shape) for shape in tensors.values())
     report(f"{name}: {len(tensors):,} tensors, {count:,} parameters")
     assert count == counted_by_transformers(NEMOTRON[name]) and round(count / 1e9, 1) == BILLIONS[name]
@@ -70,7 +70,7 @@ def test_shards_cover_every_tensor_once(ranks: int) -> None:
     fewer = {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "n_routed_experts": 2, "num_key_value_heads": 4}
     architecture = architecture_of(NEMOTRON[SUPER] | fewer | {"num_experts_per_tok": 2})
     sizes = Sizes.of(architecture)
-    for rule in rules_of(FAMILIES["nemotron_h"], architecture).values():
+    for rule in rules_of(load_family("nemotron_h"), architecture).values():
         covered: dict[str, int] = {}
         for rank in range(1 if rule.join == "copy" else ranks):
             end = 0

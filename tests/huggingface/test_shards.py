@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from roll_batching.huggingface.families import FAMILIES, rules_of
+from roll_batching.huggingface.families import load_family, rules_of
 from roll_batching.huggingface.tensors import Sizes, local_shape, pieces
 from tests.huggingface.published import PUBLISHED
 from tests.huggingface.test_config_json import architecture_of
@@ -26,7 +26,7 @@ def test_shards_cover_every_tensor_once(name, ranks):
         fewer |= {"num_hidden_layers": 2, "full_attention_interval": 2, "num_key_value_heads": 4}
     architecture = architecture_of(config | fewer)
     sizes = Sizes.of(architecture)
-    for rule in rules_of(FAMILIES[config["model_type"]], architecture).values():
+    for rule in rules_of(load_family(config["model_type"]), architecture).values():
         covered: dict[str, int] = {}
         for rank in range(1 if rule.join == "copy" else ranks):
             end = 0

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from roll_batching.huggingface.config_json import translate
-from roll_batching.huggingface.families import FAMILIES, rules_of
+from roll_batching.huggingface.families import load_family, rules_of
 from roll_batching.huggingface.tensors import Sizes, expected_tensors
 from tests.huggingface.published_vision import WITH_VISION
 from tests.huggingface.test_config_json import architecture_of, counted_by_transformers
@@ -21,7 +21,7 @@ def test_text_models_beside_a_vision_encoder(name, report):
     from transformers import AutoConfig
 
     config = WITH_VISION[name]
-    architecture, family = architecture_of(config), FAMILIES[config["model_type"]]
+    architecture, family = architecture_of(config), load_family(config["model_type"])
     tensors = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
     count = sum(math.prod(shape) for shape in tensors.values())
     text = AutoConfig.for_model(**config["text_config"]).to_dict()

@@ -136,6 +136,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **_SIGMOID,
         },
     ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {
@@ -224,6 +233,7 @@ EXPERTS = (
     "qwen3_moe",
     "mixtral",
     "glm4_moe",
+    "minimax_m2",
     "deepseek_v3",
     "deepseek_v3_small",
     "gpt_oss",

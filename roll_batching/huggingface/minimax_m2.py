@@ -1,0 +1,75 @@
+"""The family MiniMax-M2 (M2 to M2.7), in the names of its publisher's files.
+
+Sources: transformers' `minimax_m2`, and for fields that it does not read, the publisher's `config.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roll_batching.huggingface.family import Family
+from roll_batching.huggingface.layer_rules import EXPERT_BIAS, mixture
+
+_HEAD_DIM = 128
+_WITHOUT_EFFECT = ("use_mtp", "mtp_transformer_layers", "mlp_intermediate_size")
+"""The publisher's fields of parts that its files do not have."""
+
+
+def _rewrite(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """`config` with `rotary_dim` as a share of a head, and without the publisher's fields that have no effect."""
+    fields = {name: value for name, value in config.items() if name not in _WITHOUT_EFFECT}
+    kinds, layers = fields.pop("attn_type_list", None), fields.get("num_hidden_layers")
+    if kinds is not None and not (isinstance(layers, int) and kinds == [1] * layers):
+        problems.append(f"attn_type_list must have 1 (full attention) for each of {layers} layers")
+    modules = fields.pop("num_mtp_modules", None) or 0
+    if isinstance(modules, bool) or not isinstance(modules, int) or modules < 0:
+        problems.append(f"num_mtp_modules: {modules!r} is not supported, it must be a number")
+    width, head, share = fields.pop("rotary_dim", None), fields.get("head_dim"), fields.get("partial_rotary_factor")
+    rope = fields.get("rope_parameters")
+    if share is None and isinstance(rope, Mapping):
+        share = rope.get("partial_rotary_factor")
+    if width is not None:
+        head = _HEAD_DIM if head is None else head
+        if isinstance(width, bool) or not isinstance(width, int) or not isinstance(head, int) or not 0 < width <= head:
+            problems.append(f"rotary_dim: {width!r} is not supported, it must be a number of channels up to head_dim")
+            return fields
+        if share not in (None, width / head):
+            other = f"partial_rotary_factor: {share!r}"
+            problems.append(f"rotary_dim: {width!r} contradicts {other}; leave one of them out")
+        share = width / head
+    return fields if share is None else {**fields, "partial_rotary_factor": share}
+
+
+_BIAS_NAMES = ("model.layers.{layer}.mlp.gate.", "model.layers.{layer}.block_sparse_moe.")
+MINIMAX_M2 = Family(
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    defaults={
+        "head_dim": _HEAD_DIM,
+        "rope_theta": 5e6,
+        "partial_rotary_factor": 1.0,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    },
+    always={
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid",  # of shared experts, which it does not have
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0,
+        "sliding_window": None,
+    },
+    qk_layernorm="all_heads",
+    partial_rope=True,
+    rewrite=_rewrite,
+    mixture=(*mixture("block_sparse_moe", "w1", "w3", "w2"), *(rule.renamed([_BIAS_NAMES]) for rule in EXPERT_BIAS)),
+    experts_share_ffn=True,
+    normalised_experts=True,
+    router={"router_score_function": "sigmoid", "router_expert_bias": True, "router_dtype": "fp32"},
+)
