@@ -155,7 +155,7 @@ def fill(chunks: list[Any], vocab_size: int, tp_rank: int = 0, tp_size: int = 1)
 
 
 def whole_gradients(chunks: list[Any], vocab_size: int, tp_rank: int, distributed_optimizer: bool) -> dict[str, Any]:
-    """Every gradient of the whole model by global name, in fp32, on every rank; replicas must agree.
+    """Every gradient of the whole model by global name, at least in fp32, on every rank; replicas must agree.
 
     A collective call. Under "spread" it holds the largest difference between replicas of a gradient.
     """
@@ -173,7 +173,8 @@ def whole_gradients(chunks: list[Any], vocab_size: int, tp_rank: int, distribute
             if not parameter.requires_grad:
                 continue
             key = global_name(gpt, name)
-            entry = (*_partition(key, parameter), tp_rank, parameter.main_grad.float().clone())
+            wide = torch.promote_types(parameter.main_grad.dtype, torch.float32)
+            entry = (*_partition(key, parameter), tp_rank, parameter.main_grad.to(wide, copy=True))
             local.setdefault(key, []).append(entry)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, local)
