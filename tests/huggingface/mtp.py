@@ -87,9 +87,12 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, cop
     return model, head
 
 
-def sft_losses(model: Any, head: Head, steps: int, rate: float) -> list[tuple[float, float]]:
-    """(loss, loss of the head) of AdamW steps over all tokens of `tiny.rows`, row by row."""
-    adam = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=rate, weight_decay=0.0)
+def sft_losses(model: Any, head: Head, steps: int, rate: float, sgd: bool) -> list[tuple[float, float]]:
+    """(loss, loss of the head) of steps of AdamW or SGD over all tokens of `tiny.rows`, row by row."""
+    parameters = [*model.parameters(), *head.parameters()]
+    optimizer = (
+        torch.optim.SGD(parameters, lr=rate) if sgd else torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    )
     found = []
     for _ in range(steps):
         main, ahead = [], []
@@ -102,9 +105,9 @@ def sft_losses(model: Any, head: Head, steps: int, rate: float) -> list[tuple[fl
         loss = torch.stack(main).sum() / sum(len(row) - 1 for row in tiny.rows())
         of_head = torch.stack(ahead).sum() / sum(max(len(row) - 2, 0) for row in tiny.rows())
         found.append((loss.item(), of_head.item()))
-        adam.zero_grad()
+        optimizer.zero_grad()
         (loss + FACTOR * of_head).backward()
-        adam.step()
+        optimizer.step()
     return found
 
 
@@ -124,8 +127,11 @@ def strategy_of(directory: str | Path, layout: Any, **megatron: Any) -> Any:
     return strategy
 
 
-def trained(payload: list[tuple[str, Any, int, float, str | None]]) -> list[list[tuple[float, float]]]:
-    """For each (directory, layout, steps, rate, path): (loss, loss of the head) of steps, and an export to path."""
+def trained(payload: list[tuple[str, Any, int, float, str | None, bool]]) -> list[list[tuple[float, float]]]:
+    """For each (directory, layout, steps, rate, path, sgd): (loss, loss of the head) of steps, and an export to path.
+
+    `sgd`: plain gradient descent instead of Megatron's Adam.
+    """
     import os
 
     import torch.distributed as dist
@@ -136,7 +142,7 @@ def trained(payload: list[tuple[str, Any, int, float, str | None]]) -> list[list
     from tests.huggingface.ranks import part, share
 
     found = []
-    for number, (directory, layout, steps, rate, written) in enumerate(payload):
+    for number, (directory, layout, steps, rate, written, sgd) in enumerate(payload):
         file = Path(directory).parent / f"met-{os.environ['MASTER_PORT']}-{number}"
         dist.init_process_group(
             "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
@@ -147,14 +153,27 @@ def trained(payload: list[tuple[str, Any, int, float, str | None]]) -> list[list
         for _ in range(steps):
             local = share(strategy.layout)
             plan = strategy.plan(gather_lengths(local))
-            result = strategy.train_step(distribute(local, plan), plan, SFTLoss())
-            losses.append((result.loss, result.metrics["mtp_1_loss"]))
+            if sgd:
+                strategy.zero_grad()
+                loss, metrics = strategy.forward_backward(distribute(local, plan), plan, SFTLoss())
+                _descend(strategy.chunks, rate)
+            else:
+                result = strategy.train_step(distribute(local, plan), plan, SFTLoss())
+                loss, metrics = result.loss, result.metrics
+            losses.append((loss, metrics["mtp_1_loss"]))
         if written is not None:
             strategy.export(written)
         found.append(losses)
         del strategy
         part()
     return found
+
+
+@torch.no_grad()
+def _descend(chunks: list[Any], rate: float) -> None:
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter -= rate * parameter.main_grad
 
 
 def refused(payload: tuple[str, int]) -> str:
