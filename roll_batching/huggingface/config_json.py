@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError
+from roll_batching.huggingface.directory import CONFIG, read_json
 from roll_batching.huggingface.expert_fields import translate_experts, translate_sigmoid_experts
 from roll_batching.huggingface.families import Family, load_family
 from roll_batching.huggingface.fields import (
@@ -43,6 +45,10 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     classes = config.get("architectures")
     if classes is not None and classes != [family.architecture]:
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
+    if family.has_vision:
+        from roll_batching.huggingface.qwen2_5_vl import translate_vision  # one family needs it
+
+        config = translate_vision(config, result)
     if family.text_model is not None:
         config = _text_config(config, family, result)
     if family.image_axes and isinstance(config.get("rope_parameters"), Mapping):
@@ -96,6 +102,16 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
             result.problems.append(f"{name}: {values[name]!r} is not supported, it must be true or false")
         result.architecture[ours] = values[name]
     return result
+
+
+def translate_directory(path: Path, own_family: str | None = None) -> Translation:
+    """The architecture that a model directory describes, with its image processor's numbers. Raises `ConfigError`."""
+    found = translate(read_json(path / CONFIG), own_family)
+    if "vision" in found.architecture:
+        from roll_batching.huggingface.qwen2_5_vl import add_preprocessing  # as above
+
+        found.problems += add_preprocessing(path, found.architecture)
+    return found
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str | None:

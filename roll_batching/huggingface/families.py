@@ -304,7 +304,7 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-IN_MODULES = {name: f"roll_batching.huggingface.{name}:{name.upper()}" for name in ("minimax_m2", "nemotron_h")}
+IN_MODULES = {name: f"roll_batching.huggingface.{name}:{name.upper()}" for name in ("minimax_m2", "nemotron_h", "qwen2_5_vl")}
 """Families with a module each, which few models need."""
 MISSING: Mapping[str, str] = {
     "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",
@@ -374,6 +374,7 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
         from roll_batching.huggingface.mtp_layer_rules import mtp_layer_rules  # few models have heads
 
         rules += mtp_layer_rules(family, architecture, (*attention, *OUTPUT_PROJECTION))
+    rules += [] if family.encoder_rules is None else family.encoder_rules(architecture)
     return {rule.ours: rule.renamed(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
 
 

@@ -58,6 +58,10 @@ class Family:
     """`model_type` of the text model in `text_config`, beside a vision encoder; None: `config.json` is the model's."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """Beginnings of tensors' names in the rules, and in the family's files."""
+    other_prefixes: tuple[tuple[str, str], ...] = ()
+    """The same for files of another version of transformers, where the family has them."""
+    has_vision: bool = False
+    """Whether a vision encoder is trained, too."""
     normalised_experts: bool = False
     """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
     router: Mapping[str, Any] = field(default_factory=dict)

@@ -31,8 +31,8 @@ class TensorRule:
     ours: str
     """Parameter name with Megatron's local layer spec."""
     join: Join
-    theirs: tuple[tuple[str, tuple[str, ...]], ...]
-    """Names in the checkpoint, each with its shape in fields of `Sizes`."""
+    theirs: tuple[tuple[str, tuple[str | int, ...]], ...]
+    """Names in the checkpoint, each with its shape in fields of `Sizes`, or in numbers."""
     fused: str | None = None
     """Parameter name with TransformerEngine's layer spec, if different."""
     expert: int | None = None
@@ -186,9 +186,9 @@ class Sizes:
             **of_parts,
         )
 
-    def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
+    def shape(self, names: tuple[str | int, ...]) -> tuple[int, ...]:
         """The numbers of a symbolic shape."""
-        return tuple(getattr(self, name) for name in names)
+        return tuple(name if isinstance(name, int) else getattr(self, name) for name in names)
 
 
 @dataclass(frozen=True)

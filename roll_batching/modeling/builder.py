@@ -98,6 +98,12 @@ def build_chunks(
             rotates=kernels.attention.rotates,
             stages=layout.pp_size,
         )
+    if architecture.vision is not None:
+        from roll_batching.settings.vision_rules import vision_problems  # few models take images
+
+        problems += vision_problems(
+            engine_layers=engine_layers, rotates=kernels.attention.rotates, value_head=value_head, fp8=strategy.fp8
+        )
     if strategy.fp8 is not None:
         from roll_batching.modeling.fp8_requirements import fp8_build_problems  # few models train in FP8
 
@@ -132,6 +138,10 @@ def build_chunks(
 
                 kind, detach = MultiTokenModel, strategy.mtp_detach_heads
                 heads = prediction_options(config, all_groups, in_core, attention, detach_heads=detach)
+            if architecture.vision is not None and chunk == 0 and layout.pp_rank == 0:
+                from roll_batching.modeling.vision import VisionLanguageModel, vision_options  # few models take images
+
+                kind, heads = VisionLanguageModel, vision_options(architecture, strategy, dtype, seed)
             gpt = kind(
                 config,
                 spec,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,12 @@ def family_of(path: Path, own: str | None = None) -> Family:
     translation = translate(read_json(path / CONFIG), own)
     if translation.problems or translation.family is None:
         raise CheckpointError(f"{path / CONFIG}: {'; '.join(translation.problems)}")
-    return translation.family
+    family = translation.family
+    if family.other_prefixes and any(
+        name.startswith(new) for name in StoredTensors(path).shapes for _, new in family.other_prefixes
+    ):
+        return replace(family, prefixes=family.other_prefixes)
+    return family
 
 
 @torch.no_grad()

@@ -49,6 +49,8 @@ class RotarySettings:
     """Factor of rotated queries and keys."""
     local_base: float | None = None
     """Base of layers with a sliding window, whose frequencies are not scaled; None: as in other layers."""
+    sections: tuple[int, ...] | None = None
+    """Pairs of rotated channels by the axis of their position (M-RoPE, arXiv 2409.12191); None: positions have one."""
 
     def __post_init__(self) -> None:
         if self.scaling not in (None, "linear", "llama3", "yarn"):
@@ -97,11 +99,15 @@ class RotarySettings:
         return frequencies / self.factor * ramp + frequencies * (1 - ramp)
 
     def tables(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Tables:
-        """The tables (cos, sin), each [*positions.shape, rotated] fp32."""
-        at = positions.to(inverse_frequencies.dtype)
+        """The tables (cos, sin), each [*positions.shape, rotated] fp32; with `sections` from [axes, ...]."""
+        if self.sections is None:
+            at = positions.to(inverse_frequencies.dtype)[..., None]
+        else:
+            by_axis = zip(positions.to(inverse_frequencies.dtype), self.sections, strict=True)
+            at = torch.cat([axis[..., None].expand(*axis.shape, pairs) for axis, pairs in by_axis], -1)
         if self.scaling == "linear":
             at = at * (1 / self.factor)
-        angles = at[..., None] * inverse_frequencies
+        angles = at * inverse_frequencies
         angles = torch.cat([angles, angles], -1)
         if self.rotated_factor == 1:
             return angles.cos(), angles.sin()
@@ -152,7 +158,11 @@ class PackRotation:
         if self.settings not in known:
             if self._inverse_frequencies.device != query.device:
                 self._inverse_frequencies = self._inverse_frequencies.to(query.device)
-            cos, sin = self.settings.tables(params.positions, self._inverse_frequencies)
+            positions = params.positions
+            if self.settings.sections is not None:  # without images a token has the same position on all axes
+                equal = positions.expand(len(self.settings.sections), *positions.shape)
+                positions = equal if params.axes is None else params.axes
+            cos, sin = self.settings.tables(positions, self._inverse_frequencies)
             # Cast once: every layer saves them for its backward.
             known[self.settings] = cos.to(query.dtype), sin.to(query.dtype)
         tables: Tables = known[self.settings]
@@ -169,6 +179,7 @@ def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
         percent=architecture.rotary_percent,
         interleaved=latent is not None and latent.rotary_interleaved,
         local_base=architecture.rotary_local_base,
+        sections=None if architecture.vision is None else architecture.vision.mrope_section,
     )
     scaling = architecture.rope_scaling
     if scaling is None:

@@ -121,6 +121,7 @@ class StepPacks:
         routed_experts: experts to replay, [tokens of `local`, layers of this stage with experts, top-k].
         token_part: (number, count): routers of this rank see this part of its tokens, under sequence parallelism.
         heads: number of heads of multi-token prediction; the first of `masks` says which tokens they learn.
+        images: `packing.image_inputs.BatchImages` of `local`, for a model with a vision encoder.
 
     Raises:
         DataError: when local samples and plan disagree, or a field is missing or has the wrong kind.
@@ -142,6 +143,7 @@ class StepPacks:
         routed_experts: torch.Tensor | None = None,
         token_part: tuple[int, int] = (0, 1),
         heads: int = 0,
+        images: Any = None,
     ) -> None:
         names = () if masks is None else tuple(masks)
         if is_last_stage or local.origin is None:
@@ -156,7 +158,7 @@ class StepPacks:
         self._masks = {name: mask_of(local, name) for name in names} if is_last_stage else {}
         self._count_all, self._is_first_stage, self._is_last_stage = masks is None, is_first_stage, is_last_stage
         self._backend = None if attention is None else attention_backend(attention, device.type)
-        self._heads = heads
+        self._heads, self._images = heads, images
         self.routed_experts, self._token_part = routed_experts, token_part
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))
         self._packing_device = torch.device("cpu") if on_host else device
@@ -204,6 +206,8 @@ class StepPacks:
         local_tokens = torch.from_numpy(pack_layout.local_tokens(cp_rank))
         has_all_tokens = pack_layout.cp_size == 1
         params = packed_params(pack_layout, cp_rank, device, attention=self._backend)
+        if self._images is not None:
+            params.axes, params.images = self._images.inputs(source, real, local_tokens, device)
         reads_tokens = self._is_first_stage or self._is_last_stage
         if reads_tokens:
             pad = local.schema["input_ids"].pad

@@ -39,7 +39,10 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     size, else that of the layout."""
     rotary: dict[Any, tuple[torch.Tensor, torch.Tensor]] | None = None
     """cos and sin of the local tokens by settings of RoPE, added by the first layer of a forward pass with them."""
-
+    axes: torch.Tensor | None = None
+    """[3, tokens / cp] int64: positions for RoPE on the axes of images; None: `positions` on all axes."""
+    images: Any = None
+    """`packing.image_inputs.ImageInputs` of this rank on the first stage of a model with a vision encoder."""
     mtp_inputs: Any = None
     """`packing.mtp_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
     chunks: Any = None

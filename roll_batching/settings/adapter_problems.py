@@ -25,6 +25,7 @@ def adapter_problems(model: Any, architecture: Any, layers: str, layout: Any) ->
         "multi-latent attention": architecture.multi_latent_attention is not None,
         "layers of one part each (hybrid)": architecture.hybrid is not None,
         "heads of multi-token prediction (mtp_num_layers)": bool(architecture.mtp_num_layers),
+        "a vision encoder": architecture.vision is not None,
         "gated delta nets": architecture.gated_delta_net is not None,
         "gated attention (attention_output_gate)": architecture.attention_output_gate,
         f"TP = {tp_size}, above the {architecture.kv_heads} key-value heads (num_query_groups)": (

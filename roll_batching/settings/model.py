@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from roll_batching.errors import ConfigError, LayoutError
 from roll_batching.settings.adapters import AdapterArgs
 from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
+from roll_batching.settings.vision import VisionConfig
 
 if TYPE_CHECKING:
     from roll_batching.huggingface.config_json import Translation
@@ -251,6 +252,7 @@ class ArchitectureConfig(Settings):
         None, help="Multi-latent attention, whose head dimensions replace kv_channels; default: none."
     )
     moe: MoEConfig | None = setting(None, help="Mixture-of-experts layers; default: dense.")
+    vision: VisionConfig | None = setting(None, help="Vision encoder of a model that takes images; default: none.")
     mtp_num_layers: int | None = setting(None, help="Trained heads of multi-token prediction (MTP).", ge=0, le=64)
 
     @model_validator(mode="after")
@@ -271,7 +273,7 @@ class ArchitectureConfig(Settings):
 
     @model_validator(mode="after")
     def _check_parts(self) -> ArchitectureConfig:
-        if self.multi_latent_attention is not None or self.hybrid is not None or self.mtp_num_layers:
+        if self.multi_latent_attention or self.hybrid or self.mtp_num_layers or self.vision:
             from roll_batching.settings.model_parts import problem_of_parts  # few models have them
 
             if (problem := problem_of_parts(self)) is not None:
@@ -380,14 +382,14 @@ def describe_model(name: str, family: str | None = None) -> Translation | None:
     Errors of reading and of `ArchitectureConfig` are among the problems. `family` is as in `ModelArgs`.
     """
     # Imported here: most configurations name no model directory.
-    from roll_batching.huggingface.config_json import Translation, translate
-    from roll_batching.huggingface.directory import CONFIG, find_directory, read_json
+    from roll_batching.huggingface.config_json import Translation, translate_directory
+    from roll_batching.huggingface.directory import find_directory
 
     path = find_directory(name)
     if path is None:
         return None
     try:
-        found = translate(read_json(path / CONFIG), family)
+        found = translate_directory(path, family)
     except ConfigError as error:
         return Translation(problems=[str(error)])
     if not found.problems:

@@ -7,6 +7,10 @@ from typing import Any
 
 def problem_of_parts(model: Any) -> str | None:
     """What contradicts `mtp_num_layers`, `multi_latent_attention` or `hybrid` in an `ArchitectureConfig`, or None."""
+    if model.vision is not None:
+        from roll_batching.settings.vision_rules import vision_contradiction  # few models take images
+
+        return vision_contradiction(model)
     if model.mtp_num_layers and (problem := _heads_problem(model)) is not None:
         return problem
     if model.hybrid is not None:

@@ -51,6 +51,8 @@ def context_size_obstacle(state: ModelState) -> str | None:
         )
     if (layers := recurrent_layers(gpt_of(state.chunks[0]).config)) is not None:
         return f"{layers} divide their heads by the layout's size: set one context_parallel_size"
+    if state.vision is not None:
+        return "the model has a vision encoder, which is tested with one size: set one context_parallel_size"
     if state.settings.rows_form:
         return "rows_form passes rectangles without a context-parallel group: leave it out"
     if state.settings.pipeline_shapes == "shared":

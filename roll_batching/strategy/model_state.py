@@ -141,6 +141,11 @@ class ModelState:
         return 0 if self.architecture is None else self.architecture.mtp_num_layers or 0
 
     @property
+    def vision(self) -> Any:
+        """The `VisionConfig` of a model with a vision encoder; None for other models."""
+        return None if self.architecture is None else self.architecture.vision
+
+    @property
     def device(self) -> torch.device:
         """Device of the model."""
         return self.layout.device

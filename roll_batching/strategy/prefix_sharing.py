@@ -31,6 +31,8 @@ def sharing_obstacle(state: ModelState) -> str | None:
         )
     if gpt.config.hidden_dropout:
         return "samples with a common prefix would share its dropout too: set hidden_dropout to 0"
+    if state.vision is not None:
+        return "the model takes images: the same image tokens may stand for different images"
     if state.heads:
         return "heads of multi-token prediction read the token after each, which differs where samples part"
     if (layers := recurrent_layers(gpt.config)) is not None:

@@ -68,6 +68,11 @@ def pack_inputs(
         check_experts(local, state.chunks)
         replayed = replay_options(local, state.chunks, layout)
     facts.equal("whether the batch has routed_experts", ROUTED_EXPERTS in local)
+    images = None
+    if state.vision is not None or any(spec.kind == "rows" for spec in local.schema.values()):
+        from roll_batching.strategy.image_batches import images_of  # few models take images
+
+        images = images_of(local, state, plan)
     check_window(int(plan.used[plan.samples].max(initial=0)), state)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
     packs = StepPacks(
@@ -83,6 +88,7 @@ def pack_inputs(
         is_first_stage=layout.pp_rank == 0,
         is_last_stage=layout.is_last_stage,
         heads=state.heads,
+        images=images,
         **replayed,
     )
     check_tokens(local, state)

@@ -1,0 +1,110 @@
+"""Inputs of a vision encoder for one pack, and positions of tokens on the axes of images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roll_batching.errors import DataError
+from roll_batching.planning import Plan
+from roll_batching.samples import SampleBatch
+from roll_batching.samples.image_fields import PIXELS, ImageTokens, find_images, has_images
+from roll_batching.samples.ragged import row_indices, starts_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageInputs:
+    """Images of which a rank holds tokens, and the places of these tokens among the rank's embeddings."""
+
+    pixels: torch.Tensor
+    """[patches, 3 * patch_size ** 2] uint8, of whole images."""
+    grids: torch.Tensor
+    """[images, 3] int64: 1, height and width in patches."""
+    places: torch.Tensor
+    """[n] int64: embeddings to replace, by their index in [tokens of this rank * rows]."""
+    features: torch.Tensor
+    """[n] int64: the encoder's output for each of them."""
+
+
+class BatchImages:
+    """The images of a rank's samples, from which each of its packs takes those that it has.
+
+    Args:
+        batch: samples with the image fields, or without any.
+        vision: the model's `VisionConfig`.
+        part: (number, count): this rank has this part of the tokens of a context-parallel rank, under sequence
+            parallelism.
+        encodes: whether this rank has the encoder, as the first pipeline stage.
+
+    Raises:
+        DataError: for fields that contradict each other or the tokens.
+    """
+
+    def __init__(self, batch: SampleBatch, vision: Any, *, part: tuple[int, int] = (0, 1), encodes: bool = True) -> None:
+        self.tokens: ImageTokens = find_images(batch, vision)
+        self._inside = torch.arange(batch.num_tokens)  # number of a token in its image
+        self._inside -= self.tokens.starts[self.tokens.image.clamp(min=0)] if len(self.tokens.starts) else 0
+        self._pixels = batch[PIXELS] if has_images(batch) else None
+        self._part, self._encodes = part, encodes
+
+    def check_cuts(self, batch: SampleBatch, plan: Plan, dp_rank: int) -> None:
+        """Raises `DataError` for a sample that the plan cuts inside an image."""
+        for mb in plan.micro_batches[dp_rank]:
+            if mb.is_filler or not len(self.tokens.starts):
+                continue
+            rows = batch.rows_of(plan.ids[mb.samples])
+            ends = batch.offsets[rows] + torch.from_numpy(mb.lengths)
+            is_cut = ends < batch.offsets[rows + 1]
+            image = self.tokens.image
+            inside = is_cut & (image[ends.clamp(max=len(image) - 1)] >= 0)
+            inside &= image[ends - 1] == image[ends.clamp(max=len(image) - 1)]
+            if bool(inside.any()):
+                sample = int(inside.nonzero()[0])
+                raise DataError(
+                    f"sample {int(batch.ids[rows[sample]])} is cut after {int(mb.lengths[sample])} tokens, inside an "
+                    "image: leave it out (oversize: drop), or raise the cap of tokens"
+                )
+
+    def inputs(
+        self, source: torch.Tensor, real: torch.Tensor, local_tokens: torch.Tensor, device: torch.device
+    ) -> tuple[torch.Tensor | None, ImageInputs | None]:
+        """(positions [3, tokens / cp] of a pack's local tokens, images of this rank); None for packs without images.
+
+        Args:
+            source: [tokens] index of each token of the pack in the flat batch.
+            real: [tokens] whether it belongs to a sample.
+            local_tokens: [tokens / cp] indices in the pack of this context-parallel rank's tokens.
+            device: of the results.
+        """
+        if not len(self.tokens.starts) or not bool(((self.tokens.image[source] >= 0) & real).any()):
+            return None, None
+        axes = self.tokens.positions[:, source[local_tokens]].to(device)
+        if not self._encodes:
+            return axes, None
+        number, count = self._part
+        own = local_tokens.chunk(count)[number]
+        image = torch.where(real[own], self.tokens.image[source[own]], -1)
+        places = (image >= 0).nonzero().flatten()
+        if not len(places):
+            return axes, None
+        return axes, self._of_tokens(source[own][places], places, device)
+
+    def prompts(self, tokens: torch.Tensor, places: torch.Tensor, device: torch.device) -> ImageInputs | None:
+        """Images of the tokens at the flat indices `tokens` [n], whose embeddings are at `places` [n]."""
+        chosen = (self.tokens.image[tokens] >= 0).nonzero().flatten()
+        return self._of_tokens(tokens[chosen], places[chosen], device) if len(chosen) else None
+
+    def _of_tokens(self, tokens: torch.Tensor, places: torch.Tensor, device: torch.device) -> ImageInputs:
+        assert self._pixels is not None  # a batch without images has no image tokens
+        images, number = self.tokens.image[tokens].unique(return_inverse=True)
+        first, last = self.tokens.patches[images], self.tokens.patches[images + 1]
+        patches = row_indices(first, last - first)
+        features = starts_of(self.tokens.sizes[images])[:-1][number] + self._inside[tokens]
+        return ImageInputs(
+            pixels=self._pixels.index_select(0, patches.to(self._pixels.device)).to(device),
+            grids=self.tokens.grids[images].to(device),
+            places=places.to(device),
+            features=features.to(device),
+        )
