@@ -25,8 +25,10 @@ class VisionEncoder(Qwen2_5_VisionTransformerPretrainedModel):  # type: ignore[m
     def __init__(self, config: Any, vision: VisionConfig) -> None:
         super().__init__(config)
         self.frames = vision.temporal_patch_size
-        for name, values in (("mean", vision.image_mean), ("std", vision.image_std)):
-            self.register_buffer(f"image_{name}", torch.tensor(values)[:, None], persistent=False)
+        self.image_mean: torch.Tensor
+        self.image_std: torch.Tensor
+        self.register_buffer("image_mean", torch.tensor(vision.image_mean)[:, None], persistent=False)
+        self.register_buffer("image_std", torch.tensor(vision.image_std)[:, None], persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # Buffers are constants (frequencies of RoPE, mean and deviation of pixels): a cast to bf16 would round them.

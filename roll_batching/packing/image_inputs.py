@@ -42,7 +42,9 @@ class BatchImages:
         DataError: for fields that contradict each other or the tokens.
     """
 
-    def __init__(self, batch: SampleBatch, vision: Any, *, part: tuple[int, int] = (0, 1), encodes: bool = True) -> None:
+    def __init__(
+        self, batch: SampleBatch, vision: Any, *, part: tuple[int, int] = (0, 1), encodes: bool = True
+    ) -> None:
         self.tokens: ImageTokens = find_images(batch, vision)
         self._inside = torch.arange(batch.num_tokens)  # number of a token in its image
         self._inside -= self.tokens.starts[self.tokens.image.clamp(min=0)] if len(self.tokens.starts) else 0
@@ -55,7 +57,7 @@ class BatchImages:
             if mb.is_filler or not len(self.tokens.starts):
                 continue
             rows = batch.rows_of(plan.ids[mb.samples])
-            ends = batch.offsets[rows] + torch.from_numpy(mb.lengths)
+            ends = batch.offsets[rows] + torch.tensor(mb.lengths)
             is_cut = ends < batch.offsets[rows + 1]
             image = self.tokens.image
             inside = is_cut & (image[ends.clamp(max=len(image) - 1)] >= 0)
@@ -98,7 +100,7 @@ class BatchImages:
 
     def _of_tokens(self, tokens: torch.Tensor, places: torch.Tensor, device: torch.device) -> ImageInputs:
         assert self._pixels is not None  # a batch without images has no image tokens
-        images, number = self.tokens.image[tokens].unique(return_inverse=True)
+        images, number = self.tokens.image[tokens].unique(return_inverse=True)  # type: ignore[no-untyped-call]
         first, last = self.tokens.patches[images], self.tokens.patches[images + 1]
         patches = row_indices(first, last - first)
         features = starts_of(self.tokens.sizes[images])[:-1][number] + self._inside[tokens]

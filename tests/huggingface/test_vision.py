@@ -1,0 +1,73 @@
+"""A Qwen2.5-VL of transformers, in any layout, gives the same log-probs, gradients and training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.huggingface import vision
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.models
+
+LIMIT = 1e-5
+STEPS, RATE = 3, 1e-3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: Any) -> tuple[Path, Any]:
+    """A directory with the model, and the model."""
+    folder = tmp_path_factory.mktemp("vision") / "model"
+    return folder, vision.write_model(folder)
+
+
+def check(model: tuple[Path, Any], cases: list[tuple[Layout, dict[str, Any]]], report: Callable[[str], None]) -> None:
+    """Compares cases with the same number of ranks with transformers."""
+    from safetensors.torch import load_file
+
+    folder, reference = model
+    payload = []
+    for number, (layout, wanted) in enumerate(cases):
+        gradients = folder.parent / f"gradients-{layout}-{number}".replace(" ", "_")
+        wishes = {} if "steps" in wanted else {"gradients": str(gradients)}
+        payload.append((str(folder), layout, {**wishes, **wanted}))
+    everyone = run_ranks(cases[0][0].ranks, "tests.huggingface.vision:answers", payload, timeout=600)
+    with torch.no_grad():
+        expected = vision.expected_log_probs(reference)
+    slopes = vision.expected_gradients(reference)
+    for number, (layout, wanted) in enumerate(cases):
+        for mine in (of_rank[number] for of_rank in everyone):
+            own = range(mine["dp_rank"], len(expected), layout.dp)
+            pairs = zip(mine["log_probs"], own, strict=True)
+            gap = max(float((row - expected[i]).abs().max()) for row, i in pairs if len(row))
+            assert gap < LIMIT, (layout, gap)
+        if "steps" in wanted:
+            losses = vision.expected_losses(reference, wanted["steps"], wanted["rate"])
+            gap = max(abs(a - b) for a, b in zip(everyone[0][number]["losses"], losses, strict=True))
+            report(f"{layout!s:20} {STEPS} steps of AdamW {gap:.1e} (losses {losses[0]:.3f} to {losses[-1]:.3f})")
+            assert gap < LIMIT and losses[-1] < losses[0]
+            continue
+        found: dict[str, torch.Tensor] = {}
+        for file in Path(payload[number][2]["gradients"]).glob("*.safetensors"):
+            found |= load_file(file)
+        assert found.keys() == slopes.keys()
+        gaps = {name: float((found[name] - slopes[name]).abs().max()) for name in found}
+        worst = max(gaps, key=lambda name: gaps[name])
+        largest = max(float(slopes[name].abs().max()) for name in slopes if name.startswith("visual"))
+        report(f"{layout!s:20} {wanted.get('mode', 'packed'):8} log-probs {gap:.1e}, gradients {gaps[worst]:.1e} "
+               f"({worst}; the encoder's up to {largest:.1e})")  # fmt: skip
+        assert gaps[worst] < LIMIT and largest > 1e-2, worst
+
+
+def test_packs_on_one_rank(model: Any, report: Callable[[str], None]) -> None:
+    check(model, [(Layout(), {}), (Layout(), {"steps": STEPS, "rate": RATE})], report)
+
+
+def test_two_ranks(model: Any, report: Callable[[str], None]) -> None:
+    layouts = [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)]
+    check(model, [(layout, {}) for layout in layouts], report)

@@ -1,0 +1,238 @@
+"""A tiny Qwen2.5-VL, samples with images for it, and their results by transformers; functions that ranks run on it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.huggingface.ranks import part, role
+from tests.support.layouts import Layout
+
+PATCH, MERGE, FRAMES = 4, 2, 2
+IMAGE, VIDEO, START, END = 57, 58, 59, 60
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+TEXT = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 5,
+    "bos_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+ENCODER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": PATCH,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
+SAMPLES: list[list[int | tuple[int, int]]] = [
+    [9],
+    [3, (4, 6), 7],
+    [2, (8, 4), 5, (2, 2), 6],
+    [(6, 6), 4],
+    [13],
+    [1, (2, 4), 2, (4, 4), 1, (2, 6), 3],
+]
+"""Each sample: numbers of text tokens, and grids of images in patches."""
+
+
+def write_model(folder: Path, **text: Any) -> Any:
+    """Saves a model with random weights in `folder`, as the hub names its tensors; returns it."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    config = Qwen2_5_VLConfig(
+        text_config={**TEXT, **text},
+        vision_config=dict(ENCODER),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+    )
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            start = 1.0 if "norm" in key or "ln_q" in key else 0.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15 + start)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Token ids, uint8 patches and grids of `SAMPLES`."""
+    generator = torch.Generator().manual_seed(9)
+    made = []
+    for parts in SAMPLES:
+        ids: list[torch.Tensor] = []
+        patches, grids = [torch.zeros(0, 3 * PATCH**2, dtype=torch.uint8)], []
+        for part_ in parts:
+            if isinstance(part_, int):
+                ids.append(torch.randint(0, IMAGE, (part_,), generator=generator))
+                continue
+            height, width = part_
+            tokens = height * width // MERGE**2
+            ids.append(torch.tensor([START, *[IMAGE] * tokens, END]))
+            grids.append((1, height, width))
+            patches.append(
+                torch.randint(0, 256, (height * width, 3 * PATCH**2), generator=generator, dtype=torch.uint8)
+            )
+        made.append(
+            {
+                "input_ids": torch.cat(ids),
+                "pixel_values": torch.cat(patches),
+                "image_grid_thw": torch.tensor(grids, dtype=torch.int64).view(-1, 3),
+            }
+        )
+    return made
+
+
+def batch(rows: list[dict[str, torch.Tensor]] | None = None) -> Any:
+    """`samples` as a batch, all of whose tokens are learnt."""
+    from roll_batching.samples import SampleBatch
+    from roll_batching.samples.image_fields import IMAGE_SCHEMA
+
+    rows = samples() if rows is None else rows
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+    columns["response_mask"] = [torch.ones(len(row["input_ids"]), dtype=torch.bool) for row in rows]
+    columns["images"] = [len(row["image_grid_thw"]) for row in rows]
+    columns["image_patches"] = [len(row["pixel_values"]) for row in rows]
+    return SampleBatch.from_lists(columns, {"input_ids": "token", "response_mask": "token", **IMAGE_SCHEMA})
+
+
+def inputs(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Arguments of transformers' model for one sample."""
+    values = {"input_ids": row["input_ids"][None]}
+    if not len(row["image_grid_thw"]):
+        return values
+    pixels = row["pixel_values"].view(-1, 3, 1, PATCH**2).float() / 255
+    mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (MEAN, STD))
+    frames = ((pixels - mean) / std).repeat(1, 1, FRAMES, 1).flatten(1)
+    types = (values["input_ids"] == IMAGE).int()
+    return values | {"pixel_values": frames, "image_grid_thw": row["image_grid_thw"], "mm_token_type_ids": types}
+
+
+def expected_log_probs(model: Any) -> list[torch.Tensor]:
+    """Of each sample's tokens given those before, from the second on, by transformers alone."""
+    found = []
+    for row in samples():
+        logits = model(**inputs(row)).logits[0, :-1].log_softmax(-1)
+        found.append(logits.gather(1, row["input_ids"][1:, None])[:, 0])
+    return found
+
+
+def expected_losses(model: Any, steps: int, rate: float) -> list[float]:
+    """Losses of `steps` AdamW steps over all tokens, by transformers and torch."""
+    model = copy.deepcopy(model)
+    adam = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        loss = -torch.cat(expected_log_probs(model)).mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+def expected_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of the first of these losses, by the hub's names of tensors."""
+    model = copy.deepcopy(model)
+    (-torch.cat(expected_log_probs(model)).mean()).backward()
+    return {hub_name(name): p.grad for name, p in model.named_parameters()}
+
+
+def hub_name(name: str) -> str:
+    """A parameter's name in the hub's files."""
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def strategy_of(directory: str, layout: Layout, mode: str = "packed", **settings: Any) -> Any:
+    """A training strategy with the model in `directory`."""
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    strategy = MegatronTrainStrategy(role(directory, layout, mode, **settings))
+    strategy.initialize()
+    return strategy
+
+
+def share(place: Any) -> Any:
+    """This data-parallel rank's part of `batch`."""
+    whole = batch()
+    return whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
+
+
+def log_probs(strategy: Any) -> list[torch.Tensor]:
+    """As `expected_log_probs`, of this rank's share."""
+    from roll_batching.samples import collect, distribute, gather_lengths
+
+    local = share(strategy.layout)
+    plan = strategy.plan(gather_lengths(local), forward=True)
+    found = collect(strategy.compute_log_probs(distribute(local, plan), plan), plan).to_lists("log_probs")
+    return [row[:-1] for row in found]
+
+
+def losses(strategy: Any, steps: int, rate: float) -> list[float]:
+    """As `expected_losses`."""
+    from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.settings import TrainingArgs
+
+    strategy.start_phase(TrainingArgs(learning_rate=rate, max_grad_norm=0.0))
+    found = []
+    for _ in range(steps):
+        local = share(strategy.layout)
+        plan = strategy.plan(gather_lengths(local))
+        found.append(strategy.train_step(distribute(local, plan), plan, SFTLoss()).loss)
+    return found
+
+
+def write_gradients(strategy: Any, folder: str) -> None:
+    """Writes the gradients of the last step as a model directory, in the places of the weights."""
+    from roll_batching.modeling.head import gpt_of
+
+    with torch.no_grad():
+        for chunk in strategy.chunks:
+            for parameter in gpt_of(chunk).parameters():
+                parameter.copy_(parameter.main_grad)
+    strategy.export(folder)
+
+
+def meet(folder: str, number: int) -> None:
+    """Opens a process group, for several layouts one after the other."""
+    file = Path(folder) / f"met-{os.environ['MASTER_PORT']}-{number}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+
+
+def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """For each directory and layout: log-probs of this rank's share, and on request losses and gradients."""
+    found = []
+    for number, (directory, layout, wanted) in enumerate(payload):
+        meet(directory, number)
+        strategy = strategy_of(directory, layout, wanted.get("mode", "packed"), **wanted.get("settings", {}))
+        one: dict[str, Any] = {"dp_rank": strategy.layout.dp_rank, "log_probs": log_probs(strategy)}
+        if "steps" in wanted:
+            one["losses"] = losses(strategy, wanted["steps"], wanted["rate"])
+        if "gradients" in wanted:
+            losses(strategy, 1, 1e-9)
+            write_gradients(strategy, wanted["gradients"])
+        found.append(one)
+        del strategy
+        part()
+    return found
