@@ -71,3 +71,32 @@ def test_packs_on_one_rank(model: Any, report: Callable[[str], None]) -> None:
 def test_two_ranks(model: Any, report: Callable[[str], None]) -> None:
     layouts = [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)]
     check(model, [(layout, {}) for layout in layouts], report)
+
+
+MATRIX = [
+    [Layout(tp=2), Layout(dp=2, distopt=True), Layout(pp=2, vpp=2), Layout(tp=2, sp=True, recompute=True)],
+    [
+        Layout(tp=2, sp=True, pp=2),
+        Layout(tp=2, sp=True, cp=2, recompute=True),
+        Layout(pp=2, dp=2, distopt=True),
+        Layout(cp=4),
+    ],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", MATRIX, ids=["two ranks", "four ranks"])
+def test_layouts(layouts: list[Layout], model: Any, report: Callable[[str], None]) -> None:
+    check(model, [(layout, {}) for layout in layouts], report)
+
+
+@pytest.mark.slow
+def test_padded_and_dynamic_batches(model: Any, report: Callable[[str], None]) -> None:
+    check(model, [(Layout(), {"mode": mode}) for mode in ("padded", "dynamic")], report)
+    check(model, [(Layout(pp=2), {"mode": "padded"}), (Layout(cp=2), {"mode": "dynamic"})], report)
+
+
+@pytest.mark.slow
+def test_tied_embeddings(tmp_path: Path, report: Callable[[str], None]) -> None:
+    tied = tmp_path / "model", vision.write_model(tmp_path / "model", tie_word_embeddings=True)
+    check(tied, [(layout, {}) for layout in (Layout(pp=2, tied=True), Layout(tp=2, sp=True, tied=True))], report)
