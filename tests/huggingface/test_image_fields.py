@@ -134,7 +134,7 @@ CASES = {
         lambda: set_token(1, 4, 7),
         "image 1 of sample 1 is 4 x 6 patches, which are 6 image tokens, and its run of token 57 has 5",
     ),
-    "no run": (lambda: set_token(2, 14, 7), "sample 2 has 2 images and 1 runs of the image token 57"),
+    "no run": (lambda: set_token(2, 18, 7), "sample 2 has 2 images and 1 runs of the image token 57"),
     "no image": (
         lambda: with_tokens(lambda ids, offsets: ids[:3].copy_(torch.tensor([59, 57, 60]))),
         r"sample 0 has image tokens \(57\) at position 1 and no image for them",
