@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from roll_batching.errors import DataError
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.image_fields import PIXELS, ImageTokens, find_images, has_images
+from roll_batching.samples.image_fields import PIXELS, ImageFormat, ImageTokens, find_images, has_images
 from roll_batching.samples.ragged import row_indices, starts_of
+from roll_batching.settings.vision import VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,18 @@ class ImageInputs:
     """[n] int64: embeddings to replace, by their index in [tokens of this rank * rows]."""
     features: torch.Tensor
     """[n] int64: the encoder's output for each of them."""
+
+
+def image_format(vision: VisionConfig) -> ImageFormat:
+    """How a model with this encoder takes images."""
+    return ImageFormat(
+        patch_size=vision.patch_size,
+        spatial_merge_size=vision.spatial_merge_size,
+        image_token_id=vision.image_token_id,
+        video_token_id=vision.video_token_id,
+        vision_start_token_id=vision.vision_start_token_id,
+        vision_end_token_id=vision.vision_end_token_id,
+    )
 
 
 class BatchImages:
@@ -43,9 +55,9 @@ class BatchImages:
     """
 
     def __init__(
-        self, batch: SampleBatch, vision: Any, *, part: tuple[int, int] = (0, 1), encodes: bool = True
+        self, batch: SampleBatch, vision: VisionConfig, *, part: tuple[int, int] = (0, 1), encodes: bool = True
     ) -> None:
-        self.tokens: ImageTokens = find_images(batch, vision)
+        self.tokens: ImageTokens = find_images(batch, image_format(vision))
         self._inside = torch.arange(batch.num_tokens)  # number of a token in its image
         self._inside -= self.tokens.starts[self.tokens.image.clamp(min=0)] if len(self.tokens.starts) else 0
         self._pixels = batch[PIXELS] if has_images(batch) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,20 @@ IMAGE_SCHEMA = {
     IMAGES: FieldSpec("sample"),
 }
 """Kinds of the four fields. A batch without them is a text batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFormat:
+    """How a model takes images, in transformers' names."""
+
+    patch_size: int
+    """Pixels along a side of a patch."""
+    spatial_merge_size: int
+    """Patches along a side that become one token."""
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +73,7 @@ def has_images(batch: SampleBatch) -> bool:
     return any(name in batch.schema for name in IMAGE_SCHEMA)
 
 
-def find_images(batch: SampleBatch, vision: Any) -> ImageTokens:
+def find_images(batch: SampleBatch, form: ImageFormat) -> ImageTokens:
     """The images of a batch, checked.
 
     The first runs of image tokens of a sample are its images. Image tokens behind them are text, which a model may
@@ -68,36 +81,36 @@ def find_images(batch: SampleBatch, vision: Any) -> ImageTokens:
 
     Args:
         batch: samples with the four image fields, or none of them.
-        vision: a `settings.vision.VisionConfig`.
+        form: how the model takes them.
 
     Raises:
         DataError: for fields that contradict each other or the tokens; names the sample.
     """
     given = has_images(batch)
     if given:
-        _check_fields(batch, vision)
+        _check_fields(batch, form)
     ids = batch["input_ids"].cpu().long()
     count = len(batch)
-    _refuse_videos(batch, ids, vision)
+    _refuse_videos(batch, ids, form)
     images = batch[IMAGES].cpu().long() if given else torch.zeros(count, dtype=torch.int64)
     grids = batch[GRIDS].cpu().long() if given else torch.zeros(0, 3, dtype=torch.int64)
     sample_of = torch.repeat_interleave(torch.arange(count), images)
-    merge = vision.spatial_merge_size
+    merge = form.spatial_merge_size
     if given:
         _check_grids(batch, grids, sample_of, merge)
-    runs, sizes = _runs(ids == vision.image_token_id, batch)
+    runs, sizes = _runs(ids == form.image_token_id, batch)
     run_sample = torch.searchsorted(batch.offsets, runs, right=True) - 1
     per_sample = torch.bincount(run_sample, minlength=count)
     number = torch.arange(len(runs)) - starts_of(per_sample)[:-1][run_sample]
     is_image = number < images[run_sample]
-    _check_runs(batch, ids, vision, images, per_sample, runs, sizes, run_sample, is_image)
+    _check_runs(batch, ids, form, images, per_sample, runs, sizes, run_sample, is_image)
     runs, sizes = runs[is_image], sizes[is_image]
     wanted = grids.prod(1) // merge**2
     if bool((wrong := (sizes != wanted).nonzero().flatten()).numel()):
         first = int(wrong[0])
         raise DataError(
             f"{_image_name(batch, sample_of, first)} is {grids[first, 1]} x {grids[first, 2]} patches, which are "
-            f"{wanted[first]} image tokens, and its run of token {vision.image_token_id} has {sizes[first]}: expand "
+            f"{wanted[first]} image tokens, and its run of token {form.image_token_id} has {sizes[first]}: expand "
             "each image to height * width / spatial_merge_size ** 2 tokens, with another token between two images"
         )
     return _locate(batch, grids, sample_of, runs, sizes, merge)
@@ -128,17 +141,17 @@ def _locate(
     )
 
 
-def _check_fields(batch: SampleBatch, vision: Any) -> None:
+def _check_fields(batch: SampleBatch, form: ImageFormat) -> None:
     for name, spec in IMAGE_SCHEMA.items():
         if batch.schema.get(name) != spec:
             found = "is missing" if name not in batch.schema else f"has {batch.schema[name]}"
             raise DataError(f"the field {name} {found}: samples with images have {', '.join(IMAGE_SCHEMA)}, as {spec}")
-    width = 3 * vision.patch_size**2
+    width = 3 * form.patch_size**2
     pixels, grids = batch[PIXELS], batch[GRIDS]
     if pixels.dtype is not torch.uint8 or tuple(pixels.shape[1:]) != (width,):
         raise DataError(
             f"{PIXELS} has {pixels.dtype} {list(pixels.shape)}: give uint8 [patches, {width}], pixels from 0 to 255 of "
-            f"patches of {vision.patch_size} x {vision.patch_size}, without rescaling, normalisation and a second frame"
+            f"patches of {form.patch_size} x {form.patch_size}, without rescaling, normalisation and a second frame"
         )
     if grids.is_floating_point() or grids.dtype is torch.bool or tuple(grids.shape[1:]) != (3,):
         raise DataError(f"{GRIDS} has {grids.dtype} {list(grids.shape)}: give int64 [images, 3]")
@@ -166,32 +179,32 @@ def _check_grids(batch: SampleBatch, grids: Tensor, sample_of: Tensor, merge: in
 
 
 def _check_runs(
-    batch: SampleBatch, ids: Tensor, vision: Any, images: Tensor, per_sample: Tensor, runs: Tensor, sizes: Tensor,
+    batch: SampleBatch, ids: Tensor, form: ImageFormat, images: Tensor, per_sample: Tensor, runs: Tensor, sizes: Tensor,
     run_sample: Tensor, is_image: Tensor,
 ) -> None:  # fmt: skip
     if bool((wrong := (per_sample < images).nonzero().flatten()).numel()):
         first = int(wrong[0])
         raise DataError(
             f"sample {int(batch.ids[first])} has {int(images[first])} images and {int(per_sample[first])} runs of the "
-            f"image token {vision.image_token_id}: give each image a run of its own, with another token between two"
+            f"image token {form.image_token_id}: give each image a run of its own, with another token between two"
         )
     # What encloses an image in prompts: with them, an image was lost.
-    before = (runs > batch.offsets[:-1][run_sample]) & (ids[(runs - 1).clamp(min=0)] == vision.vision_start_token_id)
+    before = (runs > batch.offsets[:-1][run_sample]) & (ids[(runs - 1).clamp(min=0)] == form.vision_start_token_id)
     ends = (runs + sizes).clamp(max=max(len(ids) - 1, 0))
-    behind = (runs + sizes < batch.offsets[1:][run_sample]) & (ids[ends] == vision.vision_end_token_id)
+    behind = (runs + sizes < batch.offsets[1:][run_sample]) & (ids[ends] == form.vision_end_token_id)
     if bool((lost := (before & behind & ~is_image).nonzero().flatten()).numel()):
         first = int(lost[0])
         sample = int(run_sample[first])
         raise DataError(
-            f"sample {int(batch.ids[sample])} has image tokens ({vision.image_token_id}) at position "
+            f"sample {int(batch.ids[sample])} has image tokens ({form.image_token_id}) at position "
             f"{int(runs[first] - batch.offsets[sample])} and no image for them: it has {int(images[sample])} images. "
             f"Give their {', '.join(IMAGE_SCHEMA)}"
         )
 
 
-def _refuse_videos(batch: SampleBatch, ids: Tensor, vision: Any) -> None:
+def _refuse_videos(batch: SampleBatch, ids: Tensor, form: ImageFormat) -> None:
     """Raises `DataError` for a video between the tokens that begin and end one; a sampled video token is text."""
-    is_video = (ids[1:] == vision.video_token_id) & (ids[:-1] == vision.vision_start_token_id)
+    is_video = (ids[1:] == form.video_token_id) & (ids[:-1] == form.vision_start_token_id)
     if bool(is_video.any()):
         place = int(is_video.nonzero()[0])
         sample = int(torch.searchsorted(batch.offsets, place, right=True)) - 1

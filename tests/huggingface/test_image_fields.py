@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.packing.image_inputs import BatchImages
+from roll_batching.packing.image_inputs import BatchImages, image_format
 from roll_batching.samples.image_fields import find_images
 from roll_batching.settings.vision import VisionConfig
 from tests.huggingface import vision
@@ -30,6 +30,7 @@ CONFIG = VisionConfig(
     vision_start_token_id=vision.START,
     vision_end_token_id=vision.END,
 )
+FORM = image_format(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def model(tmp_path_factory: Any) -> Any:
 
 def test_positions_are_those_of_transformers(model: Any) -> None:
     batch = vision.batch()
-    found = find_images(batch, CONFIG)
+    found = find_images(batch, FORM)
     after = found.next_positions(batch)
     for number, row in enumerate(vision.samples()):
         ids, grids = row["input_ids"][None], row["image_grid_thw"]
@@ -152,20 +153,20 @@ CASES = {
 def test_contradictions(name: str) -> None:
     make, message = CASES[name]
     if message is None:
-        find_images(make(), CONFIG)
+        find_images(make(), FORM)
         return
     with pytest.raises(DataError, match=message):
-        find_images(make(), CONFIG)
+        find_images(make(), FORM)
 
 
 def test_text_batches_have_equal_axes() -> None:
     batch = vision.batch().select([0, 4])
     texts = batch.only(["input_ids", "response_mask"])
     for one in (batch, texts):
-        found = find_images(one, CONFIG)
+        found = find_images(one, FORM)
         assert torch.equal(found.positions, torch.cat([torch.arange(9), torch.arange(13)]).expand(3, -1))
     empty = batch.select([])
-    assert find_images(empty, CONFIG).positions.shape == (3, 0)
+    assert find_images(empty, FORM).positions.shape == (3, 0)
     tokens = torch.zeros(4, dtype=torch.int64)
     real = torch.zeros(4, dtype=torch.bool)
     assert BatchImages(empty, CONFIG).inputs(tokens, real, torch.arange(4), torch.device("cpu")) == (None, None)
