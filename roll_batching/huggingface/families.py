@@ -304,7 +304,7 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-IN_MODULES = {name: f"roll_batching.huggingface.{name}:{name.upper()}" for name in ("minimax_m2", "nemotron_h", "qwen2_5_vl")}
+IN_MODULES = {x: f"roll_batching.huggingface.{x}:{x.upper()}" for x in ("minimax_m2", "nemotron_h", "qwen2_5_vl")}
 """Families with a module each, which few models need."""
 MISSING: Mapping[str, str] = {
     "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",
