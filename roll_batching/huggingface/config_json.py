@@ -45,7 +45,7 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     classes = config.get("architectures")
     if classes is not None and classes != [family.architecture]:
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
-    if family.has_vision:
+    if family.encoder_rules is not None:
         from roll_batching.huggingface.qwen2_5_vl import translate_vision  # one family needs it
 
         config = translate_vision(config, result)

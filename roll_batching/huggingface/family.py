@@ -60,8 +60,8 @@ class Family:
     """Beginnings of tensors' names in the rules, and in the family's files."""
     other_prefixes: tuple[tuple[str, str], ...] = ()
     """The same for files of another version of transformers, where the family has them."""
-    has_vision: bool = False
-    """Whether a vision encoder is trained, too."""
+    encoder_rules: Callable[[Any], list[TensorRule]] | None = None
+    """Rules of the vision encoder of an `ArchitectureConfig`, where one is trained, too."""
     normalised_experts: bool = False
     """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
     router: Mapping[str, Any] = field(default_factory=dict)

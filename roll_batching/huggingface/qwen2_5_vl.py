@@ -10,6 +10,41 @@ from roll_batching.huggingface.family import Family
 from roll_batching.huggingface.fields import BESIDE_TEXT
 from roll_batching.huggingface.tensors import TensorRule
 
+
+def vision_rules(architecture: Any) -> list[TensorRule]:
+    """Rules of the encoder's tensors, whole on every rank and named as in the files."""
+    vision, hidden = architecture.vision, architecture.vision.hidden_size
+    merged, ffn = hidden * vision.spatial_merge_size**2, vision.intermediate_size
+    patch = (hidden, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    shapes: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": patch}
+    for layer in range(vision.depth):
+        shapes |= {
+            f"blocks.{layer}.{name}": shape
+            for name, shape in (
+                ("norm1.weight", (hidden,)),
+                ("norm2.weight", (hidden,)),
+                ("attn.qkv.weight", (3 * hidden, hidden)),
+                ("attn.qkv.bias", (3 * hidden,)),
+                ("attn.proj.weight", (hidden, hidden)),
+                ("attn.proj.bias", (hidden,)),
+                ("mlp.gate_proj.weight", (ffn, hidden)),
+                ("mlp.gate_proj.bias", (ffn,)),
+                ("mlp.up_proj.weight", (ffn, hidden)),
+                ("mlp.up_proj.bias", (ffn,)),
+                ("mlp.down_proj.weight", (hidden, ffn)),
+                ("mlp.down_proj.bias", (hidden,)),
+            )
+        }
+    shapes |= {
+        "merger.ln_q.weight": (hidden,),
+        "merger.mlp.0.weight": (merged, merged),
+        "merger.mlp.0.bias": (merged,),
+        "merger.mlp.2.weight": (architecture.hidden_size, merged),
+        "merger.mlp.2.bias": (architecture.hidden_size,),
+    }
+    return [TensorRule(f"visual.{name}", "copy", ((f"visual.{name}", shape),)) for name, shape in shapes.items()]
+
+
 QWEN2_5_VL = Family(
     model_type="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
@@ -31,7 +66,7 @@ QWEN2_5_VL = Family(
     },
     add_qkv_bias=True,
     windows=True,
-    has_vision=True,
+    encoder_rules=vision_rules,
     other_prefixes=(("model.", "model.language_model."), ("visual.", "model.visual.")),
 )
 """Files of the hub, and of transformers 5, have `visual.` and `model.`; those of transformers 4.52 and later 4.x
@@ -139,37 +174,3 @@ def add_preprocessing(path: Path, architecture: dict[str, Any]) -> list[str]:
     if abs(values.get("rescale_factor", 1 / 255) - 1 / 255) > 1e-9:
         problems.append(f"rescale_factor: {values['rescale_factor']!r} of its image processor must be 1/255")
     return problems
-
-
-def vision_rules(architecture: Any) -> list[TensorRule]:
-    """Rules of the encoder's tensors, whole on every rank and named as in the files."""
-    vision, hidden = architecture.vision, architecture.vision.hidden_size
-    merged, ffn = hidden * vision.spatial_merge_size**2, vision.intermediate_size
-    patch = (hidden, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    shapes: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": patch}
-    for layer in range(vision.depth):
-        shapes |= {
-            f"blocks.{layer}.{name}": shape
-            for name, shape in (
-                ("norm1.weight", (hidden,)),
-                ("norm2.weight", (hidden,)),
-                ("attn.qkv.weight", (3 * hidden, hidden)),
-                ("attn.qkv.bias", (3 * hidden,)),
-                ("attn.proj.weight", (hidden, hidden)),
-                ("attn.proj.bias", (hidden,)),
-                ("mlp.gate_proj.weight", (ffn, hidden)),
-                ("mlp.gate_proj.bias", (ffn,)),
-                ("mlp.up_proj.weight", (ffn, hidden)),
-                ("mlp.up_proj.bias", (ffn,)),
-                ("mlp.down_proj.weight", (hidden, ffn)),
-                ("mlp.down_proj.bias", (hidden,)),
-            )
-        }
-    shapes |= {
-        "merger.ln_q.weight": (hidden,),
-        "merger.mlp.0.weight": (merged, merged),
-        "merger.mlp.0.bias": (merged,),
-        "merger.mlp.2.weight": (architecture.hidden_size, merged),
-        "merger.mlp.2.bias": (architecture.hidden_size,),
-    }
-    return [TensorRule(f"visual.{name}", "copy", ((f"visual.{name}", shape),)) for name, shape in shapes.items()]
