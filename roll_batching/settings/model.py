@@ -194,6 +194,90 @@ class ArchitectureConfig(Settings):
         None, help="Width of one head; default: hidden_size / num_attention_heads.", gt=0, le=_MOST_PARTS
     )
     ffn_hidden_size: int | None = setting(
+        None, help="Width of an expert; default: the dense layers' width.", gt=0, le=_WIDEST
+    )
+    shared_expert_ffn_hidden_size: int | None = setting(
+        None, help="Width of the shared expert; default: none.", gt=0, le=_WIDEST
+    )
+    shared_expert_gate: bool = setting(False, help="Whether a gate weighs the shared expert, as in Qwen3-Next.")
+    aux_loss_coeff: float = setting(0.0, help="Weight of the load-balancing loss.", ge=0)
+    z_loss_coeff: float = setting(0.0, help="Weight of the router's z-loss.", ge=0)
+    layer_freq: Annotated[int, Field(ge=1)] | tuple[Literal[0, 1], ...] = setting(
+        1, help="Every how many layers one is a mixture; or a list, 1 for each layer that is one and 0 for the others."
+    )
+    router_pre_softmax: bool = setting(
+        False,
+        help="true: an expert's weight is its probability among all. false: among those that the token visits, so "
+        "that they sum to one.",
+    )
+    router_score_function: Literal["softmax", "sigmoid"] = setting(
+        "softmax", help="Scores of experts. sigmoid: DeepSeek-V3's; the weights of a token's experts then sum to one."
+    )
+    router_expert_bias: bool = setting(
+        False, help="A bias per expert that is added to sigmoid scores for the choice of experts, not to their weights."
+    )
+    router_bias_update_rate: float = setting(
+        0.0,
+        help="How much each optimizer step moves the expert biases towards equal numbers of tokens "
+        "(moe_router_bias_update_rate, 0.001 in Megatron). 0: they stay as loaded, as in transformers.",
+        ge=0,
+        lt=1,
+    )
+    router_num_groups: int | None = setting(
+        None,
+        help="Groups of experts; a token visits experts of router_group_topk groups only. Default: no groups.",
+        ge=2,
+    )
+    router_group_topk: int | None = setting(None, help="Groups that each token visits; with router_num_groups.", ge=1)
+    router_scaling_factor: float = setting(1.0, help="Factor of the weights of experts.", gt=0)
+    router_dtype: Literal["fp32"] | None = setting(
+        None, help="Precision of the router's product and scores; default: that of the activations."
+    )
+
+    @model_validator(mode="after")
+    def _check_router(self) -> MoEConfig:
+        if self.router_expert_bias and self.router_score_function != "sigmoid":
+            raise ValueError("router_expert_bias needs router_score_function: sigmoid")
+        if self.router_bias_update_rate and not self.router_expert_bias:
+            raise ValueError("router_bias_update_rate has no effect without router_expert_bias: leave it out")
+        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
+            raise ValueError("shared_expert_gate needs shared_expert_ffn_hidden_size")
+        groups, chosen = self.router_num_groups, self.router_group_topk
+        if (groups is None) != (chosen is None):
+            raise ValueError("router_num_groups and router_group_topk belong together: set both, or none")
+        if groups is not None and chosen is not None:
+            if self.num_experts % groups or chosen > groups:
+                raise ValueError(
+                    f"{self.num_experts} experts cannot be chosen from {chosen} of {groups} groups: router_num_groups "
+                    "must divide num_experts and be at least router_group_topk"
+                )
+            if self.router_topk % chosen or self.router_topk // chosen > self.num_experts // groups:
+                raise ValueError(
+                    f"router_topk={self.router_topk} must be a multiple of router_group_topk={chosen}, and at most "
+                    f"the experts of these groups ({chosen} x {self.num_experts // groups})"
+                )
+        return self
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer with this index, from 0 on, is a mixture."""
+        every = self.layer_freq
+        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
+
+
+class ArchitectureConfig(Settings):
+    """A dense or mixture decoder in the shape of Qwen and Llama."""
+
+    vocab_size: int = setting(
+        help="Tokens of the vocabulary; padded up inside where tensor parallelism needs it.", gt=0, le=MOST_TOKENS
+    )
+    hidden_size: int = setting(help="Width of the residual stream.", gt=0, le=_WIDEST)
+    num_layers: int = setting(help="Decoder layers.", gt=0, le=_MOST_PARTS)
+    num_attention_heads: int = setting(help="Query heads.", gt=0, le=_MOST_PARTS)
+    num_query_groups: int | None = setting(None, help="Key and value heads; default: as many as query heads.", gt=0)
+    kv_channels: int | None = setting(
+        None, help="Width of one head; default: hidden_size / heads.", gt=0, le=_MOST_PARTS
+    )
+    ffn_hidden_size: int | None = setting(
         None, help="Width of the gated feed-forward layer; default: 4 x hidden_size.", gt=0, le=_WIDEST
     )
     max_position_embeddings: int = setting(4096, help="Longest sequence the model is meant for.", gt=0)
@@ -208,9 +292,7 @@ class ArchitectureConfig(Settings):
     sandwich_norms: bool = setting(
         False, help="Norms behind attention and feed-forward layers, too, before they are added, as in Gemma."
     )
-    scaled_embedding: bool = setting(
-        False, help="Whether the embeddings of tokens are multiplied by the square root of hidden_size, as in Gemma."
-    )
+    scaled_embedding: bool = setting(False, help="Whether embeddings are multiplied by sqrt(hidden_size), as in Gemma.")
     tie_word_embeddings: bool = setting(False, help="Whether the output head shares the embedding's weight.")
     qk_layernorm: bool | Literal["all_heads"] = setting(
         False, help="Normalise queries and keys: per head, as Qwen3 does; all_heads: all together, as in MiniMax-M2."
