@@ -390,7 +390,7 @@ def untrained_tensors(family: Family, architecture: Any, config: Mapping[str, An
     if not family.untrained:
         numbers = (config.get(f"num_{name}") for name in ("nextn_predict_layers", "mtp_layers", "mtp_modules"))
         count = next((number for number in numbers if number), 0)
-        first = config["num_hidden_layers"]
+        first = architecture.num_layers
         prefixes = tuple(f"model.layers.{layer}." for layer in range(first + heads, first + count))
     return [name for name in names if name.startswith(prefixes)] if prefixes else []
 
