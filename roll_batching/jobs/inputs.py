@@ -25,6 +25,8 @@ from roll_batching.jobs.rewards.pool import RewardPool, reward_of
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.fit import BATCH_SIZE, Fit, token_counts
+from roll_batching.jobs.texts.image_references import ImageFields
+from roll_batching.jobs.texts.image_tokenizer import image_fields
 from roll_batching.jobs.texts.jsonl import PathLike, as_files
 from roll_batching.jobs.texts.texts import (
     Conversation,
@@ -40,8 +42,8 @@ from roll_batching.jobs.texts.texts import (
     iterate_texts,
 )
 from roll_batching.jobs.texts.token_count_cache import FOLDER, TokenCountCache
-from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
-from roll_batching.jobs.vocabularies import check_vocabularies
+from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.jobs.vocabularies import tokenizer_that_fits
 from roll_batching.planning.arrays import Ints
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class _TextSet(Generic[T]):
     """Chat template, for prompts from messages."""
     instruction: Instruction | None = None
     """Keys of a chat's texts, for messages from texts."""
+    images: ImageFields | None = None
     cache: TokenCountCache | None = None
     """Token counts of earlier starts."""
 
@@ -120,7 +123,14 @@ class _TextSet(Generic[T]):
     def read(self, faults: Faults, read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
         """Iterate over the texts; `read` is called with bytes read."""
         return iterate_texts(
-            self.kind, self.paths, self.fit.keys, faults, read, template=self.template, instruction=self.instruction
+            self.kind,
+            self.paths,
+            self.fit.keys,
+            faults,
+            read,
+            template=self.template,
+            instruction=self.instruction,
+            images=self.images,
         )
 
 
@@ -130,7 +140,7 @@ def check_inputs(config: JobConfig) -> dict[str, str]:
     Returns the environment variable that tells the ranks so. Raises DataError naming every line that cannot
     be used, or ConfigError naming what cannot be found or does not fit the model.
     """
-    parts = _parts(config, _tokenizer_that_fits(config))
+    parts = _parts(config, tokenizer_that_fits(config))
     files = [file for part in parts if part is not None for file in as_files(part.paths) if file.is_file()]
     faults = Faults()
     with ReadingProgress("checking the data files", sum(file.stat().st_size for file in files)) as progress:
@@ -167,7 +177,7 @@ def load_inputs(config: JobConfig) -> JobInputs:
     Raises DataError naming every line that cannot be used, or ConfigError naming what cannot be found or does not fit
     the model.
     """
-    tokenizer = _tokenizer_that_fits(config)
+    tokenizer = tokenizer_that_fits(config)
     corpus, prompts, heldout = _parts(config, tokenizer)
     faults = Faults()
     documents = None if corpus is None else list(corpus.read(faults))
@@ -331,7 +341,8 @@ def read_prompts(
 def _prompts(data: DataArgs, paths: PathLike | Sequence[PathLike], fit: Fit) -> _TextSet[Prompt]:
     """The text set of `paths`. Raises DataError for chats without a chat template."""
     template = ChatTemplate(fit.tokenizer) if data.messages is not None or data.chat else None
-    return _TextSet(kind=Prompt, paths=paths, fit=fit, template=template, instruction=_instruction(data))
+    images = image_fields(data.images, fit.tokenizer)
+    return _TextSet(kind=Prompt, paths=paths, fit=fit, template=template, instruction=_instruction(data), images=images)
 
 
 def _instruction(data: DataArgs) -> Instruction | None:
@@ -363,7 +374,9 @@ def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[_TextSet
     fit = replace(held_out, **_limit(config, held_out.max_length, "sequence_length"))
     form = kind.__name__ + (" of messages" if chat else "")
     cache = TokenCountCache(Path(config.output_dir) / FOLDER, tokenizer, form)
-    corpus = _TextSet(kind=kind, paths=data.file_name, fit=fit, template=template, instruction=instruction, cache=cache)
+    ways: dict[str, Any] = {"template": template, "instruction": instruction, "cache": cache}
+    ways["images"] = image_fields(data.images, tokenizer)
+    corpus = _TextSet(kind=kind, paths=data.file_name, fit=fit, **ways)
     if data.eval_file_name is None or not config.eval_samples:
         return corpus, None
     return corpus, replace(corpus, paths=data.eval_file_name, fit=held_out, cache=None)
@@ -371,30 +384,3 @@ def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[_TextSet
 
 def _join_digests(digests: Iterable[str | None]) -> str:
     return "/".join(digest or "-" for digest in digests)
-
-
-def load_tokenizer(config: JobConfig) -> Tokenizer:
-    """The tokenizer that `config.tokenizer` describes. Raises DataError or ConfigError when it cannot be made."""
-    settings = config.tokenizer
-    if settings.type == "hf":
-        if settings.name_or_path is None:
-            raise ConfigError("tokenizer.name_or_path is missing, and actor_train names no model to take it from")
-        model = config.actor_train.model_args.model_name_or_path
-        return HFTokenizer(settings.name_or_path, eos=settings.eos_token, pad=settings.pad_token, model=model)
-    if settings.eos_token is None:
-        raise ConfigError("tokenizer.eos_token is missing: a char tokenizer needs a character that ends responses")
-    if settings.vocabulary_file is not None:
-        return CharTokenizer.from_file(settings.vocabulary_file, settings.eos_token, settings.pad_token)
-    return CharTokenizer(settings.vocabulary or "", settings.eos_token, settings.pad_token)
-
-
-def _tokenizer_that_fits(config: JobConfig) -> Tokenizer:
-    tokenizer = load_tokenizer(config)
-    model = config.actor_train.model_args.architecture
-    if model is not None and tokenizer.vocab_size > model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocab_size of {model.vocab_size}: "
-            "raise actor_train.model_args.architecture.vocab_size"
-        )
-    check_vocabularies(config, tokenizer)
-    return tokenizer

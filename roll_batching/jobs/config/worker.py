@@ -54,6 +54,22 @@ class DataArgs(Settings):
     system: str | None = setting(
         None, help="chat: key of the system message. Default, and for an empty text: that of the template."
     )
+    images: str | None = setting(
+        None,
+        help="Key of a record's images, for a model that reads images: a list of paths relative to the data file, "
+        "absolute paths, data: URLs or base64, or of bytes in Parquet. `<image>` in a text, or an image part of a "
+        "message, is the place of each. Default: texts alone.",
+    )
+    image_min_pixels: int | None = setting(
+        None,
+        help="images: a smaller image is enlarged to this many pixels. Default: as in preprocessor_config.json.",
+        ge=1,
+    )
+    image_max_pixels: int | None = setting(
+        None,
+        help="images: a larger image is reduced to this many pixels. Default: as in preprocessor_config.json.",
+        ge=1,
+    )
     tag: str = setting("tag", help="Key of a prompt's tag, by which `rewards` select prompts.")
     domain_interleave_probs: dict[str, float] | None = setting(
         None,

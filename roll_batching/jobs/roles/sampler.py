@@ -79,11 +79,11 @@ class _Sampler:
     """The model or engine, the tokenizer and the reward."""
 
     def __init__(self, config: JobConfig) -> None:
-        from roll_batching.jobs.inputs import load_tokenizer
         from roll_batching.jobs.objectives.from_config import sampling_of
         from roll_batching.jobs.rewards.pool import reward_of
         from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
         from roll_batching.jobs.rollouts.rollout import start_reward
+        from roll_batching.jobs.vocabularies import load_tokenizer
 
         self.config = config
         self.tokenizer = load_tokenizer(config)

@@ -11,7 +11,6 @@ from typing import Any
 from roll_batching.errors import CheckpointError, ConfigError
 from roll_batching.jobs.config import JobConfig, WorkerConfig, load_config
 from roll_batching.jobs.config.withheld import withheld_problems
-from roll_batching.jobs.inputs import load_tokenizer
 from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.rollouts.evaluation import Evaluator
@@ -23,6 +22,7 @@ from roll_batching.jobs.run.job_digests import check_tokenizer
 from roll_batching.jobs.seeds import answers_seed
 from roll_batching.jobs.texts.texts import Prompt, PromptDataset
 from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.jobs.vocabularies import load_tokenizer
 from roll_batching.settings import MegatronConfig
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy

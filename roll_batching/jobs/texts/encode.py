@@ -10,6 +10,8 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.fit import UNKNOWN, tokens_of, too_long
+from roll_batching.jobs.texts.image_references import ImageError
+from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer, with_images
 from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.samples.batch import SampleBatch
@@ -17,7 +19,7 @@ from roll_batching.samples.fields import FieldSpec
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
-    """Prompts as a batch with `input_ids` (token, int64), in order.
+    """Prompts as a batch with `input_ids` (token, int64), in order; `with_images` adds the fields of their images.
 
     Args:
         prompts: at least one.
@@ -29,7 +31,9 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
         DataError: naming file and line: a prompt longer than `max_length` or without tokens, a character
             that the tokenizer does not know.
     """
-    input_ids = [_encode(prompt.prompt, tokenizer, prompt.source, "the prompt") for prompt in prompts]
+    input_ids = [
+        _expand(_encode(prompt.prompt, tokenizer, prompt.source, "the prompt"), prompt, tokenizer) for prompt in prompts
+    ]
     for prompt, tokens in zip(prompts, input_ids, strict=True):
         if not tokens:
             raise DataError(f"{prompt.source}: the prompt has no tokens.")
@@ -45,7 +49,7 @@ def encode_documents(
     """Documents as a batch of prompt, response and end token; conversations through the chat template.
 
     Fields: `input_ids` (token, int64) and `response_mask` (token, bool: true on trained tokens, the response and the
-    end token; in a conversation the assistant's turns).
+    end token; in a conversation the assistant's turns). With an `ImageTokenizer` also those of images.
 
     Args:
         documents: at least one.
@@ -66,7 +70,8 @@ def encode_documents(
         input_ids.append(tokens)
         masks.append(torch.tensor(mask))
     schema = {"input_ids": _token_field(tokenizer), "response_mask": FieldSpec("token", False)}
-    return SampleBatch.from_lists({"input_ids": input_ids, "response_mask": masks}, schema, ids)
+    batch = SampleBatch.from_lists({"input_ids": input_ids, "response_mask": masks}, schema, ids)
+    return with_images(batch, documents, tokenizer)
 
 
 def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
@@ -128,14 +133,40 @@ def _encode_with_mask(document: Document | Conversation, tokenizer: Tokenizer) -
     """The tokens of a document, and a mask of the trained ones."""
     if isinstance(document, Conversation):
         try:
-            return ChatTemplate(tokenizer).conversation(document.messages)
+            tokens, mask = ChatTemplate(tokenizer).conversation(document.messages)
         except DataError as error:
             raise DataError(f"{document.source}: {error}") from None
-    prompt = _encode(document.prompt, tokenizer, document.source, "the prompt")
+        return _expand_with_mask(tokens, mask, document, tokenizer)
+    prompt = _expand(_encode(document.prompt, tokenizer, document.source, "the prompt"), document, tokenizer)
     response = [*_encode(document.response, tokenizer, document.source, "the response"), tokenizer.eos_token_id]
     if not prompt:
         raise DataError(f"{document.source}: the prompt has no tokens.")
+    if isinstance(tokenizer, ImageTokenizer):
+        tokenizer.expand(response, ())  # no image
     return prompt + response, [False] * len(prompt) + [True] * len(response)
+
+
+def _expand(tokens: list[int], item: Prompt | Document | Conversation, tokenizer: Tokenizer) -> list[int]:
+    """`tokens` of `item` with one token for each merged patch of its images."""
+    if not isinstance(tokenizer, ImageTokenizer):
+        return tokens
+    try:
+        return tokenizer.expand(tokens, tokenizer.processor.count_tokens(item.images))
+    except ImageError as error:
+        raise DataError(f"{item.source}: {error.what}. {error.cure}") from None
+    except DataError as error:
+        raise DataError(f"{item.source}: {error}") from None
+
+
+def _expand_with_mask(
+    tokens: list[int], mask: list[bool], item: Conversation, tokenizer: Tokenizer
+) -> tuple[list[int], list[bool]]:
+    """As `_expand`, with the mask of the trained tokens, which tokens of images never are."""
+    if not isinstance(tokenizer, ImageTokenizer):
+        return tokens, mask
+    expanded = _expand(tokens, item, tokenizer)
+    trained = iter([marked for token, marked in zip(tokens, mask, strict=True) if token != tokenizer.image_token_id])
+    return expanded, [token != tokenizer.image_token_id and next(trained) for token in expanded]
 
 
 def _token_field(tokenizer: Tokenizer) -> FieldSpec:

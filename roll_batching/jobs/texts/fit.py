@@ -11,6 +11,8 @@ import numpy as np
 from roll_batching.errors import DataError
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.faults import Faults
+from roll_batching.jobs.texts.image_references import ImageError, ImageReference
+from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer
 from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt, Text
 from roll_batching.jobs.texts.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.planning.arrays import Ints
@@ -61,14 +63,20 @@ class Fit:
     def _check_one(self, item: Text, faults: Faults) -> None:
         try:
             if isinstance(item, Conversation):
-                prompt, rest = len(ChatTemplate(self.tokenizer).conversation(item.messages)[0]), 0
-                self._check_lengths(item, prompt, rest, faults)
+                tokens = ChatTemplate(self.tokenizer).conversation(item.messages)[0]
+                (prompt,) = _expanded_lengths([tokens], [item.images], self.tokenizer)
+                self._check_lengths(item, prompt, 0, faults)
                 return
-            prompt, rest = len(tokens_of(item.prompt, self.tokenizer, self.keys[0])), 0
+            tokens, rest = tokens_of(item.prompt, self.tokenizer, self.keys[0]), 0
+            images = () if isinstance(item, Pair | Judged) else item.images
+            (prompt,) = _expanded_lengths([tokens], [images], self.tokenizer)
             if isinstance(item, Document):
-                rest = len(tokens_of(item.response, self.tokenizer, self.keys[1])) + 1
+                tokens = tokens_of(item.response, self.tokenizer, self.keys[1])
+                rest = _expanded_lengths([tokens], [()], self.tokenizer)[0] + 1
         except UnknownCharacterError as error:
             faults.add(item.source, str(error), UNKNOWN, characters=error.characters)
+        except ImageError as error:
+            faults.add(item.source, error.what, error.cure)
         except DataError as error:
             faults.add(item.source, str(error), "Remove the line, or correct it.")
         else:
@@ -115,12 +123,32 @@ def _count_tokens(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
     """Tokens of prompt and response, int64[n, 2]; of a conversation all tokens, and 0."""
     if isinstance(items[0], Conversation):
         template = ChatTemplate(tokenizer)
-        return np.array([(len(template.conversation(item.messages)[0]), 0) for item in items], dtype=np.int64)
-    prompts = [len(tokens) for tokens in encode_many(tokenizer, [item.prompt for item in items])]
+        conversations = [template.conversation(item.messages)[0] for item in items]
+        return np.array(
+            [(count, 0) for count in _expanded_lengths(conversations, [item.images for item in items], tokenizer)],
+            dtype=np.int64,
+        )
+    prompts = _expanded_lengths(
+        encode_many(tokenizer, [item.prompt for item in items]), [item.images for item in items], tokenizer
+    )
     rest = [0] * len(items)
     if isinstance(items[0], Document):
-        rest = [len(tokens) + 1 for tokens in encode_many(tokenizer, [item.response for item in items])]
+        responses = encode_many(tokenizer, [item.response for item in items])
+        rest = [count + 1 for count in _expanded_lengths(responses, [()] * len(items), tokenizer)]
     return np.array([prompts, rest], dtype=np.int64).T
+
+
+def _expanded_lengths(
+    sequences: Sequence[Sequence[int]], images: Sequence[Sequence[ImageReference]], tokenizer: Tokenizer
+) -> list[int]:
+    """The tokens of each sequence, with those of its `images`, which are read whole."""
+    if not isinstance(tokenizer, ImageTokenizer):
+        return [len(tokens) for tokens in sequences]
+    counts = iter(tokenizer.processor.count_tokens([image for own in images for image in own], decode=True))
+    return [
+        len(tokenizer.expand(tokens, [next(counts) for _ in own]))
+        for tokens, own in zip(sequences, images, strict=True)
+    ]
 
 
 def tokens_of(text: str, tokenizer: Tokenizer, key: str) -> list[int]:

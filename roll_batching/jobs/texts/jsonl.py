@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.texts.faults import Faults
+from roll_batching.jobs.texts.image_references import ImageError, ImageFields, ImageReference
 from roll_batching.jobs.texts.tables import Table, TableError, table_of
 
 PathLike = str | Path
@@ -21,6 +22,7 @@ _LONGEST_LINE = 64 * 2**20
 _BYTES_BETWEEN_REPORTS = 2**20
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz"}
 _MESSAGES = 'A chat is a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
+_IMAGES = "For a model that reads images set actor_train.data_args.images to the key of a record's images."
 _ONE_OBJECT = "Each line is one JSON object, or the whole file a JSON array of them."
 
 
@@ -31,6 +33,8 @@ class Record:
     texts: tuple[str, ...]
     extra: dict[str, Any]
     source: str
+    images: tuple[ImageReference, ...] = ()
+    """In the order of the key; then those in messages."""
 
 
 def as_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -45,6 +49,7 @@ def iterate_records(
     read: Callable[[int], None] = lambda size: None,
     *,
     chat: bool = False,
+    images: ImageFields | None = None,
 ) -> Iterator[Record]:
     """The records of data files, one file after the other: objects with a text under each of `keys`.
 
@@ -56,7 +61,8 @@ def iterate_records(
 
     Blank lines are skipped; line numbers begin at 1. Faults are added to `faults` and skipped: a file that is missing,
     not regular, unreadable or without records, a line that is not UTF-8, not JSON or not an object, a key that is
-    missing or does not hold a text. `read` is called from time to time with bytes read.
+    missing or does not hold a text. `read` is called from time to time with bytes read. With `images` records have
+    images, and contents of messages may be lists of parts.
     """
     files = as_files(paths)
     if not files:
@@ -64,13 +70,18 @@ def iterate_records(
     for path in files:
         table = table_of(path)
         if table is None:
-            yield from _records_of(path, keys, faults, read, chat)
+            yield from _records_of(path, keys, faults, read, chat, images)
         else:
-            yield from _rows_of(table, keys, faults, read, chat)
+            yield from _rows_of(table, keys, faults, read, chat, images)
 
 
 def _records_of(
-    path: Path, keys: Sequence[str], faults: Faults, read: Callable[[int], None], chat: bool
+    path: Path,
+    keys: Sequence[str],
+    faults: Faults,
+    read: Callable[[int], None],
+    chat: bool,
+    images: ImageFields | None,
 ) -> Iterator[Record]:
     faults_before, has_records, unreported = len(faults), False, 0
     try:
@@ -83,12 +94,12 @@ def _records_of(
                 if not line or line.isspace():
                     continue
                 try:
-                    texts, extra = _parse(line, keys, chat)
+                    record = _to_record(_parse(line), keys, chat, images, path, number)
                 except _BadLineError as bad:
                     faults.add(f"{path}:{number}", bad.what, bad.cure)
                     continue
                 has_records = True
-                yield Record(texts, extra, f"{path}:{number}")
+                yield record
     except FileNotFoundError:
         cure = f"Looked at {path.absolute()}; relative paths start at the working directory."
         faults.add(str(path), "does not exist", cure)
@@ -102,18 +113,23 @@ def _records_of(
 
 
 def _rows_of(
-    table: Table, keys: Sequence[str], faults: Faults, read: Callable[[int], None], chat: bool
+    table: Table,
+    keys: Sequence[str],
+    faults: Faults,
+    read: Callable[[int], None],
+    chat: bool,
+    images: ImageFields | None,
 ) -> Iterator[Record]:
     """As `_records_of`, for a table."""
     faults_before, number = len(faults), 0
     try:
         for number, value in enumerate(table.rows(read), 1):
             try:
-                texts, extra = _split_keys(_object(value), keys, chat)
+                record = _to_record(_object(value), keys, chat, images, table.path, number)
             except _BadLineError as bad:
                 faults.add(f"{table.path}:{number}", bad.what, bad.cure)
                 continue
-            yield Record(texts, extra, f"{table.path}:{number}")
+            yield record
     except TableError as error:
         faults.add(str(table.path), error.what, error.cure)
     if not number and len(faults) == faults_before:
@@ -157,7 +173,7 @@ def _lines(file: io.BufferedReader[io.FileIO]) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _parse(line: bytes, keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -168,7 +184,7 @@ def _parse(line: bytes, keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...
         raise _BadLineError("nested too deeply", _ONE_OBJECT) from None
     except ValueError as error:  # an integer of more digits than Python converts
         raise _BadLineError(f"not valid JSON: {error}", _ONE_OBJECT) from None
-    return _split_keys(_object(value), keys, chat)
+    return _object(value)
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -177,16 +193,27 @@ def _object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _split_keys(value: dict[str, Any], keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The texts under `keys`, and the other keys."""
-    texts = tuple(_messages(value, key) if chat and key == keys[0] else _text(value, key) for key in keys)
+def _to_record(
+    value: dict[str, Any], keys: Sequence[str], chat: bool, images: ImageFields | None, path: Path, number: int
+) -> Record:
+    """The record with the texts under `keys`, the other keys, and its images."""
+    taken: tuple[ImageReference, ...] = ()
+    if images is not None:
+        folder = path if path.is_dir() else path.parent
+        try:
+            taken = images.take(value, keys[0] if chat else None, folder.absolute())
+        except ImageError as error:
+            raise _BadLineError(error.what, error.cure) from None
+    texts = tuple(
+        _messages(value, key, images is not None) if chat and key == keys[0] else _text(value, key) for key in keys
+    )
     for key in keys:
         value.pop(key, None)
-    return texts, value
+    return Record(texts, value, f"{path}:{number}", taken)
 
 
-def _messages(value: dict[str, Any], key: str) -> str:
-    """The list of messages under `key`, as JSON."""
+def _messages(value: dict[str, Any], key: str, with_images: bool) -> str:
+    """The list of messages under `key`, as JSON; contents may be lists of parts `with_images`."""
     messages = _nested_input(value, key) if key not in value and "." in key else _value(value, key)
     if isinstance(messages, str):
         try:
@@ -198,7 +225,14 @@ def _messages(value: dict[str, Any], key: str) -> str:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _BadLineError(f"message {number} of {key!r} has no role", _MESSAGES)
-        if not isinstance(message.get("content"), str):
+        content = message.get("content")
+        if isinstance(content, list) and with_images:
+            continue  # `ImageFields.take` has read its parts
+        if isinstance(content, list) and any(
+            isinstance(part, dict) and "image" in str(part.get("type")) for part in content
+        ):
+            raise _BadLineError(f"message {number} of {key!r} has an image", _IMAGES)
+        if not isinstance(content, str):
             raise _BadLineError(f"message {number} of {key!r} has no text as content", _MESSAGES)
     text = json.dumps(messages, ensure_ascii=False)
     return _require_encodable(text, key)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.texts.chat import ASSISTANT, ChatTemplate, Message
 from roll_batching.jobs.texts.faults import Faults
+from roll_batching.jobs.texts.image_references import ImageError, ImageFields, ImageReference
 from roll_batching.jobs.texts.jsonl import PathLike, Record, iterate_records
 
 
@@ -25,6 +26,8 @@ class Prompt:
     """All other keys of the line, unchanged."""
     source: str = "memory"
     """Origin, as `file:line`."""
+    images: tuple[ImageReference, ...] = ()
+    """Images of the prompt, in the order of their places in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Document:
     response: str
     extra: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
+    images: tuple[ImageReference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Conversation:
     messages: tuple[Message, ...]
     extra: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
+    images: tuple[ImageReference, ...] = ()
 
     @property
     def prompt(self) -> str:
@@ -119,7 +124,8 @@ class Fingerprint:
 
     def add(self, item: Text) -> None:
         """Add the next text."""
-        for text in (item.prompt, second_text(item)):
+        images = () if isinstance(item, Pair | Judged) else item.images
+        for text in (item.prompt, second_text(item), *(image.digest() for image in images)):
             raw = text.encode("utf-8", "surrogatepass")
             self._digest.update(len(raw).to_bytes(8, "little") + raw)
 
@@ -158,7 +164,7 @@ class Instruction:
             turns.append((ASSISTANT, answers.pop(0)))
         messages = [{"role": role, "content": text} for role, text in turns if text or role == ASSISTANT]
         first = json.dumps(messages, ensure_ascii=False) if prompt or query else ""
-        return Record((first, *answers), record.extra | texts | {keys[0]: prompt}, record.source)
+        return replace(record, texts=(first, *answers), extra=record.extra | texts | {keys[0]: prompt})
 
 
 def iterate_texts(
@@ -170,13 +176,15 @@ def iterate_texts(
     *,
     template: ChatTemplate | None = None,
     instruction: Instruction | None = None,
+    images: ImageFields | None = None,
 ) -> Iterator[T]:
     """Prompts, documents, conversations, pairs or judged answers of data files, in order, with texts under `keys`.
 
     The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text,
     or stay messages in a pair or judged answer; with `instruction` it holds a text that becomes part of a chat's
     messages. The last key of a judged answer holds its verdict. Without a second key the second text is empty. Unusable
-    lines, such as an empty prompt, are added to `faults` and skipped; see `jsonl.iterate_records`.
+    lines, such as an empty prompt, are added to `faults` and skipped; see `jsonl.iterate_records`. With `images`
+    prompts, documents and conversations have images.
     """
     chat = instruction is None and (kind is Conversation or template is not None)
     own = () if instruction is None else instruction.keys
@@ -184,12 +192,18 @@ def iterate_texts(
     label = ""
     if kind is Judged:
         *keys, label = keys
-    for record in iterate_records(paths, (*keys, *own), faults, read, chat=chat):
+    for record in iterate_records(paths, (*keys, *own), faults, read, chat=chat, images=images):
         if instruction is not None:
             record = instruction.chat(record, keys, answered=kind is Conversation)
-        first, extra = record.texts[0], record.extra
+        if images is not None and record.texts[0]:
+            try:
+                record = _place_images(record, images, chat=chat or instruction is not None)
+            except ImageError as error:
+                faults.add(record.source, f"{keys[0]}: {error.what}", error.cure)
+                continue
+        first, extra, shown = record.texts[0], record.extra, {} if not record.images else {"images": record.images}
         if kind is Conversation and first:
-            yield made(tuple(json.loads(first)), extra, record.source)
+            yield made(tuple(json.loads(first)), extra, record.source, **shown)
             continue
         if kind is Pair or kind is Judged:
             faults_before = len(faults)
@@ -207,9 +221,17 @@ def iterate_texts(
                 continue
             extra = extra if instruction is not None else extra | {keys[0]: messages}
         if first:
-            yield made(first, record.texts[1] if len(keys) > 1 else "", extra, record.source)
+            yield made(first, record.texts[1] if len(keys) > 1 else "", extra, record.source, **shown)
         else:
             faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
+
+
+def _place_images(record: Record, images: ImageFields, *, chat: bool) -> Record:
+    """`record` with its images in the order of their places in the first text. Raises ImageError."""
+    if not chat:
+        return replace(record, texts=(images.write(record.texts[0], record.images), *record.texts[1:]))
+    messages, used = images.place(json.loads(record.texts[0]), record.images)
+    return replace(record, texts=(json.dumps(messages, ensure_ascii=False), *record.texts[1:]), images=used)
 
 
 def _check_pair(record: Record, keys: Sequence[str], faults: Faults) -> None:

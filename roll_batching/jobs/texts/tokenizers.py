@@ -106,12 +106,12 @@ class CharTokenizer:
     @property
     def fingerprint(self) -> str:
         """Digest of the vocabulary and the reserved characters."""
-        return _digest("characters", self._vocabulary, self._reserved)
+        return digest_of("characters", self._vocabulary, self._reserved)
 
     @property
     def parts(self) -> Mapping[str, str]:
         """Digests of the vocabulary and of the reserved characters."""
-        return {"vocabulary": _digest(self._vocabulary), "end tokens": _digest(self._reserved)}
+        return {"vocabulary": digest_of(self._vocabulary), "end tokens": digest_of(self._reserved)}
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ class HFTokenizer:
 
         tokenizer = self.tokenizer
         values = (type(tokenizer).__name__, transformers.__version__, tokenizer.chat_template, self.eos_token_id)
-        return _digest(*values, self._rules())
+        return digest_of(*values, self._rules())
 
     def _rules(self) -> str:
         """The rules of a fast tokenizer as JSON; the vocabulary of a Python one."""
@@ -228,10 +228,10 @@ class HFTokenizer:
     def parts(self) -> Mapping[str, str]:
         """Digests of the vocabulary, the rules, the chat template and the end tokens."""
         return {
-            "vocabulary": _digest(sorted(self.tokenizer.get_vocab().items())),
-            "rules": _digest(self._rules()),
-            "chat template": _digest(self.tokenizer.chat_template),
-            "end tokens": _digest(self.eos_token_id, self.stop_token_ids),
+            "vocabulary": digest_of(sorted(self.tokenizer.get_vocab().items())),
+            "rules": digest_of(self._rules()),
+            "chat template": digest_of(self.tokenizer.chat_template),
+            "end tokens": digest_of(self.eos_token_id, self.stop_token_ids),
         }
 
     def encode(self, text: str) -> list[int]:
@@ -244,7 +244,8 @@ class HFTokenizer:
         return self.tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _digest(*values: Any) -> str:
+def digest_of(*values: Any) -> str:
+    """Digest of the texts of `values`."""
     return hashlib.sha256(repr(values).encode("utf-8", "surrogatepass")).hexdigest()
 
 

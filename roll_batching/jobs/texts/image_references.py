@@ -1,0 +1,216 @@
+"""Images of a record: where they are, and their places in its messages or its text."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+MARKER = "<image>"
+"""Place of an image in a text, as in the data files of ROLL and verl."""
+_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""Beginnings of PNG, JPEG, GIF and WebP files as base64."""
+_SHORTEST_BASE64 = 64
+_FORMS = (
+    "An image is a path relative to the data file, an absolute path, a data: URL, base64, or in Parquet a value with "
+    "`bytes` or `path`."
+)
+
+
+class ImageError(Exception):
+    """A fault of a record's images, and its cure."""
+
+    def __init__(self, what: str, cure: str) -> None:
+        super().__init__(what)
+        self.what, self.cure = what, cure
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReference:
+    """A file of an image, or its bytes."""
+
+    path: Path | None = None
+    data: bytes = b""
+
+    @property
+    def name(self) -> str:
+        """The path, or the number of bytes, for errors and logs."""
+        return f"an image of {len(self.data):,} bytes" if self.path is None else str(self.path)
+
+    def digest(self) -> str:
+        """Digest of the bytes; of a file its name and size, so that ranks need not read all files."""
+        if self.path is None:
+            return hashlib.sha256(self.data).hexdigest()
+        try:
+            size = os.stat(self.path).st_size
+        except OSError:
+            size = -1  # reported by the check of images
+        return f"{self.path.name} {size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFields:
+    """Images of the records of a data file."""
+
+    key: str
+    """Key of a record's images: a list, or one image."""
+    text: str
+    """Text of an image in a prompt that is not a chat."""
+
+    def take(self, record: dict[str, Any], messages: str | None, folder: Path) -> tuple[ImageReference, ...]:
+        """The images of `record` and of the messages under `messages`; replaced there by what can be written as JSON.
+
+        An image inside the messages becomes the part `{"type": "image", "image": number}`, whose number is its place in
+        the result. Raises ImageError.
+        """
+        column = record.pop(self.key, None)
+        values = [] if column is None else column if isinstance(column, list) else [column]
+        images = [
+            _reference(value, f"image {number} of {self.key!r}", folder) for number, value in enumerate(values, 1)
+        ]
+        if images:
+            record[self.key] = [image.name for image in images]
+        if messages is not None and isinstance(turns := _messages_at(record, messages), list):
+            for turn in turns:
+                if isinstance(turn, dict) and isinstance(parts := turn.get("content"), list):
+                    turn["content"] = [_part(part, images, folder) for part in parts]
+        return tuple(images)
+
+    def place(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[ImageReference]
+    ) -> tuple[list[dict[str, Any]], tuple[ImageReference, ...]]:
+        """Messages with a part `{"type": "image"}` for every image, and the images in this order.
+
+        `<image>` in a text, and a part without a number, stand for the next image of the record. Raises ImageError.
+        """
+        inline = {part["image"] for message in messages for part in _parts_of(message) if "image" in part}
+        following = iter([image for number, image in enumerate(images) if number not in inline])
+        used: list[ImageReference] = []
+        placed = []
+        for message in messages:
+            content: list[dict[str, Any]] = []
+            for part in _parts_of(message):
+                if part["type"] == "image":
+                    used.append(images[part["image"]] if "image" in part else _next(following, len(images)))
+                    content.append({"type": "image"})
+                    continue
+                for number, text in enumerate(part["text"].split(MARKER)):
+                    if number:
+                        used.append(_next(following, len(images)))
+                        content.append({"type": "image"})
+                    if text:
+                        content.append({"type": "text", "text": text})
+            has_image = any(part["type"] == "image" for part in content)
+            plain = "".join(part["text"] for part in content if not has_image)
+            placed.append({**message, "content": content if has_image else plain})
+        _require_all(following, len(images))
+        return placed, tuple(used)
+
+    def write(self, prompt: str, images: Sequence[ImageReference]) -> str:
+        """`prompt` with the text of an image for every `<image>`. Raises ImageError unless there are as many images."""
+        following = iter(images)
+        for _ in range(prompt.count(MARKER)):
+            _next(following, len(images))
+        _require_all(following, len(images))
+        return prompt.replace(MARKER, self.text)
+
+
+def _next(following: Any, count: int) -> ImageReference:
+    image: ImageReference | None = next(following, None)
+    if image is None:
+        raise ImageError(
+            f"there are more places of images ({MARKER} in a text, or image parts) than its {count} images",
+            "Give one image for each place, in their order.",
+        )
+    return image
+
+
+def _require_all(following: Any, count: int) -> None:
+    if left := len(list(following)):
+        raise ImageError(
+            f"{left} of its {count} images have no place in the text",
+            f"Write {MARKER} where an image belongs, or a part of a message such as {json.dumps({'type': 'image'})}.",
+        )
+
+
+def _parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _messages_at(record: dict[str, Any], key: str) -> Any:
+    """The list of messages under `key`, in `record` itself: JSON text there becomes a list."""
+    holder: Any = record
+    *above, last = [key] if key in record else key.split(".")
+    for part in above:
+        holder = holder.get(part) if isinstance(holder, dict) else None
+    if not isinstance(holder, dict):
+        return None  # reported by the reader of messages
+    if isinstance(holder.get(last), str) and holder[last].lstrip().startswith("["):
+        try:
+            holder[last] = json.loads(holder[last])
+        except ValueError:
+            return None
+    return holder.get(last)
+
+
+def _part(part: Any, images: list[ImageReference], folder: Path) -> dict[str, Any]:
+    """A part of a message as `{"type": "text", "text": ...}` or `{"type": "image", "image": number}`."""
+    cure = 'A part is {"type": "text", "text": "..."} or {"type": "image"}, with the image under `image` or not.'
+    if not isinstance(part, dict):
+        raise ImageError(f"a part of a message is {type(part).__name__}", cure)
+    kind = part.get("type", "text" if "text" in part else None)
+    if kind in ("text", "input_text") and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "image_url", "input_image"):
+        videos = (
+            "; videos and audio are not supported" if kind in ("video", "audio", "input_audio", "video_url") else ""
+        )
+        raise ImageError(f"a part of a message has the type {kind!r}{videos}", cure)
+    value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+    if value is None and part.get("bytes") is not None:
+        value = part
+    if value is None:
+        return {"type": "image"}
+    images.append(_reference(value, "the image of a message", folder))
+    return {"type": "image", "image": len(images) - 1}
+
+
+def _reference(value: Any, place: str, folder: Path) -> ImageReference:
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("url") or value.get("path")
+    if isinstance(value, bytes | bytearray) and value:
+        return ImageReference(data=bytes(value))
+    if not isinstance(value, str) or not value:
+        raise ImageError(f"{place} is {_kind_of(value)}", _FORMS)
+    if value.startswith("data:"):
+        header, comma, encoded = value.partition(",")
+        if not comma or not header.endswith(";base64"):
+            raise ImageError(f"{place} is a data: URL without base64", _FORMS)
+        return ImageReference(data=_decode(encoded, place))
+    if len(value) >= _SHORTEST_BASE64 and value.startswith(_BASE64):
+        return ImageReference(data=_decode(value, place))
+    if "://" in value and not value.startswith("file://"):
+        shown = value if len(value) <= 80 else f"{value[:77]}..."
+        raise ImageError(f"{place} is {shown!r}, and images are not downloaded", "Download it, and give its path.")
+    path = Path(value.removeprefix("file://"))
+    if not path.is_absolute() and ".." in PurePath(path).parts:
+        raise ImageError(f"{place} is {str(path)!r}, which leaves the data file's folder", "Write an absolute path.")
+    return ImageReference(path=folder / path)
+
+
+def _decode(encoded: str, place: str) -> bytes:
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"{place} is not valid base64 ({error})", _FORMS) from None
+
+
+def _kind_of(value: Any) -> str:
+    return "empty" if value in ("", b"", None) else f"of type {type(value).__name__}"
