@@ -130,7 +130,7 @@ def test_lines_hold_messages_as_a_list_or_as_text(tmp_path, report):
         "the last message is the assistant's",
         "not the JSON of a list",
         "has no role",
-        "no text as content",
+        "message 1 of 'messages' has an image",
     ):
         assert words in str(caught.value)
     report(str(caught.value))

@@ -53,10 +53,10 @@ class ImageTokenizer(HFTokenizer):
         self.image_token_id: int = config["image_token_id"]
         ids = [config[name] for name in _TOKENS]
         self.image_text = "".join(str(self.tokenizer.convert_ids_to_tokens(token)) for token in ids)
-        if self.encode(self.image_text) != ids:
+        if self.encode(self.image_text) != ids or not {*ids} <= {*self.tokenizer.get_added_vocab().values()}:
             raise DataError(
-                f"the tokenizer {self.name!r} does not encode {self.image_text!r} as the tokens {ids} that config.json "
-                f"of {folder} gives to an image: it belongs to another model"
+                f"the tokenizer {self.name!r} does not encode {self.image_text!r} as the special tokens {ids} that "
+                f"config.json of {folder} gives to an image: it belongs to another model"
             )
 
     @property
