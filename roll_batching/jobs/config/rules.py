@@ -14,6 +14,7 @@ from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_pr
 from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, missing_for_gym, uses_engine
 from roll_batching.jobs.config.fp8_rules import fp8_problems, models_that_cannot_sample
 from roll_batching.jobs.config.gigpo_rules import gigpo_problems
+from roll_batching.jobs.config.image_rules import image_problems
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
     cp_per_pack_problems,
@@ -63,7 +64,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += _objective(job)
         problems += router_replay_problems(job)
     problems += supervised_problems(job)
-    problems += _chats(job)
+    problems += [*_chats(job), *image_problems(job)]
     problems += stream_problems(job)
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)

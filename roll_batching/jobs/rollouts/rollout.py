@@ -21,6 +21,7 @@ from roll_batching.jobs.rewards.pool import RewardPool
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
 from roll_batching.jobs.rollouts.sampler import Sampler
 from roll_batching.jobs.texts.encode import encode_prompts
+from roll_batching.jobs.texts.image_tokenizer import with_images, with_images_of
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning import batch_balance
@@ -89,7 +90,10 @@ def generate_rollouts(
     prompt_tokens = encoded.lengths.numpy()[local_prompts].repeat(group_size)
     started = time.perf_counter()
     if function is None:
-        batch = sampler.generate(encoded.select(local_prompts), settings).with_ids(ids)
+        batch = _generate(
+            sampler, encoded.select(local_prompts), [prompts[i] for i in local_prompts], tokenizer, settings
+        )
+        batch = batch.with_ids(ids)
         prompt_of_response = [prompts[i] for i in np.repeat(local_prompts, group_size).tolist()]
         completions = completions_of(batch, prompt_of_response, tokenizer)
         scored, turns = None, np.ones(len(batch), dtype=np.int64)
@@ -114,6 +118,22 @@ def generate_rollouts(
         total_responses=group_size * len(prompts),
         seconds=seconds,
     )
+
+
+def _generate(
+    sampler: Sampler,
+    encoded: SampleBatch,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    settings: GenerationSettings,
+) -> SampleBatch:
+    """Responses of `sampler` to this rank's prompts, with the fields of their images. Collective.
+
+    Images are read here, so that no rank reads those of another's prompts.
+    """
+    with consensus(sampler.layout.host_group, "the images of prompts"):
+        encoded = with_images(encoded, prompts, tokenizer)
+    return with_images_of(sampler.generate(encoded, settings), encoded, settings.num_return_sequences)
 
 
 def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion]:

@@ -111,3 +111,19 @@ def with_images(batch: SampleBatch, items: Sequence[Any], tokenizer: Tokenizer) 
         GRIDS: torch.cat(grids),
     }
     return batch.with_fields(fields, IMAGE_SCHEMA)
+
+
+def with_images_of(responses: SampleBatch, prompts: SampleBatch, group_size: int) -> SampleBatch:
+    """`responses`, `group_size` in a row to each of `prompts`, with the images of their prompts."""
+    if PIXELS not in prompts:
+        return responses
+    fields = {name: _repeat(prompts, name, group_size).to(responses.device) for name in IMAGE_SCHEMA}
+    return responses.with_fields(fields, IMAGE_SCHEMA)
+
+
+def _repeat(prompts: SampleBatch, name: str, count: int) -> torch.Tensor:
+    """The field `name` with the rows of each prompt `count` times in a row."""
+    rows = [row for row in prompts.to_lists(name) for _ in range(count)]
+    if not rows:
+        return torch.as_tensor(prompts[name])
+    return torch.cat(rows) if prompts.schema[name].kind == "rows" else torch.stack(rows)
