@@ -90,10 +90,8 @@ def generate_rollouts(
     prompt_tokens = encoded.lengths.numpy()[local_prompts].repeat(group_size)
     started = time.perf_counter()
     if function is None:
-        batch = _generate(
-            sampler, encoded.select(local_prompts), [prompts[i] for i in local_prompts], tokenizer, settings
-        )
-        batch = batch.with_ids(ids)
+        local = [prompts[i] for i in local_prompts.tolist()]
+        batch = _generate(sampler, encoded.select(local_prompts), local, tokenizer, settings).with_ids(ids)
         prompt_of_response = [prompts[i] for i in np.repeat(local_prompts, group_size).tolist()]
         completions = completions_of(batch, prompt_of_response, tokenizer)
         scored, turns = None, np.ones(len(batch), dtype=np.int64)
