@@ -62,7 +62,7 @@ def rl(folder: Path, name: str, **changes):
     """GRPO on the records, with the length of responses as reward."""
     data = job(folder, name, task="grpo", max_steps=2)
     del data["sequence_length"]
-    data["actor_train"]["data_args"]["messages"] = "prompt"
+    data["actor_train"]["data_args"] |= {"messages": "prompt", "eval_file_name": str(folder / "data.jsonl")}
     data |= {
         "prompt_length": 64,
         "response_length": 8,
@@ -71,6 +71,7 @@ def rl(folder: Path, name: str, **changes):
         "adv_estimator": "grpo",
         "reward_function": "tests.jobs.rl.jobs:length",
         "eval_steps": 0,
+        "eval_samples": 8,
     }
     data["actor_train"]["training_args"]["per_device_train_batch_size"] = 16
     return with_changes(data, changes)
@@ -157,7 +158,9 @@ def test_padded_and_dynamic_batches_give_the_same_losses(folder, mode):
 REFUSED = {
     "dpo": ({"task": "dpo"}, "task: dpo"),
     "kto": ({"task": "kto"}, "task: kto"),
-    "a stream": ({"train": {"train_policy": {"enable_dp_load_balancing": True}, "max_num_steps": 2}}, "a stream of texts"),
+    "a stream": (
+        {"train": {"train_policy": {"enable_dp_load_balancing": True}, "max_num_steps": 2}}, "a stream of texts",
+    ),
     "no image key": (
         {"actor_train__data_args__images": None, "actor_train__data_args__image_max_pixels": 9}, "no effect",
     ),

@@ -15,7 +15,14 @@ from roll_batching.errors import EngineError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import reads_engine_log_probs, wrong_log_probs
 from roll_batching.jobs.config.engines import ENGINES
-from roll_batching.jobs.engines.protocol import Engine, GenerationRequest, GenerationResult, Mixture, ServerProcess
+from roll_batching.jobs.engines.protocol import (
+    Engine,
+    GenerationRequest,
+    GenerationResult,
+    Mixture,
+    PromptImages,
+    ServerProcess,
+)
 from roll_batching.jobs.engines.routed_experts import mixture_of, with_experts
 from roll_batching.jobs.seeds import response_seed
 from roll_batching.samples import SampleBatch
@@ -42,6 +49,8 @@ class EngineClient:
         self._replica = replica_group(layout)
         self._asleep = asleep
         self._mixture = mixture_of(config)
+        model = config.actor_train.model_args.architecture
+        self._vision = None if model is None else model.vision
 
     def load(self, path: Path, version: int) -> None:
         """Has the engine load the model directory at `path`, and wakes it up.
@@ -103,7 +112,7 @@ class EngineClient:
         patience = self.engine.generation_timeout(most_requests) + _MARGIN
         with consensus(self.layout.host_group, "rollouts", patience=patience):
             if self.layout.is_replica_leader and tokens:
-                results = self.engine.generate(_requests(prompts, settings, self._mixture), settings)
+                results = self.engine.generate(_requests(prompts, settings, self._mixture, self._vision), settings)
         if self._replica is not None:
             box: list[Any] = [results]
             group, source = self._replica
@@ -137,16 +146,25 @@ def sum_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def _requests(prompts: SampleBatch, settings: GenerationSettings, mixture: Mixture | None) -> list[GenerationRequest]:
+def _requests(
+    prompts: SampleBatch, settings: GenerationSettings, mixture: Mixture | None, vision: Any
+) -> list[GenerationRequest]:
+    """The requests of a replica's prompts; `vision` is the encoder's configuration, None without one."""
     group = settings.num_return_sequences
+    images: list[PromptImages | None] = [None] * len(prompts)
+    if vision is not None:
+        from roll_batching.jobs.engines.prompt_images import images_of_prompts  # few models take images
+
+        images = images_of_prompts(prompts, vision)
     return [
         GenerationRequest(
             tokens=row.tolist(),
             seed=response_seed(settings.seed, prompt * group + member),
             group=prompt,
             mixture=mixture,
+            images=own,
         )
-        for prompt, row in zip(prompts.ids.tolist(), prompts.to_lists("input_ids"), strict=True)
+        for prompt, row, own in zip(prompts.ids.tolist(), prompts.to_lists("input_ids"), images, strict=True)
         for member in range(group)
     ]
 

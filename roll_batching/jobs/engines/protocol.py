@@ -33,6 +33,16 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptImages:
+    """Images of a prompt, as servers take them."""
+
+    tokens: list[int]
+    """The prompt with one token for each image."""
+    data: tuple[str, ...]
+    """The images as data: URLs, in the order of their tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """A request for one response."""
 
@@ -44,6 +54,8 @@ class GenerationRequest:
     """Number of the prompt: requests of a group can share its prefix cache."""
     mixture: Mixture | None = None
     """Return the experts of this model's tokens; None: do not."""
+    images: PromptImages | None = None
+    """Images of the prompt, whose tokens `tokens` has all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from roll_batching.jobs.engines.protocol import (
 )
 from roll_batching.jobs.engines.requests import HEALTH_SECONDS, RequestFailed, get, is_healthy, open_session, post
 from roll_batching.jobs.engines.routed_experts import checked_experts
-from roll_batching.jobs.engines.server_api import Call, ServerApi
+from roll_batching.jobs.engines.server_api import Call, ServerApi, check_prompt_tokens
 from roll_batching.strategy.sampling import GenerationSettings
 
 logger = logging.getLogger(__name__)
@@ -252,6 +252,8 @@ class Replicas:
     def _result(self, request: GenerationRequest, reply: Any, settings: GenerationSettings) -> GenerationResult:
         """The response in a reply, with experts where they were requested. Raises MalformedReply."""
         result = self.api.parse_generation(reply, settings, self.version)
+        if request.images is not None:
+            check_prompt_tokens(self.api, reply, len(request.tokens))
         if request.mixture is None:
             return result
         raw = self.api.parse_experts(reply)

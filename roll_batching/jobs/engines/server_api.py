@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from roll_batching.errors import EngineError
 from roll_batching.jobs.engines.protocol import (
     GenerationRequest,
     GenerationResult,
@@ -50,6 +51,9 @@ class ServerApi(Protocol):
 
     def parse_experts(self, reply: Any) -> np.ndarray:
         """Integers: the experts of all tokens but the last, in all layers, flat or shaped. Raises MalformedReply."""
+
+    def count_prompt_tokens(self, reply: Any) -> int:
+        """Tokens of the prompt that the server computed, those of images included. Raises MalformedReply."""
 
     def parse_process(self, reply: Any) -> ServerProcess:
         """The server's process. Raises MalformedReply."""
@@ -126,6 +130,17 @@ def make_result(
         raise MalformedReply(f"the request ended with {excerpt(repr(finish_reason))}")
     result = GenerationResult(tokens=list(tokens), log_probs=list(log_probs))
     return check_result(result, settings, ended=finish_reason == "stop")
+
+
+def check_prompt_tokens(api: ServerApi, reply: Any, expected: int) -> None:
+    """Raises EngineError where a server made another number of tokens of a prompt with images."""
+    actual = api.count_prompt_tokens(reply)
+    if actual != expected:
+        raise EngineError(
+            f"{api.name} made {actual:,} tokens of a prompt with images that has {expected:,} in training: its image "
+            "processor resizes otherwise, or its tokenizer splits the decoded prompt otherwise. Start the server with "
+            "the job's model directory, and limits of pixels that include image_min_pixels and image_max_pixels"
+        )
 
 
 def missing_field(error: Exception, reply: Any) -> MalformedReply:

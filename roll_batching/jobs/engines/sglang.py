@@ -5,6 +5,9 @@ Log-probs of sampled tokens are from the softmax at the request's temperature, b
 responses at temperature 1. With SGLANG_RETURN_ORIGINAL_LOGPROB in a server's environment all are at temperature 1, and
 replies do not show it: the job starts its servers without, and `config.engine_rules` assumes the same of others.
 
+A prompt with images is sent with one token per image: the server decodes it, and its processor repeats the tokens of
+images (`srt/multimodal/processors/base_processor.py`). `prompt_tokens` of the reply tells how many it has made.
+
 Weights over a process group: `srt/model_executor/model_runner.py` (0.5) or `weight_updater.py` (later). A server's
 process gets rank `rank_offset` + its tensor-parallel rank, whatever its pipeline stage, so a server with several stages
 cannot join. It receives one broadcast per name, and loads all tensors after the last.
@@ -47,7 +50,9 @@ class SGLang:
             "max_new_tokens": settings.max_new_tokens,
             "sampling_seed": request.seed,
         }
-        body = {"input_ids": request.tokens, "sampling_params": sampling, "return_logprob": True}
+        body: dict[str, Any] = {"input_ids": request.tokens, "sampling_params": sampling, "return_logprob": True}
+        if request.images is not None:
+            body |= {"input_ids": request.images.tokens, "image_data": list(request.images.data)}
         if request.mixture is None:
             return Call("/generate", body)
         size = request.mixture.bytes_of(len(request.tokens) + settings.max_new_tokens)
@@ -67,6 +72,13 @@ class SGLang:
         if [token for _, token in pairs] != tokens and len(pairs) == len(tokens):
             raise MalformedReply("its log-probs are of other tokens")
         return make_result(tokens, [value for value, _ in pairs], reason, settings)
+
+    def count_prompt_tokens(self, reply: Any) -> int:
+        """Tokens of the prompt that the server computed. Raises MalformedReply."""
+        try:
+            return int(reply["meta_info"]["prompt_tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise missing_field(error, reply) from None
 
     def parse_experts(self, reply: Any) -> np.ndarray:
         """The experts in a reply, flat."""

@@ -63,6 +63,10 @@ class VLLM:
         """The experts in a reply, `[tokens - 1, layers, top-k]`."""
         return decode_npy(reply["choices"][0].get("routed_experts"))
 
+    def count_prompt_tokens(self, reply: Any) -> int:
+        """Not called: completions take no images."""
+        raise NotImplementedError
+
     def parse_process(self, reply: Any) -> ServerProcess:
         """The server's process. Raises MalformedReply."""
         try:

@@ -19,10 +19,16 @@ class Model:
         self.load(folder)
 
     def load(self, folder: str) -> None:
-        from transformers import AutoModelForCausalLM
+        import json
+        from pathlib import Path
 
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        self.folder = Path(folder)
+        sees = "vision_config" in json.loads((self.folder / "config.json").read_text())
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with _LOADING:
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()  # a file's places are not memory's, and sums depend on those
         ends = self.model.generation_config.eos_token_id
@@ -53,8 +59,12 @@ class Model:
             mine[name].copy_(tensor)
 
     @torch.no_grad()
-    def sample(self, prompt: list[int], how: dict[str, Any]) -> tuple[list[int], dict[str, list[float]], str]:
+    def sample(
+        self, prompt: list[int] | dict[str, Any], how: dict[str, Any]
+    ) -> tuple[list[int], dict[str, list[float]], str]:
         """Tokens; their log-probs; why it ended.
+
+        `prompt` is tokens, or with images the output of transformers' processor.
 
         Log-probs are `scaled`, at the temperature; `raw`, without it; `processed`, after top-k and top-p too.
         """
@@ -62,9 +72,12 @@ class Model:
         stops = {*self.ends, *how["stops"]}
         tokens: list[int] = []
         values: dict[str, list[float]] = {"scaled": [], "raw": [], "processed": []}
-        rows, cache = torch.tensor([prompt]), None
+        given: dict[str, Any] = prompt if isinstance(prompt, dict) else {"input_ids": torch.tensor([prompt])}
+        cache = None
+        if hasattr(self.model.config, "vision_config"):
+            self.model.model.rope_deltas = None  # of the last prompt
         while len(tokens) < how["most"]:
-            made = self.model(rows, past_key_values=cache, use_cache=True)
+            made = self.model(**given, past_key_values=cache, use_cache=True)
             cache, logits = made.past_key_values, made.logits[0, -1].float()
             hot = (logits / (how["temperature"] or 1.0)).log_softmax(-1)
             kept = self.kept(hot, how) if how["temperature"] else hot
@@ -75,8 +88,22 @@ class Model:
             values["processed"].append(float(kept.log_softmax(-1)[token]))
             if token in stops:
                 return tokens, values, "stop"
-            rows = torch.tensor([[token]])
+            given = {"input_ids": torch.tensor([[token]])}
         return tokens, values, "length"
+
+    def with_images(self, prompt: list[int], urls: list[str]) -> dict[str, Any]:
+        """The decoded prompt and its images by transformers' processor, as SGLang prepares them."""
+        import base64
+        import io
+
+        from PIL import Image
+
+        from tests.support.vision import processor
+
+        made = processor(self.folder)
+        images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+        text = made.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+        return dict(made(text=[text], images=images, return_tensors="pt"))
 
     @staticmethod
     def kept(log_probs: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:

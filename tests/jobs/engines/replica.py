@@ -118,9 +118,10 @@ class Replica:
             await asyncio.to_thread(self.model.load, folder)
         self.seen["updates"] += 1
 
-    async def answered(self, request: web.Request, prompt: list[int], how: dict[str, Any], reply: Any) -> web.Response:
+    async def answered(self, request: web.Request, prompt: Any, how: dict[str, Any], reply: Any) -> web.Response:
         self.seen["requests"] += 1
-        self.prompts.append(prompt)
+        if isinstance(prompt, list):
+            self.prompts.append(prompt)
         self.in_flight += 1
         self.most_in_flight = max(self.in_flight, self.most_in_flight)
         task = asyncio.current_task()

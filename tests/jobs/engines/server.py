@@ -4,7 +4,7 @@
 
 They take the fields that the engines' request models have and refuse all others, sample with a seed per request, load
 new weights from a directory, and answer nothing while they are paused. Faults are ordered at /_fault, a path that no
-engine has: {"kind": "slow" | "500" | "cut" | "short" | "other" | "stale" | "abort" | "restarts" | "dies"
+engine has: {"kind": "slow" | "500" | "cut" | "short" | "other" | "stale" | "abort" | "restarts" | "dies" | "longer"
 | "experts_cut" | "experts_zero" | "experts_high" | "experts_text", "times": n};
 {"kind": "restart"} is a new process with the first weights; {"kind": "die"} closes the port; {"kind":
 "weights_refused"} keeps out of process groups; {"kind": "weights_die" | "weights_hang" | "weights_misfit", "after": n}

@@ -80,6 +80,13 @@ class SGLangServer(Replica):
             "seed": asked.get("sampling_seed"),
         }
 
+        prompt: Any = body["input_ids"]
+        length = len(prompt)
+        if body.get("image_data"):
+            prompt = self.model.with_images(prompt, body["image_data"])
+            length = prompt["input_ids"].shape[1]
+            self.seen["images"] += len(body["image_data"])
+
         def reply(tokens: list[int], values: dict[str, list[float]], reason: str, fault: str) -> Any:
             pairs = [[value, token, None] for value, token in zip(values["scaled"], tokens, strict=True)]
             finish = (
@@ -88,7 +95,7 @@ class SGLangServer(Replica):
             meta = {
                 "id": "1",
                 "finish_reason": {"type": "abort", "message": "aborted"} if fault == "abort" else finish,
-                "prompt_tokens": len(body["input_ids"]),
+                "prompt_tokens": length + (fault == "longer"),
                 "completion_tokens": len(tokens),
                 "weight_version": "older" if fault == "stale" else self.version,
             }
@@ -99,7 +106,7 @@ class SGLangServer(Replica):
             said = [tokens[0] + 1, *tokens[1:]] if fault == "other" else tokens
             return {"text": "", "output_ids": said, "meta_info": meta}
 
-        return await self.answered(request, body["input_ids"], how, reply)
+        return await self.answered(request, prompt, how, reply)
 
     async def pause_generation(self, request: web.Request) -> web.Response:
         body = await fields(request, ["mode"])
