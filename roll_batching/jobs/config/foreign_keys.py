@@ -111,7 +111,7 @@ def _refused(name: str, why: str = "", *allowed: Any, instead: str = "") -> Fore
 
 _STUDENT = "the student has the roles actor_train and actor_infer (docs/distillation.md)"
 _OPD = "a teacher's divergence is a loss here, task: distill, and not a reward (docs/distillation.md)"
-VLM = "vision-language models are not supported"
+MEDIA = "only images are read, from paths relative to the data file or absolute ones (docs/vision.md)"
 _FP8_WEIGHTS = "weights are kept in bf16, and their copies in FP8 made once per step (docs/fp8.md)"
 _DELAYED = "it belongs to delayed scaling, which is not supported"
 _MTP = "heads train where strategy_config has mtp_num_layers; joint is the default there (docs/mtp.md)"
@@ -166,8 +166,8 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("dataset_dir", "file_name holds the whole path"),
         _no_effect("interleave_probs", "all prompts are drawn with equal probability"),
         _refused("dataset_type", "only JSON lines are read", "json", "jsonl"),
-        _refused("image_folder", VLM),
-        _refused("video_folder", VLM),
+        _refused("image_folder", MEDIA),
+        _refused("video_folder", MEDIA),
     ),
     GeneratingArgs: (
         _no_effect("max_length", "prompt and response have a limit each", "max_new_tokens"),
@@ -189,7 +189,7 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("model_type", "only causal language models are trained; leave it empty (~)"),
         _refused("lora_dropout", "adapters have no dropout: the first ratio would differ from 1; use 0", 0),
         _refused("additional_target", "with lora_target everything but the adapters is frozen"),
-        _refused("vision_config", VLM),
+        _refused("vision_config", "the vision encoder is that of the model directory"),
     ),
     TrainingArgs: (
         _no_effect("num_train_epochs", "the job's length is max_steps, that of the warm-up warmup.num_train_epochs"),

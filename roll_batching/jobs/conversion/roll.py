@@ -11,7 +11,7 @@ from typing import Any
 
 from roll_batching.jobs.config.advantages import GAE
 from roll_batching.jobs.config.diagnostics import dotted
-from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, VLM
+from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, MEDIA
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.conversion.draft import Draft
@@ -158,15 +158,33 @@ def _policy_gradient(draft: Draft) -> None:
         draft.leave_out("importance_sampling", "idle", "ROLL's ActorPGWorker takes a ratio per token")
 
 
+_PIXELS: Mapping[str, int] = {"image_max_pixels": 4096 * 4096, "image_min_pixels": 4 * 28 * 28}
+"""Limits of an image with ROLL's defaults."""
+
+
 def _images(draft: Draft, data: dict[str, Any]) -> None:
-    """Leaves out keys for images, videos and audio."""
-    for role in ("actor_train", "actor_infer", "reference"):
+    """Names the key of images where actor_train has limits of pixels; leaves out other keys of images and videos."""
+    train = section_at(data, "actor_train", "data_args")
+    if given := [key for key in _PIXELS if train.get(key) is not None]:
+        where = f"actor_train.data_args.{given[0]}"
+        text = "ROLL's key; a place without an image, or an image without a place, is an error here"
+        draft.put(("actor_train", "data_args", "images"), "images", where, text)
+        train["images"] = "images"
+        for key, default in _PIXELS.items():
+            if train.get(key) is None:
+                train[key], draft.origins["actor_train", "data_args", key] = default, where
+    for role in ("actor_train", "actor_infer", "reference", "sft_train", "student"):
         texts = section_at(data, role, "data_args")
         for key in [key for key in texts if str(key).startswith(("image_", "video_", "audio_"))]:
+            if role == "actor_train" and key in _PIXELS:
+                continue
             del texts[key]
-            draft.leave_out(f"{role}.data_args.{key}", "refused", VLM)
+            verdict, why = ("idle", "limits are actor_train's") if key in _PIXELS else ("refused", MEDIA)
+            draft.leave_out(f"{role}.data_args.{key}", verdict, why)
 
 
+_ENCODER = ("vision_model", "model.visual", "visual")
+"""Names of the whole vision encoder."""
 _ENCODERS = ("vision_model", "audio_model", "talker", "code2wav", "model.visual", "visual")
 """Beginnings of ROLL's names of modules beside the text model."""
 
@@ -176,6 +194,9 @@ def _frozen_encoders(draft: Draft, data: dict[str, Any]) -> None:
     for role in ("actor_train", "critic", "sft_train"):
         model = section_at(data, role, "model_args")
         given = model.get("freeze_module_prefix")
+        if role == "actor_train" and given in _ENCODER and "images" in section_at(data, role, "data_args"):
+            model["freeze_module_prefix"] = "visual"
+            continue
         if not isinstance(given, str):
             continue
         kept = [name for name in map(str.strip, given.split(",")) if not name.startswith(_ENCODERS)]

@@ -177,7 +177,7 @@ _IDLE: Mapping[str, str] = {
     "the layout and the caps of the reference are those of actor_train": "actor_rollout_ref.ref",
     "passes and the mini-batch are those of actor_train": f"{ACTOR}.rollout_n {ACTOR}.calculate_sum_pi_squared",
     "prompts are read by actor_train.data_args": (
-        "data.return_ data.reward_fn_key data.val_batch_size data.image_ data.video_ data.audio_ "
+        "data.return_ data.reward_fn_key data.val_batch_size data.image_patch_size data.video_ data.audio_ "
         "data.tokenizer data.use_shm data.validation_shuffle data.custom_cls.name data.ignore_input_ids_mismatch "
         "data.tools_key data.enable_thinking_ data.pad_mode data.mm_"
     ),
@@ -219,7 +219,6 @@ _REFUSED: Mapping[str, str] = {
     "config.json and the tokenizer lie in the model's directory": (
         f"{MODEL}.hf_config_path model.hf_config_path {MODEL}.custom_chat_template model.custom_chat_template"
     ),
-    "vision-language models are not supported for now": f"{ACTOR}.freeze_vision_tower",
     "responses end at the tokenizer's end token": f"{ROLLOUT}.ignore_eos",
     "engines compute in the model's precision": f"{ROLLOUT}.dtype",
     "texts are shuffled anew in every epoch, all of them": "data.sampler data.train_max_samples data.val_max_samples",

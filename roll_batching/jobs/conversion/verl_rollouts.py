@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
-from roll_batching.jobs.conversion.verl_options import ROLLOUT, VerlFile
+from roll_batching.jobs.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile
 
 _DATA = ("actor_train", "data_args")
 _STRATEGY = ("actor_infer", "strategy_args")
@@ -29,6 +31,22 @@ _SIZES = {
 """By engine, its name of an option where verl has another."""
 
 
+_WITH_IMAGES = re.compile("vl", re.IGNORECASE)
+"""In the name of a model that reads images."""
+
+
+def _images(file: VerlFile) -> None:
+    """The key of images, which verl's files give a default, where the model's name or the file tells of images."""
+    key, frozen = file.take("data.image_key"), file.take(f"{ACTOR}.freeze_vision_tower")
+    name = str(file.peek(f"{MODEL}.path") or file.draft.values.get("pretrain") or "").rpartition("/")[2]
+    if not _WITH_IMAGES.search(name) and not frozen:
+        return
+    text = "verl reads images of every model; here this key says that there are some"
+    file.draft.put((*_DATA, "images"), key or "images", "data.image_key", text)
+    if frozen:
+        file.draft.put(("actor_train", "model_args", "freeze_module_prefix"), "visual", f"{ACTOR}.freeze_vision_tower")
+
+
 def convert_data(file: VerlFile) -> None:
     """Converts prompts, their lengths and the reward."""
     file.move("data.train_files", (*_DATA, "file_name"))
@@ -37,6 +55,7 @@ def convert_data(file: VerlFile) -> None:
     file.draft.put((*_DATA, "response"), "ground_truth", "reward_model.ground_truth (data)", text)
     text = "actor_train.data_args.response: write reward_model.ground_truth of verl's lines into a column of this name"
     file.draft.missing.append(text)
+    _images(file)
     file.move("data.max_prompt_length", ("prompt_length",))
     file.move("data.max_response_length", ("response_length",))
     dropped, cut = file.take("data.filter_overlong_prompts"), file.take("data.truncation")
