@@ -174,6 +174,7 @@ REFUSED_IN_RL = {
     "async": ({"async_generation_ratio": 1}, "sampling ahead of training"),
     "rollout function": ({"rollout_function": "x:y"}, "a rollout function"),
     "critic": ({"adv_estimator": "gae", "critic": {}}, "an advantage estimator with a critic"),
+    "own rollouts": ({}, "sampling by the model in training"),
     "vllm": ({"actor_infer__strategy_args__strategy_name": "vllm"}, "vllm is not supported with images"),
     "transformers": (
         {"actor_infer__strategy_args__strategy_name": "hf_infer"},

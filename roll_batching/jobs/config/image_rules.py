@@ -59,6 +59,8 @@ def _unsupported(job: JobKeys) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("actor_infer", "device_mapping"), "a sampler on other devices"
     elif samples_apart(job):
         yield ("actor_infer", "strategy_args", "strategy_config"), "a sampler in another layout than actor_train's"
+    if not uses_engine(job):
+        yield ("actor_infer", "strategy_args", "strategy_name"), "sampling by the model in training"
     if uses_engine(job) and (name := job.actor_infer.strategy_args.strategy_name) not in ENGINES:
         yield ("actor_infer", "strategy_args", "strategy_name"), f"{name}"
     if job.reference is None or not wants_reference(job):
