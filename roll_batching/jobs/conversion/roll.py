@@ -179,8 +179,10 @@ def _images(draft: Draft, data: dict[str, Any]) -> None:
             if role == "actor_train" and key in _PIXELS:
                 continue
             del texts[key]
-            verdict, why = ("idle", "limits are actor_train's") if key in _PIXELS else ("refused", MEDIA)
-            draft.leave_out(f"{role}.data_args.{key}", verdict, why)
+            if key in _PIXELS:
+                draft.leave_out(f"{role}.data_args.{key}", "idle", "limits are actor_train's")
+            else:
+                draft.leave_out(f"{role}.data_args.{key}", "refused", MEDIA)
 
 
 _ENCODER = ("vision_model", "model.visual", "visual")
