@@ -21,6 +21,7 @@ from roll_batching.jobs.roles.layout_sampler import layout_sampler
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts, function_rollouts_of
 from roll_batching.jobs.rollouts.prompts import prompts_by_domain
 from roll_batching.jobs.run.context import JobContext
+from roll_batching.jobs.run.job_digests import shared_settings
 from roll_batching.jobs.run.saved_model import export_final_model
 from roll_batching.jobs.supervised.supervised import train_on_texts, warm_up
 
@@ -40,6 +41,7 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
     if inputs.prompts is not None and inputs.reward is not None:
         prompts_by_domain(config, inputs.prompts, inputs.reward)  # fails before the model is built
     start_processes(config.actor_train.backend_timeout)
+    _check_settings(config)
     loss = _loss(config) if config.max_steps else None
     advantages = _advantages(config) if config.max_steps and not supervised(config) else None
     function = _rollout_function(config)
@@ -63,11 +65,16 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
         context.recorder.conclude("full" if is_full else batching.mode, model_path)
 
 
+def _check_settings(config: JobConfig) -> None:
+    """Raises RankError where ranks have other settings: they would wait for each other in different collectives."""
+    with consensus(host_group(), "the job's settings, which all ranks must share") as facts:
+        for path, text in shared_settings(config).items():
+            facts.equal(path, text)
+
+
 def _loss(config: JobConfig) -> Any:
     """The loss. A user's own may fail on one rank: made before the model, and an error on all ranks."""
-    with consensus(host_group(), "the job's objective") as facts:
-        names = (config.loss_function, config.loss_args)
-        facts.equal("the loss and its settings", names, "Start all ranks with the same settings")
+    with consensus(host_group(), "the job's objective"):
         return loss_of(config)
 
 
@@ -79,6 +86,5 @@ def _rollout_function(config: JobConfig) -> FunctionRollouts | None:
 
 def _advantages(config: JobConfig) -> Advantages:
     """The advantage estimator, likewise."""
-    with consensus(host_group(), "the job's objective") as facts:
-        facts.equal("the advantages", config.adv_estimator, "Start all ranks with the same settings")
+    with consensus(host_group(), "the job's objective"):
         return advantages_of(config)

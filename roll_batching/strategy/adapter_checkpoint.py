@@ -14,7 +14,7 @@ from roll_batching.strategy.model_state import ModelState
 
 PART = ".adapter."
 """Part of the names of an adapter's parameters."""
-_READING = "reading the frozen model's files"
+_READING = "reading the files of a frozen model"
 _known: dict[tuple[Any, ...], dict[str, list[str]]] = {}
 """Digests of directories that this process has read, by path and the files' sizes and times."""
 
@@ -27,7 +27,7 @@ def describe_adapters(model: ModelState, group: Any) -> dict[str, Any] | None:
     entry: dict[str, Any] = {"targets": list(adapters.targets), "rank": adapters.rank, "alpha": adapters.alpha}
     if adapters.base is None:
         return {**entry, "base": None}
-    sizes, digests = _read_base(adapters.base, group)
+    sizes, digests = read_directory(adapters.base, group)
     return {**entry, "base": {"sizes": sizes, "digests": digests}}
 
 
@@ -82,7 +82,7 @@ def check_base_digests(model: ModelState, saved: dict[str, Any] | None, path: Pa
     adapters = model.adapters
     if saved is None or adapters is None or adapters.base is None:
         return
-    (_, now), before = _read_base(adapters.base, group), saved["base"]["digests"]
+    (_, now), before = read_directory(adapters.base, group), saved["base"]["digests"]
     if changed := [name for name in now if now[name] != before.get(name)]:
         raise CheckpointError(_other_base(path, adapters.base, changed))
 
@@ -100,8 +100,8 @@ def _sizes(base: str) -> dict[str, int]:
     return {name: check_regular(folder / name) for name in sorted(names)}
 
 
-def _read_base(base: str, group: Any) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """Sizes of the frozen model's files, and digests of their pieces, by name, the same on all ranks. Collective.
+def read_directory(base: str, group: Any) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """Sizes of a model directory's files, and digests of their pieces, by name, the same on all ranks. Collective.
 
     Raises `RankError` on all ranks where one cannot read them, and `CheckpointError` where machines have other files.
     """

@@ -44,7 +44,7 @@ def async_problems(job: JobKeys) -> Iterator[Problem]:
             f"{estimator.name} needs greedy completions from the current weights, which a separate sampler cannot give"
         )
         cure = "set async_generation_ratio to 0" if job.asynchronous else "leave actor_infer.device_mapping out"
-        yield Problem(("adv_estimator",), f"{text}, which a separate sampler cannot give; {cure}, or choose another")
+        yield Problem(("adv_estimator",), f"{text}; {cure}, or choose another")
 
 
 def _old_log_probs(job: JobKeys) -> Iterator[Problem]:

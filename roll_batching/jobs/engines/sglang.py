@@ -22,7 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll_batching.jobs.engines.protocol import GenerationRequest, GenerationResult, MalformedReply, ServerProcess
+from roll_batching.jobs.engines.protocol import (
+    GenerationRequest,
+    GenerationResult,
+    MalformedReply,
+    ServerProcess,
+    excerpt,
+)
 from roll_batching.jobs.engines.routed_experts import decode_int32
 from roll_batching.jobs.engines.server_api import (
     Call,
@@ -84,7 +90,7 @@ class SGLang:
         """The experts in a reply, flat."""
         meta = reply["meta_info"]
         if meta.get("routed_experts_start_len"):
-            raise MalformedReply(f"its routed_experts begin at token {meta['routed_experts_start_len']}")
+            raise MalformedReply(f"its routed_experts begin at token {excerpt(meta['routed_experts_start_len'], 40)}")
         return decode_int32(meta.get("routed_experts"))
 
     def parse_process(self, reply: Any) -> ServerProcess:
@@ -123,8 +129,10 @@ class SGLang:
         try:
             tensor, stages, replicas = (int(info[name]) for name in ("tp_size", "pp_size", "dp_size"))
             attention = bool(info.get("enable_dp_attention"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise missing_field(error, info) from None
+        if tensor < 1:
+            raise MalformedReply(f"its tp_size is {tensor}")
         if stages > 1 or (replicas > 1 and not attention):
             raise MalformedReply(
                 f"a server of pp_size={stages} and dp_size={replicas} cannot join a group for weights: SGLang numbers "
@@ -134,7 +142,7 @@ class SGLang:
 
     def weight_version(self, info: Any) -> str:
         """Version of the last weights sent."""
-        return str(info.get("weight_version"))
+        return str(info.get("weight_version")) if isinstance(info, dict) else ""
 
     def join_call(self, rendezvous: GroupRendezvous) -> Call:
         """Makes the server's processes join a process group."""

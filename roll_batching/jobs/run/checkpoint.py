@@ -30,7 +30,7 @@ from roll_batching.jobs.objectives.from_config import steps_key
 from roll_batching.jobs.objectives.stateful import Stateful
 from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.run.folder import PreviousRun
-from roll_batching.jobs.run.job_digests import Digests, changes, check_tokenizer, digests_of
+from roll_batching.jobs.run.job_digests import Digests, changes, check_tokenizer, digests_of, teacher_digests
 from roll_batching.jobs.steps.role_errors import prefix_errors
 from roll_batching.planning import ParallelDims
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
@@ -97,12 +97,14 @@ class JobCheckpoints:
         self.resumed: SavedPoint | None = None
         """The checkpoint that the run resumes from; None where it starts at the beginning."""
         self._group = strategy.layout.host_group
+        is_compared = self.save_steps or config.resume_from_checkpoint
+        teacher = teacher_digests(config, self._group) if is_compared else {}
         with consensus(self._group, "the job's checkpoints") as facts:
             self._check()
             if config.resume_from_checkpoint:
                 self.resumed = _resumed(config, self.folder)
             if dist.get_rank() == 0 and (self.save_steps or self.resumed is not None):
-                self._job = digests_of(config, inputs)
+                self._job = digests_of(config, inputs, teacher)
                 if self.resumed is not None and self.resumed.job is not None:
                     check_tokenizer(self.resumed.job, inputs.tokenizer, self.resumed.path)
                     self._changed = changes(self.resumed.job, self._job)

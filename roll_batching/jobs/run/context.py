@@ -61,7 +61,7 @@ class JobContext:
                 exit_stack.enter_context(lock_folder(config.run_folder))
                 if shares_weights_folder(config):
                     exit_stack.enter_context(lock_folder(weights_folder(config), temporary=True))
-        if inputs.reward is not None:
+        if inputs.reward is not None and not config.has_sampler:  # a sampler in its own processes scores there
             exit_stack.callback(inputs.reward.close)
             start_reward(layout, inputs.reward)
         self.checkpoints = JobCheckpoints(config, self.strategy, inputs)

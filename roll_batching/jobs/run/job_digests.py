@@ -1,4 +1,4 @@
-"""Digests of tokenizer, data, settings, code of rewards and rollouts: saved in checkpoints, compared on resuming."""
+"""Digests of what decides how a job continues: saved in checkpoints, compared on resuming."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ from typing import Any
 
 from roll_batching.errors import CheckpointError
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.config.withheld import without_secrets
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.strategy.adapter_checkpoint import read_directory
 
 Digests = Mapping[str, Mapping[str, str]]
-"""Digests by part of a job (tokenizer, data, reward code, rollout code, settings), then by name."""
+"""Digests by part of a job (tokenizer, data, reward code, rollout code, settings, teacher), then by name."""
 _WITHOUT_EFFECT = {
     *("exp_name", "output_dir", "resume_from_checkpoint", "verify_checkpoint", "system_envs"),
     *("save_steps", "save_total_limit", "async_save", "export_model", "rollout_samples", "logging_steps"),
     *("track_with", "tracker_kwargs", "tokenizer"),
 }
 """Keys that do not change how a run continues, or whose referents are compared instead."""
+_OF_A_MACHINE = {"output_dir", "system_envs", "track_with", "tracker_kwargs"}
+_PATHS = ("file_name", "eval_file_name", "vocabulary_file", "name_or_path")
+"""Keys, and last parts of keys, that may differ between machines; `JobContext` compares the files' contents."""
 _SHOWN = 12
+_LONGEST = 100
+"""Characters of a value in an error."""
 _HEX = 16
 
 
-def digests_of(config: JobConfig, inputs: JobInputs) -> dict[str, dict[str, str]]:
-    """Digests of everything but the weights that decides how the job continues."""
+def digests_of(
+    config: JobConfig, inputs: JobInputs, teacher: Mapping[str, str] | None = None
+) -> dict[str, dict[str, str]]:
+    """Digests of everything but its weights that decides how the job continues; `teacher` as `teacher_digests`."""
     texts = {"learnt texts": inputs.corpus, "prompts": inputs.prompts, "held-out data": inputs.heldout}
     texts["held-out data"] = texts["held-out data"] or inputs.validation
     return {
@@ -37,6 +46,7 @@ def digests_of(config: JobConfig, inputs: JobInputs) -> dict[str, dict[str, str]
         "data": {name: part.record_fingerprint for name, part in texts.items() if part is not None},
         "reward code": _code_digests(_reward_functions(config)),
         "rollout code": _code_digests([] if config.rollout_function is None else [config.rollout_function]),
+        "teacher": dict(teacher or {}),
         "settings": {path: _digest(value) for path, value in settings_of(config).items()},
     }
 
@@ -45,6 +55,23 @@ def settings_of(config: JobConfig) -> dict[str, Any]:
     """The settings that decide how the job continues, by path; secrets are replaced by a placeholder."""
     settings = config.model_dump(mode="json", exclude_defaults=True, exclude=_WITHOUT_EFFECT)
     return dict(_leaves(without_secrets(settings)))
+
+
+def shared_settings(config: JobConfig) -> dict[str, str]:
+    """The settings that all ranks must share, by path, as text; secrets are replaced by a placeholder."""
+    settings = config.model_dump(mode="json", exclude_defaults=True, exclude=_OF_A_MACHINE)
+    leaves = _leaves(without_secrets(settings))
+    texts = {path: repr(value) for path, value in leaves if path.rpartition(".")[2] not in _PATHS}
+    return {path: text if len(text) <= _LONGEST else f"digest {_digest(text)}" for path, text in texts.items()}
+
+
+def teacher_digests(config: JobConfig, group: Any) -> dict[str, str]:
+    """Digests of the files of a job's teacher by name; empty without one. Collective."""
+    if not uses_teacher(config):
+        return {}
+    assert config.teacher is not None
+    sizes, digests = read_directory(str(config.teacher.model_args.model_name_or_path), group)
+    return {name: _digest([sizes[name], digests[name]]) for name in sizes}
 
 
 def check_tokenizer(saved: Digests, tokenizer: Tokenizer, path: Path) -> None:
@@ -66,9 +93,12 @@ def changes(saved: Digests, own: Digests) -> list[str]:
         ("data", "{} (some lines, or keys beside their texts)"),
         ("reward code", "the code of the reward {}"),
         ("rollout code", "the code of the rollout function {}"),
+        ("teacher", "the teacher's files {}"),
         ("settings", "{}"),
     ):
-        before, now = saved.get(part, {}), own[part]
+        if part not in saved:  # an earlier version's
+            continue
+        before, now = saved[part], own[part]
         names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

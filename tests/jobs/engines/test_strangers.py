@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.engines.protocol import GenerationRequest
+from roll_batching.jobs.engines.protocol import GenerationRequest, MalformedReply
 from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
 from roll_batching.jobs.engines.sglang import SGLang
 from roll_batching.jobs.engines.vllm import VLLM
@@ -98,6 +98,18 @@ def test_who_takes_weights_in_a_strange_way_has_none(api, kind, urls, tmp_path):
     with pytest.raises(EngineError, match="no server took the weights"):
         engine.update_weights(tmp_path, 2)
     assert not engine.live
+
+
+def test_a_server_that_tells_strange_sizes_joins_no_group():
+    """A page or half an answer at the path that tells a server's size and the version of its weights."""
+    api = SGLang()
+    for info in (None, True, "<html>", [], {}, {"tp_size": None, "pp_size": 1, "dp_size": 1}):
+        assert api.weight_version(info) != "3"
+        with pytest.raises(MalformedReply):
+            api.world_size(info)
+    for size in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(MalformedReply):
+            api.world_size({"tp_size": size, "pp_size": 1, "dp_size": 1})
 
 
 def peak():

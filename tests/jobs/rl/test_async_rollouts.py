@@ -53,6 +53,14 @@ def slow(completion: Any) -> float:
     return completion.tokens / 10
 
 
+def counts_workers(completion: Any, folder: str) -> float:
+    """The length; leaves a file named by the number of reward processes of the whole job."""
+    rank = psutil.Process(os.getppid()).parent()
+    names = [" ".join(child.cmdline()) for child in rank.children(recursive=True)]
+    (Path(folder) / f"workers{sum('rewards.worker' in name for name in names)}").touch()
+    return completion.tokens / 10
+
+
 def refuses(completion: Any) -> float:
     raise ValueError("no reward today")
 
@@ -294,3 +302,11 @@ def test_overrides_without_effect_are_refused():
     changes = ["loss_args.engine_ratio_cap=2", "actor_train.logprob_plan=rollout"]
     with pytest.raises(ConfigFileError, match="engine_ratio_cap: has no effect: .*no other numbers to correct"):
         load_config(file.with_name("grpo_async_demo.yaml"), changes)
+
+
+@pytest.mark.slow
+def test_rewards_run_beside_the_sampler_only(folder):
+    """Training ranks, which score nothing, would keep idle processes that have imported the user's code."""
+    reward = {"reward_function": f"{HERE}counts_workers", "reward_args": {"folder": str(folder)}}
+    run_ranks(1, RUN, job_of(folder, **reward, max_steps=1, reward_workers=1))
+    assert [path.name for path in folder.glob("workers*")] == ["workers1"]

@@ -98,6 +98,20 @@ def test_resumed_to_the_bit_on_two_ranks(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
+def test_another_teacher_under_the_same_path_is_named_on_resuming(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run_ranks(1, RUN, job(folder, save_steps=1, max_steps=1))
+    resumed = job(folder, resume_from_checkpoint=True, max_steps=2)
+    (same,) = run_ranks(1, RUN, resumed, check=False)
+    file = folder / "teacher" / "model.safetensors"
+    save_file({name: 2 * values for name, values in load_file(file).items()}, file, metadata={"format": "pt"})
+    (other,) = run_ranks(1, RUN, resumed, check=False)
+    assert "the teacher's files" not in same.output
+    assert "continues with changes since it was saved: the teacher's files model.safetensors" in other.output
+
+
 def test_texts_are_distilled_too(folder: Path) -> None:
     """task: sft with loss_function: distill: the teacher's distributions over given answers, and their likelihood."""
     lines = [json.dumps({"prompt": f"a+{i}", "response": f"#{i % 10}b"}) for i in range(16)]

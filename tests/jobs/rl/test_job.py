@@ -282,6 +282,25 @@ def test_data_files_that_differ_between_ranks(folder):
     assert all("ranks differ in the data files" in o.output for o in outcomes)
 
 
+@pytest.mark.bad_input
+def test_settings_that_differ_between_ranks(folder):
+    """Such as files of two machines: ranks would wait for each other in different collectives."""
+    job = settings(folder, warmup=None, train_infer_correction={"is_weight": {}})
+    other = settings(folder, warmup=None, save_steps=1)
+    outcomes = run_ranks(2, "tests.jobs.rl.test_job:run_own_settings", [job, other], check=False, timeout=60)
+    for outcome in outcomes:
+        assert "RankError: the job's settings, which all ranks must share: ranks differ in save_steps" in outcome.output
+        assert "ranks differ in train_infer_correction" in outcome.output and "absent on rank 1" in outcome.output
+
+
+def run_own_settings(jobs):
+    import os
+
+    from tests.jobs.rl.jobs import run
+
+    run(jobs[int(os.environ["RANK"])])
+
+
 def run_on_own_file(folder):
     import os
     from pathlib import Path
