@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.huggingface.published_experts import EXPERTS
+from tests.huggingface.published_experts import EXPERTS, OF_MISTRAL
 
 DENSE = {
     "Llama-2-7b": {
@@ -59,14 +59,8 @@ DENSE = {
         "vocab_size": 128256,
     },
     "Mistral-7B-v0.1": {
+        **OF_MISTRAL,
         "architectures": ["MistralForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
         "model_type": "mistral",
         "num_attention_heads": 32,
         "num_hidden_layers": 32,

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+OF_MISTRAL = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+}
+"""Fields that Mistral-7B and Mixtral-8x7B share."""
+
 EXPERTS = {
     "Qwen3-30B-A3B": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -38,14 +49,8 @@ EXPERTS = {
         "vocab_size": 151936,
     },
     "Mixtral-8x7B-v0.1": {
+        **OF_MISTRAL,
         "architectures": ["MixtralForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
         "model_type": "mixtral",
         "num_attention_heads": 32,
         "num_experts_per_tok": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,6 +177,11 @@ def rl(
     return done
 
 
+def data_args(**keys: str) -> dict[str, Any]:
+    """The converted `data_args` of this file's data, with further `keys`."""
+    return {"file_name": "data/train.jsonl", "eval_file_name": "data/held_out.jsonl", "chat": True, **keys}
+
+
 def loads_quietly(done: Conversion, folder: Path) -> None:
     """What was written loads, and nothing of it is without effect."""
     (folder / "job.yaml").write_text(done.to_yaml())
@@ -205,14 +211,7 @@ def test_engine_data_reward_and_evaluation_are_kept(tmp_path):
     assert infer["generating_args"]["temperature"] == 0.8
     assert settings["validation"]["generating_args"] == {"do_sample": False, "num_return_sequences": 4}
     assert (settings["eval_steps"], settings["eval_samples"], settings["advantage_clip"]) == (10, 32, 5)
-    assert settings["actor_train"]["data_args"] == {
-        "file_name": "data/train.jsonl",
-        "eval_file_name": "data/held_out.jsonl",
-        "prompt": "question",
-        "response": "output",
-        "chat": True,
-        "long_prompts": "drop",
-    }
+    assert settings["actor_train"]["data_args"] == data_args(prompt="question", response="output", long_prompts="drop")
     assert (settings["reward_function"], settings["reward_args"]) == ("math_verify", {"after": "Answer:"})
     assert (settings["track_with"], settings["tracker_kwargs"]) == ("wandb", {"project": "mine", "name": "first"})
     assert settings["actor_train"]["logprob_plan"] == "none", "force_on_policy_ratio"

@@ -8,7 +8,7 @@ import pytest
 
 from roll_batching.jobs.config import load_config
 from roll_batching.jobs.conversion import ORIGINS, convert_file
-from tests.jobs.conversion.test_nemo_rl import loads_quietly
+from tests.jobs.conversion.test_nemo_rl import data_args, loads_quietly
 
 SUPERVISED = """
 TASK:
@@ -54,13 +54,7 @@ def test_supervised_training_is_a_job_of_its_own(tmp_path):
     settings = done.settings
     assert (settings["task"], settings["max_steps"], settings["seed"]) == ("sft", 60, 7)
     assert (settings["eval_steps"], settings["eval_samples"], settings["sequence_length"]) == (5, 32, 256)
-    assert settings["actor_train"]["data_args"] == {
-        "file_name": "data/train.jsonl",
-        "eval_file_name": "data/held_out.jsonl",
-        "prompt": "input",
-        "response": "solution",
-        "chat": True,
-    }
+    assert settings["actor_train"]["data_args"] == data_args(prompt="input", response="solution")
     training = settings["actor_train"]["training_args"]
     assert (training["per_device_train_batch_size"], training["gradient_accumulation_steps"]) == (2, 4)
     assert {one.key for one in done.left_out_as("refused", "unknown")} == {"data.add_bos"}

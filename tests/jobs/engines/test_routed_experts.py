@@ -22,7 +22,7 @@ from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.jobs.engines.experts import routed_experts
 from tests.jobs.engines.test_replicas import DIALECTS, SETTINGS, order, questions, start
-from tests.jobs.rl.jobs import write_data
+from tests.jobs.rl.jobs import run_recording, write_data
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.cluster
@@ -55,24 +55,16 @@ def r3_job(folder: Any, urls: list[str], kind: str = "sglang", **changes: Any) -
 
 def kept_batches(payload: dict[str, Any]) -> list[tuple[list[int], np.ndarray]]:
     """On a rank: the whole job; tokens and experts of each sample that its optimizer steps had."""
-    from roll_batching.strategy import MegatronTrainStrategy
-    from tests.jobs.rl.jobs import run
     from tests.support.experts import let_experts_run
 
     let_experts_run()
     kept: list[tuple[list[int], np.ndarray]] = []
-    train_step = MegatronTrainStrategy.train_step
 
-    def recorded(self: Any, batch: Any, *given: Any, **named: Any) -> Any:
+    def record(batch: Any, plan: Any, counts: Any) -> None:
         rows = zip(batch.to_lists("input_ids"), batch.to_lists("routed_experts"), strict=True)
         kept.extend((tokens.tolist(), experts.numpy()) for tokens, experts in rows)
-        return train_step(self, batch, *given, **named)
 
-    MegatronTrainStrategy.train_step = recorded  # type: ignore[method-assign]
-    try:
-        run(payload)
-    finally:
-        MegatronTrainStrategy.train_step = train_step  # type: ignore[method-assign]
+    run_recording(payload, record)
     return kept
 
 

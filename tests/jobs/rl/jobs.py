@@ -81,15 +81,14 @@ def run_straight_and_resumed(make: Callable[..., dict[str, Any]], folder: Path, 
         run_ranks(2, f"{__name__}:run", make(folder, "resumed", **changes, resume_from_checkpoint=saved))
 
 
-def run_and_count(payload: dict[str, Any]) -> list[tuple[list[int], int | None]]:
-    """On a rank: the whole job; of every optimizer step the computed lengths and the counted response tokens."""
+def run_recording(payload: dict[str, Any], record: Callable[[Any, Any, Any], None]) -> None:
+    """On a rank: the whole job; `record` gets batch, plan and counts of every optimizer step."""
     from roll_batching.strategy import MegatronTrainStrategy
 
-    seen = []
     train_step = MegatronTrainStrategy.train_step
 
     def recorded(self: Any, batch: Any, plan: Any, loss: Any, *, counts: Any = None) -> Any:
-        seen.append((plan.lengths.tolist(), None if counts is None else counts.tokens["response_mask"]))
+        record(batch, plan, counts)
         return train_step(self, batch, plan, loss, counts=counts)
 
     MegatronTrainStrategy.train_step = recorded  # type: ignore[method-assign]
@@ -97,29 +96,31 @@ def run_and_count(payload: dict[str, Any]) -> list[tuple[list[int], int | None]]
         run(payload)
     finally:
         MegatronTrainStrategy.train_step = train_step  # type: ignore[method-assign]
+
+
+def run_and_count(payload: dict[str, Any]) -> list[tuple[list[int], int | None]]:
+    """On a rank: the whole job; of every optimizer step the computed lengths and the counted response tokens."""
+    seen = []
+
+    def record(batch: Any, plan: Any, counts: Any) -> None:
+        seen.append((plan.lengths.tolist(), None if counts is None else counts.tokens["response_mask"]))
+
+    run_recording(payload, record)
     return seen
 
 
 def run_and_keep(payload: dict[str, Any]) -> dict[int, list[float]]:
     """On a rank: the whole job; by id the advantages of the response's counted tokens that its loss read."""
-    from roll_batching.strategy import MegatronTrainStrategy
-
     kept: dict[int, list[float]] = {}
-    train_step = MegatronTrainStrategy.train_step
 
-    def recorded(self: Any, batch: Any, *given: Any, **named: Any) -> Any:
+    def record(batch: Any, plan: Any, counts: Any) -> None:
         rows = zip(batch.ids.tolist(), batch.to_lists("advantages"), batch.to_lists("response_mask"), strict=True)
         for number, values, mask in rows:
             counted = mask.bool().roll(-1)
             counted[-1] = False
             kept[number] = (values[counted] if values.ndim else values.expand(int(counted.sum()))).tolist()
-        return train_step(self, batch, *given, **named)
 
-    MegatronTrainStrategy.train_step = recorded  # type: ignore[method-assign]
-    try:
-        run(payload)
-    finally:
-        MegatronTrainStrategy.train_step = train_step  # type: ignore[method-assign]
+    run_recording(payload, record)
     return kept
 
 

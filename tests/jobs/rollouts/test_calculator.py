@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from roll_batching.jobs.observe.metrics_file import read_metrics
+from tests.jobs.rollouts.examples import run_example
 
-ROOT = Path(__file__).resolve().parents[3]
 FEW = (
     "max_steps=1",
     "warmup.training_args.max_steps=60",
@@ -24,16 +21,7 @@ FEW = (
 
 @pytest.mark.slow
 def test_the_model_calls_the_calculator_twice_in_a_sample(tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for command in (
-        ["examples/calculator/make_data.py"],
-        ["-m", "roll_batching.cli", "train", "--config", "examples/calculator/config.yaml", *FEW],
-    ):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
+    run_example("calculator", tmp_path, *FEW)
     run = tmp_path / "runs" / "calculator"
     samples = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     twice = [one for one in samples if one["marks"]["two_calls"]]

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from roll_batching.jobs.observe.metrics_file import read_metrics
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.jobs.rollouts.examples import run_example
 
 
 def rewards(folder: Path, *overrides: str) -> list[float]:
     """Mean rewards of the steps of the example."""
-    if not (folder / "examples").exists():
-        (folder / "examples").symlink_to(ROOT / "examples")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for command in (
-        ["examples/corridor/make_data.py"],
-        ["-m", "roll_batching.cli", "train", "--config", "examples/corridor/config.yaml", *overrides],
-    ):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
-        )
-        assert done.returncode == 0, done.stderr
+    run_example("corridor", folder, *overrides)
     name = next((one.split("=")[1] for one in overrides if one.startswith("exp_name=")), "corridor")
     rows = [row for row in read_metrics(folder / "runs" / name / "metrics.jsonl") if row["phase"] == "rl"]
     assert all(row["shared_states"] > 0.5 and row["turns_per_state"] > 2 for row in rows)
