@@ -231,3 +231,27 @@ def test_contradictory_settings_are_errors(settings: Any, message: str) -> None:
 
     with pytest.raises(LossError, match=message):
         corrected(**settings)
+
+
+def step_on_ranks(megatron: dict[str, Any]) -> tuple[dict[str, float], Any, dict[str, Any]]:
+    """Metrics, result and gradients of a step with weights and filters."""
+    from roll_batching.losses import PolicyLoss
+    from tests.losses.steps import make_strategy, step
+
+    strategy = make_strategy(megatron=megatron)
+    filters = [{"agg_type": "geometric", "k2_high": 0.15}, {"agg_type": "token", "ratio_high": 2.0, "effect": "zero"}]
+    weight = {"weight_type": "token", "upper_bound": 1.5, "batch_normalize": True}
+    whole, metrics = corrected(batch(), strategy.layout, is_weight=weight, filters=filters)
+    result, gradients = step(strategy, whole, PolicyLoss(clip_low=0.2, clip_high=0.28))
+    return metrics, result.loss, gradients
+
+
+@pytest.mark.parametrize("megatron", [{"context_parallel_size": 2}, {"pipeline_model_parallel_size": 2}], ids=str)
+def test_weights_and_filters_under_context_parallelism_and_in_stages(megatron: dict[str, Any]) -> None:
+    """They give metrics, loss and gradients of one rank."""
+    from tests.losses.steps import gap
+
+    ((metrics, *expected),) = run_ranks(1, f"{HERE}step_on_ranks", {})
+    for found, *result in run_ranks(2, f"{HERE}step_on_ranks", megatron):
+        assert found == pytest.approx(metrics)
+        assert max(gap((result[0], result[1]), (expected[0], expected[1]))) < 1e-5
