@@ -21,6 +21,8 @@ PATCHES = "image_patches"
 """sample, int64: rows of `PIXELS`."""
 IMAGES = "images"
 """sample, int64: rows of `GRIDS`."""
+RESPONSE = "response_mask"
+"""token, bool, where a batch has it: image tokens that a model sampled are text wherever they are."""
 IMAGE_SCHEMA = {
     PIXELS: FieldSpec("rows", counts=PATCHES),
     GRIDS: FieldSpec("rows", counts=IMAGES),
@@ -77,7 +79,7 @@ def find_images(batch: SampleBatch, form: ImageFormat) -> ImageTokens:
     """The images of a batch, checked.
 
     The first runs of image tokens of a sample are its images. Image tokens behind them are text, which a model may
-    sample, unless they stand between the tokens that begin and end an image.
+    sample, unless they stand between the tokens that begin and end an image outside of `RESPONSE`.
 
     Args:
         batch: samples with the four image fields, or none of them.
@@ -192,7 +194,8 @@ def _check_runs(
     before = (runs > batch.offsets[:-1][run_sample]) & (ids[(runs - 1).clamp(min=0)] == form.vision_start_token_id)
     ends = (runs + sizes).clamp(max=max(len(ids) - 1, 0))
     behind = (runs + sizes < batch.offsets[1:][run_sample]) & (ids[ends] == form.vision_end_token_id)
-    if bool((lost := (before & behind & ~is_image).nonzero().flatten()).numel()):
+    lost = before & behind & ~is_image & ~_sampled(batch)[runs]
+    if bool((lost := lost.nonzero().flatten()).numel()):
         first = int(lost[0])
         sample = int(run_sample[first])
         raise DataError(
@@ -204,11 +207,20 @@ def _check_runs(
 
 def _refuse_videos(batch: SampleBatch, ids: Tensor, form: ImageFormat) -> None:
     """Raises `DataError` for a video between the tokens that begin and end one; a sampled video token is text."""
-    is_video = (ids[1:] == form.video_token_id) & (ids[:-1] == form.vision_start_token_id)
+    is_video = (ids[1:] == form.video_token_id) & (ids[:-1] == form.vision_start_token_id) & ~_sampled(batch)[1:]
     if bool(is_video.any()):
         place = int(is_video.nonzero()[0])
         sample = int(torch.searchsorted(batch.offsets, place, right=True)) - 1
         raise DataError(f"sample {int(batch.ids[sample])} has a video: videos are not supported, images are")
+
+
+def _sampled(batch: SampleBatch) -> Tensor:
+    """[tokens] bool: whether `RESPONSE` says that a token was sampled."""
+    spec = batch.schema.get(RESPONSE)
+    if spec is None or spec.kind != "token":
+        return torch.zeros(batch.num_tokens, dtype=torch.bool)
+    mask: Tensor = batch[RESPONSE].cpu().bool()
+    return mask
 
 
 def _runs(marked: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:

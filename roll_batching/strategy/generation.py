@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from roll_batching.distributed import Facts
@@ -22,8 +20,7 @@ from roll_batching.modeling.attention.decoding import dense_decoding
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.modeling.rotary import rotary_settings
-from roll_batching.packing.batch import PackedBatch, pack_step
-from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
+from roll_batching.planning import ParallelDims
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.checks import content_digest
 from roll_batching.samples.length_table import require_batch
@@ -34,12 +31,10 @@ from roll_batching.strategy.cache_budget import (
     split_by_cache_limit,
 )
 from roll_batching.strategy.model_state import ModelState
+from roll_batching.strategy.recomputing_decoder import LENGTH_MULTIPLE, RecomputingDecoder, gather_vocabulary
 from roll_batching.strategy.sampling import GenerationSettings, Sampler, uniform_draws
-from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.step_inputs import SAME_SAMPLES, check_positions, check_tokens, check_window
 
-_LENGTH_MULTIPLE = 16
-"""The number of attended keys is a multiple of this, so that shapes repeat."""
 Response = tuple[torch.Tensor, torch.Tensor]
 """Tokens of a response and their log-probs, [tokens] each."""
 COMPACT_BELOW = 0.75
@@ -62,6 +57,10 @@ def check_generation(
     if len(prompts) and ("input_ids" not in prompts.schema or prompts.schema["input_ids"].kind != "token"):
         raise DataError("prompts need a field input_ids of kind token")
     check_tokens(prompts, state)
+    if state.vision is not None or any(spec.kind == "rows" for spec in prompts.schema.values()):
+        from roll_batching.strategy.prompt_images import check_prompt_images  # few models take images
+
+        check_prompt_images(prompts, state)
     if not isinstance(settings, GenerationSettings):
         raise DataError(f"settings is a {type(settings).__name__}: pass GenerationSettings")
     limit, longest = settings.max_tokens_in_cache, prompts.max_length
@@ -99,7 +98,8 @@ def generate(
 
     Args:
         model: the model to sample from, with gathered parameters.
-        prompts: samples with a token field `input_ids`; may be empty. The same on all tensor-parallel ranks.
+        prompts: samples with a token field `input_ids`, and for a model with a vision encoder image fields; may be
+            empty. The same on all tensor-parallel ranks.
         settings: sampling settings; `seed` and the data-parallel rank seed the draws.
         draws: uniform numbers of these responses (see `uniform_draws`), to replace the seeded ones.
 
@@ -124,11 +124,17 @@ def generate(
     limit = settings.max_tokens_in_cache if uses_cache(model) else None
     positions = [cache_positions(len(sequence), settings, layout) for sequence in sequences]
     responses: dict[int, Response] = {}
+    images = None
+    if model.vision is not None:
+        from roll_batching.strategy.prompt_images import PromptImages  # few models take images
+
+        images = PromptImages(prompts, model)
     with decoding(model, settings) as make_decoder:
         for group in split_by_cache_limit(positions, limit, layout):
             # A rank without sequences decodes a dummy: the others need its experts.
             batch = [sequences[i] for i in group] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
-            responses |= zip(group, _generate_group(make_decoder(batch), group, sampler), strict=True)
+            shown = images and images.of([i // settings.num_return_sequences for i in group])
+            responses |= zip(group, _generate_group(make_decoder(batch, shown), group, sampler), strict=True)
     return responses_to_batch(sequences, [responses[i] for i in range(len(sequences))], model.result_dtype)
 
 
@@ -162,14 +168,18 @@ def _decodes_densely(model: ModelState) -> bool:
 @contextlib.contextmanager
 def decoding(
     model: ModelState, settings: GenerationSettings
-) -> Iterator[Callable[[list[torch.Tensor]], CachedDecoder | RecomputingDecoder]]:
-    """Context in which the model decodes; yields a function that makes a decoder of tokenised sequences."""
+) -> Iterator[Callable[..., CachedDecoder | RecomputingDecoder]]:
+    """Context in which the model decodes; yields a function that makes a decoder of sequences and their images."""
     gpt, cached = gpt_of(model.chunks[0]), uses_cache(model)
     dense_cores: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if cached and model.architecture is not None and _decodes_densely(model):
         dense_cores = dense_decoding(gpt, rotary_settings(model.architecture))
     with hidden_states_of(gpt), dense_cores, _decoding_mode(model.layout.device, cached=cached):
-        yield lambda rows: CachedDecoder(model, gpt, rows, settings) if cached else RecomputingDecoder(model, rows)
+        yield (
+            lambda rows, images=None: (
+                CachedDecoder(model, gpt, rows, settings, images) if cached else RecomputingDecoder(model, rows, images)
+            )
+        )
 
 
 @contextlib.contextmanager
@@ -195,20 +205,14 @@ def _decoding_mode(device: torch.device, *, cached: bool) -> Iterator[None]:
         yield
 
 
-def _gather_vocabulary(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
-    """[n, vocabulary] from this tensor-parallel rank's [n, vocabulary / tp]. Collective."""
-    group = gpt.pg_collection.tp
-    if group.size() == 1:
-        return logits
-    parts = [torch.empty_like(logits) for _ in range(group.size())]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, -1)
-
-
 class CachedDecoder:
     """Next-token logits with a key-value cache, for sequences at different positions."""
 
-    def __init__(self, model: ModelState, gpt: Any, rows: list[torch.Tensor], settings: GenerationSettings) -> None:
+    def __init__(
+        self, model: ModelState, gpt: Any, rows: list[torch.Tensor], settings: GenerationSettings, images: Any = None
+    ) -> None:
+        """`images`: `strategy.prompt_images.SequenceImages` of the rows, for a model with a vision encoder."""
+        self._images = images
         self.layout, self._chunk, self._gpt = model.layout, model.chunks[0], gpt
         self._rows = rows
         self._lengths = torch.tensor([len(row) for row in rows], device=model.device)
@@ -229,87 +233,39 @@ class CachedDecoder:
         positions = torch.arange(width, device=device)[:, None].expand(width, count)
         lengths = self._lengths[torch.tensor(firsts, device=device)]
         params = DecodeParams(qkv_format="sbhd", cache=self._cache, positions=positions, lengths=lengths)
+        if self._images is not None:
+            params.axes, params.images = self._images.of_prefill(firsts, width)
         output = self._chunk(padded, positions.t(), None, packed_seq_params=params)
         # With output_size the device need not be read for the length of the result.
         repeats = torch.tensor(sizes, device=device)
         prompt_of = torch.arange(count, device=device).repeat_interleave(repeats, output_size=len(self._rows))
         self._cache.select(prompt_of)
         last = torch.arange(count, device=device) * width + lengths - 1
-        return _gather_vocabulary(logits_at(output, last, self._gpt), self._gpt)[prompt_of]
+        return gather_vocabulary(logits_at(output, last, self._gpt), self._gpt)[prompt_of]
 
     def select(self, rows: torch.Tensor) -> None:
         """Removes all sequences but `rows` from the batch."""
         self._cache.select(rows)
         self._positions = self._positions[rows]
+        if self._images is not None:
+            self._images.select(rows)
         self.longest = int(self._positions.max())
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits after one more token per sequence, [n, vocabulary], from `tokens` [n]."""
         positions, cache = self._positions, self._cache
-        width = min(cache.length, -(-(self.longest + 1) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
+        width = min(cache.length, -(-(self.longest + 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
         visible = (torch.arange(width, device=positions.device) <= positions[:, None])[:, None, None]
         repeated = positions.expand(self._per_step, -1)
         params = DecodeParams(qkv_format="sbhd", cache=cache, positions=repeated, visible=visible)
+        params.axes = None if self._images is None else self._images.of_step(repeated)
         ids = tokens[:, None].expand(-1, self._per_step)
         output = self._chunk(ids, repeated.t(), None, packed_seq_params=params)
         # Finished sequences stay in the batch for a while, beyond their last position.
         self._positions = (positions + 1).clamp(max=cache.length - 1)
         self.longest = min(self.longest + 1, cache.length - 1)
         first = torch.arange(len(tokens), device=tokens.device) * self._per_step
-        return _gather_vocabulary(logits_at(output, first, self._gpt), self._gpt)
-
-
-class RecomputingDecoder:
-    """Next-token logits without a cache: whole sequences are recomputed for every token.
-
-    Under a pipeline the last stage's logits are broadcast, so that all stages sample the same tokens.
-    """
-
-    def __init__(self, model: ModelState, rows: list[torch.Tensor]) -> None:
-        self.layout, self._model, self._rows = model.layout, model, rows
-
-    def prefill(self) -> torch.Tensor:
-        """Logits after each sequence, [n, vocabulary]."""
-        model, layout = self._model, self.layout
-        lengths = [len(row) for row in self._rows]
-        # Each replica generates by itself: a plan of one data-parallel rank.
-        widths = [-(-n // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for n in lengths]
-        # Ranks that share experts must run the same number of passes: one each.
-        cap = sum(widths) if layout.ep_size > 1 else max(model.batching.infer.max_tokens or 0, *widths)
-        dims = replace(layout.dims, dp_size=1, ep_size=1, etp_size=layout.tp_size)
-        plan = plan_step(lengths, PlanConstraints.of(dims, BatchingSpec(max_tokens=cap, algorithm="none")))
-        batch = SampleBatch.from_lists({"input_ids": self._rows}, {"input_ids": "token"})
-        packs = pack_step(batch, plan, dp_rank=0, device=layout.device, attention=model.attention)
-
-        def bind(pack: PackedBatch, chunk: Any) -> Any:
-            last = torch.from_numpy(pack.layout.cu_seqlens[:-1][: pack.samples] + pack.layout.lengths - 1)
-
-            def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-                gpt = gpt_of(chunk)
-                return _gather_vocabulary(logits_at(output, last.to(output.device), gpt), gpt)
-
-            return collect
-
-        results = run_schedule(
-            plan, packs, model.chunks, bind, layout, forward_only=True, collect=True,
-            pg_collection=model.pg_collection,
-        )  # fmt: skip
-        vocabulary = gpt_of(model.chunks[0]).vocab_size
-        logits = torch.zeros(len(lengths), vocabulary, dtype=model.result_dtype, device=layout.device)
-        if layout.is_last_stage:
-            order = torch.from_numpy(plan.rank_samples(0)).to(layout.device)
-            logits[order] = torch.cat([result for result in results if len(result)]).to(logits.dtype)
-        dist.broadcast(logits, dist.get_global_rank(layout.pp_group, layout.pp_size - 1), group=layout.pp_group)
-        return logits
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Removes all sequences but `rows` from the batch."""
-        self._rows = [self._rows[i] for i in rows.tolist()]
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits after one more token per sequence, [n, vocabulary], from `tokens` [n]."""
-        self._rows = [torch.cat([row, token]) for row, token in zip(self._rows, tokens.split(1), strict=True)]
-        return self.prefill()
+        return gather_vocabulary(logits_at(output, first, self._gpt), self._gpt)
 
 
 class ResponseBuffer:

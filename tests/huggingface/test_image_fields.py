@@ -92,7 +92,7 @@ def changed(**fields: Any) -> Any:
 
 
 def with_tokens(change: Any) -> Any:
-    batch = vision.batch()
+    batch = vision.batch().without("response_mask")
     ids = batch["input_ids"].clone()
     change(ids, batch.offsets)
     return dataclasses.replace(batch, fields={**batch.fields, "input_ids": ids})
@@ -146,6 +146,15 @@ CASES = {
     ),
     "a sampled image token": (lambda: set_token(0, 4, 57), None),
 }
+
+
+def test_sampled_image_tokens_are_text() -> None:
+    """Those of `response_mask`, even between the tokens that begin and end an image."""
+    batch = CASES["no image"][0]()
+    mask = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    mask[1] = True
+    sampled = batch.with_fields({"response_mask": mask}, {"response_mask": "token"})
+    assert torch.equal(find_images(sampled, FORM).positions[:, :9], torch.arange(9).expand(3, -1))
 
 
 @pytest.mark.bad_input

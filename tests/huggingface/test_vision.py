@@ -16,7 +16,8 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.models
 
 LIMIT = 1e-5
-STEPS, RATE = 3, 1e-3
+STEPS, RATE, NEW = 3, 1e-3, 4
+TRAINED = {"steps": STEPS, "rate": RATE}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,11 @@ def check(model: tuple[Path, Any], cases: list[tuple[Layout, dict[str, Any]]], r
             pairs = zip(mine["log_probs"], own, strict=True)
             gap = max(float((row - expected[i]).abs().max()) for row, i in pairs if len(row))
             assert gap < LIMIT, (layout, gap)
+            if "new" in wanted:
+                with torch.no_grad():
+                    tokens = vision.expected_tokens(reference, wanted["new"])
+                report(f"{layout!s:20} log-probs of sampling and of packs differ by {mine['gap']:.1e}")
+                assert mine["tokens"] == [tokens[i] for i in own] and mine["gap"] < LIMIT
         if "steps" in wanted:
             losses = vision.expected_losses(reference, wanted["steps"], wanted["rate"])
             gap = max(abs(a - b) for a, b in zip(everyone[0][number]["losses"], losses, strict=True))
@@ -65,7 +71,7 @@ def check(model: tuple[Path, Any], cases: list[tuple[Layout, dict[str, Any]]], r
 
 
 def test_packs_on_one_rank(model: Any, report: Callable[[str], None]) -> None:
-    check(model, [(Layout(), {}), (Layout(), {"steps": STEPS, "rate": RATE})], report)
+    check(model, [(Layout(), {"new": NEW}), (Layout(), TRAINED)], report)
 
 
 def test_two_ranks(model: Any, report: Callable[[str], None]) -> None:
@@ -73,21 +79,80 @@ def test_two_ranks(model: Any, report: Callable[[str], None]) -> None:
     check(model, [(layout, {}) for layout in layouts], report)
 
 
+SAMPLED = [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2)]
+
+
+@pytest.mark.slow
+def test_responses(model: Any, report: Callable[[str], None]) -> None:
+    """With a cache, with and without sequence parallelism; and without one, in a pipeline."""
+    check(model, [(layout, {"new": NEW}) for layout in SAMPLED], report)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def rename_tensors(folder: Path) -> None:
+    """Names tensors as transformers 4.52 to 4.57 did."""
+    from safetensors.torch import save_file
+
+    names = {
+        name: "model." + name if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1)
+        for name in tensors_of(folder)
+    }
+    save_file({names[name]: tensor for name, tensor in tensors_of(folder).items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["hub", "transformers 4.57"])
+def test_files_come_back_to_the_bit(older: bool, model: Any, tmp_path: Path) -> None:
+    """By export and by the stream of weight updates, in both layouts of names; transformers reads them."""
+    import shutil
+
+    from transformers import AutoModelForImageTextToText
+
+    folder = tmp_path / "model"
+    shutil.copytree(model[0], folder, ignore=shutil.ignore_patterns("met-*"))
+    if older:
+        rename_tensors(folder)
+    before = tensors_of(folder)
+    run_ranks(2, "tests.huggingface.vision:answers", [(str(folder), Layout(pp=2), {"export": str(tmp_path / "new")})])
+    after = tensors_of(tmp_path / "new")
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert (tmp_path / "new" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path / "new")
+    wanted = dict(model[1].named_parameters())
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in read.named_parameters())
+
+
 MATRIX = [
-    [Layout(tp=2), Layout(dp=2, distopt=True), Layout(pp=2, vpp=2), Layout(tp=2, sp=True, recompute=True)],
     [
-        Layout(tp=2, sp=True, pp=2),
-        Layout(tp=2, sp=True, cp=2, recompute=True),
-        Layout(pp=2, dp=2, distopt=True),
-        Layout(cp=4),
+        (Layout(tp=2), {}),
+        (Layout(dp=2), {}),
+        (Layout(pp=2, vpp=2), {}),
+        (Layout(tp=2, sp=True, recompute=True), {}),
+        (Layout(dp=2, distopt=True), TRAINED),
+    ],
+    [
+        (Layout(tp=2, sp=True, pp=2), {}),
+        (Layout(tp=2, sp=True, cp=2, recompute=True), {}),
+        (Layout(pp=2, dp=2), {}),
+        (Layout(cp=4), {}),
+        (Layout(pp=2, dp=2, distopt=True), TRAINED),
+        (Layout(tp=2, sp=True, dp=2, distopt=True), TRAINED),
     ],
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", MATRIX, ids=["two ranks", "four ranks"])
-def test_layouts(layouts: list[Layout], model: Any, report: Callable[[str], None]) -> None:
-    check(model, [(layout, {}) for layout in layouts], report)
+def test_layouts(layouts: list[tuple[Layout, Any]], model: Any, report: Callable[[str], None]) -> None:
+    check(model, layouts, report)
 
 
 @pytest.mark.slow

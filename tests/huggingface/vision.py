@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.huggingface.ranks import part, role
+from tests.huggingface.ranks import part, role, streamed
 from tests.support.layouts import Layout
 
 PATCH, MERGE, FRAMES = 4, 2, 2
@@ -156,6 +156,17 @@ def expected_gradients(model: Any) -> dict[str, torch.Tensor]:
     return {hub_name(name): p.grad for name, p in model.named_parameters()}
 
 
+def expected_tokens(model: Any, new: int) -> list[list[int]]:
+    """Each sample continued greedily, by transformers alone."""
+    found = []
+    for row in samples():
+        for _ in range(new):
+            token = model(**inputs(row)).logits[0, -1].argmax()
+            row["input_ids"] = torch.cat([row["input_ids"], token[None]])
+        found.append(row["input_ids"].tolist())
+    return found
+
+
 def hub_name(name: str) -> str:
     """A parameter's name in the hub's files."""
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
@@ -212,6 +223,31 @@ def write_gradients(strategy: Any, folder: str) -> None:
     strategy.export(folder)
 
 
+def sampled(strategy: Any, new: int) -> tuple[list[list[int]], float]:
+    """Greedy tokens of this rank's share, and how far log-probs of sampling are from those of packs.
+
+    The latter are of two sampled responses to each prompt.
+    """
+    from roll_batching.samples import collect, distribute, gather_lengths
+    from roll_batching.samples.image_fields import IMAGE_SCHEMA
+    from roll_batching.strategy import GenerationSettings
+
+    prompts = share(strategy.layout).without("response_mask")
+    greedy = strategy.generate(prompts, GenerationSettings(max_new_tokens=new, eos_token_id=-1, greedy=True))
+    settings = GenerationSettings(max_new_tokens=new, eos_token_id=5, num_return_sequences=2, seed=3)
+    drawn = strategy.generate(prompts, settings)
+    twice = torch.arange(len(prompts)).repeat_interleave(2)
+    images = prompts.only(IMAGE_SCHEMA).select(twice, ids=drawn.ids)
+    whole = drawn.with_fields(images.fields, images.schema)
+    whole = whole.with_ids(whole.ids + strategy.layout.dp_rank * 100)
+    plan = strategy.plan(gather_lengths(whole), forward=True)
+    again = collect(strategy.compute_log_probs(distribute(whole, plan), plan), plan)
+    predicted = torch.cat([row[1:] for row in whole.to_lists("response_mask")])
+    pairs = (torch.cat([row[:-1] for row in one.to_lists("log_probs")])[predicted] for one in (whole, again))
+    first, second = pairs
+    return [row.tolist() for row in greedy.to_lists("input_ids")], float((first - second).abs().max())
+
+
 def meet(folder: str, number: int) -> None:
     """Opens a process group, for several layouts one after the other."""
     file = Path(folder) / f"met-{os.environ['MASTER_PORT']}-{number}"
@@ -227,8 +263,13 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
         meet(directory, number)
         strategy = strategy_of(directory, layout, wanted.get("mode", "packed"), **wanted.get("settings", {}))
         one: dict[str, Any] = {"dp_rank": strategy.layout.dp_rank, "log_probs": log_probs(strategy)}
+        if "new" in wanted:
+            one["tokens"], one["gap"] = sampled(strategy, wanted["new"])
         if "steps" in wanted:
             one["losses"] = losses(strategy, wanted["steps"], wanted["rate"])
+        if "export" in wanted:
+            strategy.export(wanted["export"])
+            streamed(strategy, wanted["export"])
         if "gradients" in wanted:
             losses(strategy, 1, 1e-9)
             write_gradients(strategy, wanted["gradients"])

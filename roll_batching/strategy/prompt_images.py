@@ -1,0 +1,82 @@
+"""Images of prompts in generation: their features in the prefill, and positions of sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from roll_batching.packing.image_inputs import BatchImages, ImageInputs
+from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.image_fields import IMAGE_SCHEMA, RESPONSE
+from roll_batching.strategy.image_batches import check_takes_images, make_images
+from roll_batching.strategy.model_state import ModelState
+
+
+def check_prompt_images(prompts: SampleBatch, state: ModelState) -> None:
+    """Raises `DataError` for images that contradict the prompts, or that the model does not take."""
+    check_takes_images(prompts, state)
+    if state.vision is not None and len(prompts):
+        make_images(prompts, state)
+
+
+class PromptImages:
+    """Images of all prompts of a rank, for a model with a vision encoder."""
+
+    def __init__(self, prompts: SampleBatch, state: ModelState) -> None:
+        self.prompts, self.state = prompts, state
+        self.images: BatchImages = make_images(prompts, state)
+        self.shifts = self.images.tokens.next_positions(prompts) - prompts.lengths
+        """[prompts]: the position of a token behind a prompt, less its place in the sequence."""
+
+    def of(self, prompts: Sequence[int]) -> SequenceImages:
+        """Images of sequences, by the prompt of each."""
+        return SequenceImages(self, torch.tensor(prompts, dtype=torch.int64))
+
+
+class SequenceImages:
+    """Images of the sequences in a decoder's batch."""
+
+    def __init__(self, source: PromptImages, prompt_of: torch.Tensor) -> None:
+        self._source, self._prompt_of = source, prompt_of
+        self._shifts = source.shifts[prompt_of].to(source.state.device)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Removes all sequences but `rows`."""
+        self._prompt_of, self._shifts = self._prompt_of[rows.cpu()], self._shifts[rows]
+
+    def of_prefill(self, firsts: Sequence[int], width: int) -> tuple[torch.Tensor, ImageInputs | None]:
+        """(positions [3, width, prompts], images) of the prompts of the sequences `firsts`, padded to `width`."""
+        source, layout = self._source, self._source.state.layout
+        prompts = self._prompt_of[list(firsts)]
+        count, lengths = len(prompts), source.prompts.lengths[prompts]
+        place = torch.arange(width)[:, None].expand(width, count)
+        index = source.prompts.offsets[prompts] + place
+        is_token = place < lengths
+        axes = torch.zeros(3, width, count, dtype=torch.int64)
+        axes[:, is_token] = source.images.tokens.positions[:, index[is_token]]
+        part = width // layout.tp_size if layout.sequence_parallel else width
+        own = slice(layout.tp_rank * part, (layout.tp_rank + 1) * part) if layout.sequence_parallel else slice(None)
+        shown = is_token[own].flatten().nonzero().flatten()
+        images = source.images.prompts(index[own].flatten()[shown], shown, layout.device)
+        return axes.to(layout.device), images
+
+    def of_step(self, places: torch.Tensor) -> torch.Tensor:
+        """Positions [3, steps, sequences] of sampled tokens at `places` [steps, sequences] in their sequences."""
+        return (places + self._shifts).expand(3, *places.shape)
+
+    def of_sequences(self, sequences: SampleBatch) -> BatchImages:
+        """Images of whole sequences, prompts and what was sampled."""
+        prompts = self._source.prompts
+        fields, schema = {RESPONSE: self._sampled(sequences)}, {RESPONSE: FieldSpec("token", pad=False)}
+        if all(name in prompts.schema for name in IMAGE_SCHEMA):
+            shown = prompts.only(["input_ids", *IMAGE_SCHEMA]).select(self._prompt_of, ids=sequences.ids)
+            fields |= {name: shown[name] for name in IMAGE_SCHEMA}
+            schema |= IMAGE_SCHEMA
+        return make_images(sequences.with_fields(fields, schema), self._source.state)
+
+    def _sampled(self, sequences: SampleBatch) -> torch.Tensor:
+        """[tokens] bool: whether a token of whole sequences was sampled."""
+        before = self._source.prompts.lengths[self._prompt_of]
+        place = torch.arange(sequences.num_tokens) - sequences.offsets[:-1].repeat_interleave(sequences.lengths)
+        return place >= before.repeat_interleave(sequences.lengths)

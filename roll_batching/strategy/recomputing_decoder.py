@@ -1,0 +1,86 @@
+"""Generation without a cache: whole sequences are recomputed for every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from roll_batching.modeling.head import gpt_of, logits_at
+from roll_batching.packing.batch import PackedBatch, pack_step
+from roll_batching.planning import BatchingSpec, PlanConstraints, plan_step
+from roll_batching.samples import SampleBatch
+from roll_batching.strategy.model_state import ModelState
+from roll_batching.strategy.schedule import run_schedule
+
+LENGTH_MULTIPLE = 16
+"""The number of attended keys is a multiple of this, so that shapes repeat."""
+
+
+def gather_vocabulary(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
+    """[n, vocabulary] from this tensor-parallel rank's [n, vocabulary / tp]. Collective."""
+    group = gpt.pg_collection.tp
+    if group.size() == 1:
+        return logits
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, -1)
+
+
+class RecomputingDecoder:
+    """Next-token logits without a cache: whole sequences are recomputed for every token.
+
+    Under a pipeline the last stage's logits are broadcast, so that all stages sample the same tokens.
+    """
+
+    def __init__(self, model: ModelState, rows: list[torch.Tensor], images: Any = None) -> None:
+        """`images`: `strategy.prompt_images.SequenceImages` of the rows, for a model with a vision encoder."""
+        self.layout, self._model, self._rows, self._images = model.layout, model, rows, images
+
+    def prefill(self) -> torch.Tensor:
+        """Logits after each sequence, [n, vocabulary]."""
+        model, layout = self._model, self.layout
+        lengths = [len(row) for row in self._rows]
+        # Each replica generates by itself: a plan of one data-parallel rank.
+        widths = [-(-n // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for n in lengths]
+        # Ranks that share experts must run the same number of passes: one each.
+        cap = sum(widths) if layout.ep_size > 1 else max(model.batching.infer.max_tokens or 0, *widths)
+        dims = replace(layout.dims, dp_size=1, ep_size=1, etp_size=layout.tp_size)
+        plan = plan_step(lengths, PlanConstraints.of(dims, BatchingSpec(max_tokens=cap, algorithm="none")))
+        batch = SampleBatch.from_lists({"input_ids": self._rows}, {"input_ids": "token"})
+        images = None if self._images is None else self._images.of_sequences(batch)
+        packs = pack_step(batch, plan, dp_rank=0, device=layout.device, attention=model.attention, images=images)
+
+        def bind(pack: PackedBatch, chunk: Any) -> Any:
+            last = torch.from_numpy(pack.layout.cu_seqlens[:-1][: pack.samples] + pack.layout.lengths - 1)
+
+            def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+                gpt = gpt_of(chunk)
+                return gather_vocabulary(logits_at(output, last.to(output.device), gpt), gpt)
+
+            return collect
+
+        results = run_schedule(
+            plan, packs, model.chunks, bind, layout, forward_only=True, collect=True,
+            pg_collection=model.pg_collection,
+        )  # fmt: skip
+        vocabulary = gpt_of(model.chunks[0]).vocab_size
+        logits = torch.zeros(len(lengths), vocabulary, dtype=model.result_dtype, device=layout.device)
+        if layout.is_last_stage:
+            order = torch.from_numpy(plan.rank_samples(0)).to(layout.device)
+            logits[order] = torch.cat([result for result in results if len(result)]).to(logits.dtype)
+        dist.broadcast(logits, dist.get_global_rank(layout.pp_group, layout.pp_size - 1), group=layout.pp_group)
+        return logits
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Removes all sequences but `rows` from the batch."""
+        self._rows = [self._rows[i] for i in rows.tolist()]
+        if self._images is not None:
+            self._images.select(rows)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after one more token per sequence, [n, vocabulary], from `tokens` [n]."""
+        self._rows = [torch.cat([row, token]) for row, token in zip(self._rows, tokens.split(1), strict=True)]
+        return self.prefill()
