@@ -15,6 +15,8 @@ from roll_batching.strategy.model_state import AdapterState, ModelState
 
 _FREEZING = "freezing modules"
 _EMBEDDING = "embedding.word_embeddings.weight"
+_ENCODER = {"vision_model": "visual"}
+"""ROLL's name of a vision encoder, and ours."""
 
 
 def prepare_partial_training(state: ModelState, model: ModelArgs, seed: int, *, weights: bool) -> ModelState:
@@ -56,7 +58,7 @@ def freeze_modules(state: ModelState, prefixes: Sequence[str]) -> None:
             # Under a pipeline the last stage has a copy of tied embeddings as its head.
             is_tied_head = gpt.share_embeddings_and_output_weights and local == "output_layer.weight"
             name = _EMBEDDING if is_tied_head else global_name(gpt, local)
-            if fitting := [prefix for prefix in prefixes if name.startswith(prefix)]:
+            if fitting := [prefix for prefix in prefixes if name.startswith(_ENCODER.get(prefix, prefix))]:
                 matched.update(fitting)
                 parameter.requires_grad_(False)
                 if local == _EMBEDDING:
@@ -68,8 +70,8 @@ def freeze_modules(state: ModelState, prefixes: Sequence[str]) -> None:
         if missing := [prefix for prefix in prefixes if prefix not in everywhere]:
             raise LayoutError(
                 f"freeze_module_prefix: no parameter begins with {', '.join(map(repr, missing))}. Names begin with "
-                "embedding, decoder.layers.N (N counts the layers of the whole model), decoder.final_layernorm or "
-                "output_layer"
+                "embedding, decoder.layers.N (N counts the layers of the whole model), decoder.final_layernorm, "
+                "output_layer or, in models that take images, visual"
             )
         if not any(number for _, number in per_rank):
             raise LayoutError("freeze_module_prefix freezes every parameter, so that nothing is trained: name fewer")

@@ -130,6 +130,40 @@ def test_files_come_back_to_the_bit(older: bool, model: Any, tmp_path: Path) -> 
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in read.named_parameters())
 
 
+def test_checkpoints_in_another_layout(model: Any, tmp_path: Path, report: Callable[[str], None]) -> None:
+    """With the optimizer's state, sharded or not."""
+    target = "tests.huggingface.vision:checkpointed"
+    payload = (str(model[0]), Layout(tp=2, sp=True), str(tmp_path / "checkpoint"), False)
+    first, *rest = run_ranks(2, target, payload)[0]
+    again = run_ranks(2, target, (str(model[0]), Layout(pp=2), str(tmp_path / "checkpoint"), True))[0]
+    gap = max(abs(a - b) for a, b in zip(rest, again, strict=True))
+    report(f"losses {first:.3f}, {rest[0]:.3f}, {rest[1]:.3f}; the last two from a checkpoint: {gap:.1e}")
+    assert gap < LIMIT and rest[1] < rest[0] < first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [(Layout(tp=2, sp=True), Layout(pp=2)), (Layout(pp=2), Layout(tp=2))], ids=str)
+def test_weights_in_another_layout(layouts: tuple[Layout, Layout], model: Any) -> None:
+    with torch.no_grad():
+        expected = vision.expected_log_probs(model[1])
+    for dp_rank, rows in run_ranks(2, "tests.huggingface.vision:resharded", (str(model[0]), *layouts)):
+        for row, number in zip(rows, range(dp_rank, len(expected), layouts[1].dp), strict=True):
+            assert float((row - expected[number]).abs().max()) < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["visual", "vision_model"])
+def test_frozen_encoders(prefix: str, model: Any) -> None:
+    """By our name and ROLL's: the encoder stays, and all else moves."""
+    for layout in (Layout(tp=2, sp=True), Layout(pp=2, recompute=True)):
+        everyone = run_ranks(2, "tests.huggingface.vision:frozen", (str(model[0]), layout, prefix))
+        for losses, moved in everyone:
+            assert losses[1] < losses[0]
+            assert not any(name.startswith("visual") for name in moved)
+            assert any(name.startswith("decoder.layers.0") for name in moved)
+        assert "embedding.word_embeddings.weight" in everyone[0][1]
+
+
 MATRIX = [
     [
         (Layout(tp=2), {}),

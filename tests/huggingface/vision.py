@@ -248,6 +248,65 @@ def sampled(strategy: Any, new: int) -> tuple[list[list[int]], float]:
     return [row.tolist() for row in greedy.to_lists("input_ids")], float((first - second).abs().max())
 
 
+def checkpointed(payload: tuple[str, Layout, str, bool]) -> list[float]:
+    """Losses of two steps, the second in another layout from the checkpoint of the first; or of both in one."""
+    from roll_batching.settings import TrainingArgs
+
+    directory, layout, folder, loads = payload
+    strategy = strategy_of(directory, layout)
+    if not loads:
+        first = losses(strategy, 1, 1e-2)
+        strategy.save(folder)
+        return first + step_losses(strategy, 2)
+    strategy.start_phase(TrainingArgs(learning_rate=1e-2, max_grad_norm=0.0))
+    strategy.load(folder)
+    return step_losses(strategy, 2)
+
+
+def step_losses(strategy: Any, steps: int) -> list[float]:
+    """Losses of further steps with the same optimizer."""
+    from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
+
+    found = []
+    for _ in range(steps):
+        local = share(strategy.layout)
+        plan = strategy.plan(gather_lengths(local))
+        found.append(strategy.train_step(distribute(local, plan), plan, SFTLoss()).loss)
+    return found
+
+
+def resharded(payload: tuple[str, Layout, Layout]) -> tuple[int, list[torch.Tensor]]:
+    """(data-parallel rank, log-probs) of a trained model, copied into another layout of the same ranks."""
+    from roll_batching.strategy import MegatronInferStrategy
+
+    directory, layout, other = payload
+    strategy = strategy_of(directory, layout)
+    copy_ = MegatronInferStrategy(role(directory, other))
+    copy_.initialize(weights=False)
+    with torch.no_grad():
+        for chunk in copy_.chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
+    copy_.copy_weights_from(strategy)
+    return copy_.layout.dp_rank, log_probs(copy_)
+
+
+def frozen(payload: tuple[str, Layout, str]) -> tuple[list[float], list[str]]:
+    """(losses of two steps, names of parameters that moved) with the encoder frozen by a prefix."""
+    from roll_batching.modeling.head import gpt_of
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    directory, layout, prefix = payload
+    config = role(directory, layout)
+    args = config.model_args.model_copy(update={"freeze_module_prefix": (prefix,)})
+    strategy = MegatronTrainStrategy(config.model_copy(update={"model_args": args}))
+    strategy.initialize()
+    named = [(name, p, p.detach().clone()) for chunk in strategy.chunks for name, p in gpt_of(chunk).named_parameters()]
+    found = losses(strategy, 2, 1e-2)
+    return found, [name for name, parameter, before in named if not torch.equal(parameter, before)]
+
+
 def meet(folder: str, number: int) -> None:
     """Opens a process group, for several layouts one after the other."""
     file = Path(folder) / f"met-{os.environ['MASTER_PORT']}-{number}"
