@@ -186,6 +186,13 @@ def rehearse_job(
     if config.actor_train.model_args.freeze_module_prefix is not None:
         path = ("actor_train", "model_args", "freeze_module_prefix")
         raise config.error(Problem(path, "is not rehearsed for now: leave it out, or set lora_target"))
+    model = config.actor_train.model_args.architecture
+    if model is not None and model.vision is not None:
+        path = ("actor_train", "model_args", "model_name_or_path")
+        text = (
+            "has a vision encoder, whose memory and time follow from the sizes of images: it is not rehearsed for now"
+        )
+        raise config.error(Problem(path, f"{text}; rehearse the text model of its size, and add the encoder's"))
     for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
         if name == "actor_infer" and not has_local_rollouts(config):

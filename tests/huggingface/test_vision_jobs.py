@@ -187,14 +187,6 @@ REFUSED_IN_RL = {
         },
         "a sampler in another layout",
     ),
-    "reference": (
-        {
-            "use_kl_loss": True,
-            "kl_loss_coef": 0.1,
-            "reference__strategy_args__strategy_config": {"tensor_model_parallel_size": 2},
-        },
-        "a reference in another layout",
-    ),
 }
 
 
@@ -230,3 +222,12 @@ def test_a_broken_image_ends_the_job_before_it_starts(folder, tmp_path, report):
     )
     assert len({*errors}) == 1 and "lost.jsonl:5: the image" in errors[0] and "lost.png does not exist" in errors[0]
     report(errors[0])
+
+
+@pytest.mark.bad_input
+def test_a_rehearsal_refuses_an_encoder(folder, report):
+    from roll_batching.rehearsal.job import rehearse_job
+
+    with pytest.raises(ConfigFileError, match="has a vision encoder, .* it is not rehearsed for now") as caught:
+        rehearse_job(config_from_dict(job(folder, "rehearsed")))
+    report(str(caught.value))

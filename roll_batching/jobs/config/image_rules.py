@@ -8,7 +8,7 @@ from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.layout_rules import differing_keys, samples_apart
+from roll_batching.jobs.config.layout_rules import samples_apart
 from roll_batching.jobs.config.objective_rules import wants_reference
 
 _DATA = ("actor_train", "data_args")
@@ -63,9 +63,5 @@ def _unsupported(job: JobKeys) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("actor_infer", "strategy_args", "strategy_name"), "sampling by the model in training"
     if uses_engine(job) and (name := job.actor_infer.strategy_args.strategy_name) not in ENGINES:
         yield ("actor_infer", "strategy_args", "strategy_name"), f"{name}"
-    if job.reference is None or not wants_reference(job):
-        return
-    if job.own_devices("reference") is not None:
+    if job.reference is not None and wants_reference(job) and job.own_devices("reference") is not None:
         yield ("reference", "device_mapping"), "a reference on other devices"
-    elif differing_keys(job.reference, job.actor_train):
-        yield ("reference", "strategy_args", "strategy_config"), "a reference in another layout than actor_train's"

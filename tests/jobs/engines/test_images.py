@@ -41,6 +41,32 @@ def test_a_server_sees_the_images_of_training(folder, report):  # noqa: F811
     report(f"mismatch of log-probs: {rows[-1]['engine_gap_mean']:.1e} in the mean, {rows[-1]['engine_gap_max']:.1e}")
 
 
+@pytest.mark.slow
+def test_a_reference_in_another_layout_computes_the_images(folder, report):  # noqa: F811
+    """The reference is the policy at the start, so the divergence is 0 before the first update, in any layout."""
+    layouts = {"actor_train": {"context_parallel_size": 2}, "reference": {"tensor_model_parallel_size": 2}}
+    found = {}
+    for name, sizes in {"same": {}, "other": layouts}.items():
+        server, urls = start(folder / "model")
+        try:
+            data = rl(
+                folder, name, actor_infer=engine(urls), use_kl_loss=True, kl_loss_coef=0.1, reference={}, max_steps=3
+            )
+            data["actor_train"]["training_args"]["per_device_train_batch_size"] = 16 if sizes else 8
+            for role, layout in sizes.items():
+                data[role]["strategy_args"] = {"strategy_config": layout}
+            run_ranks(2, "tests.jobs.rl.jobs:run", data)
+        finally:
+            server.kill()
+            server.wait()
+        found[name] = [
+            (row["loss"], row["kl"], row["grad_norm"]) for row in read_metrics(folder / "runs" / name / "metrics.jsonl")
+        ]
+    report(str(found))
+    assert abs(found["other"][0][1]) < 1e-9 < found["other"][2][1]
+    np.testing.assert_allclose(found["other"], found["same"], atol=2e-5)
+
+
 @pytest.mark.bad_input
 def test_a_server_that_makes_other_tokens_ends_the_job(folder, report):  # noqa: F811
     server, urls = start(folder / "model")
