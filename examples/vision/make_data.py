@@ -4,7 +4,7 @@
 
 The model directory has the files of a downloaded Qwen2.5-VL: config.json, model.safetensors, a tokenizer with a chat
 template, preprocessor_config.json. In control.jsonl the pictures of train.jsonl are dealt anew: they say nothing about
-the answers.
+the answers. warmup.jsonl has questions and answers without pictures.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def main() -> None:
     heldout, train = rows[:48], rows[48:]
     others = rng.permutation(len(train))
     control = [row | {"images": train[other]["images"]} for row, other in zip(train, others, strict=True)]
-    for name, records in (("train", train), ("control", control), ("heldout", heldout)):
+    chats = [{"messages": [{"role": "user", "content": "how many?"}, row["messages"][1]]} for row in train]
+    for name, records in (("train", train), ("control", control), ("heldout", heldout), ("warmup", chats)):
         path = args.out / f"{name}.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 

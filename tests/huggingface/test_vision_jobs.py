@@ -59,7 +59,7 @@ def job(folder: Path, name: str, **changes):
 
 
 def rl(folder: Path, name: str, **changes):
-    """GRPO on the records, with the length of responses as reward."""
+    """GRPO on the records, with the different characters of responses as reward."""
     data = job(folder, name, task="grpo", max_steps=2)
     del data["sequence_length"]
     data["actor_train"]["data_args"] |= {"messages": "prompt", "eval_file_name": str(folder / "data.jsonl")}
@@ -69,7 +69,7 @@ def rl(folder: Path, name: str, **changes):
         "rollout_batch_size": 8,
         "num_return_sequences_in_group": 2,
         "adv_estimator": "grpo",
-        "reward_function": "tests.jobs.rl.jobs:length",
+        "reward_function": "tests.support.vision:reward",
         "eval_steps": 0,
         "eval_samples": 8,
     }
@@ -174,18 +174,10 @@ REFUSED_IN_RL = {
     "async": ({"async_generation_ratio": 1}, "sampling ahead of training"),
     "rollout function": ({"rollout_function": "x:y"}, "a rollout function"),
     "critic": ({"adv_estimator": "gae", "critic": {}}, "an advantage estimator with a critic"),
-    "own rollouts": ({}, "sampling by the model in training"),
     "vllm": ({"actor_infer__strategy_args__strategy_name": "vllm"}, "vllm is not supported with images"),
     "transformers": (
         {"actor_infer__strategy_args__strategy_name": "hf_infer"},
         "hf_infer is not supported with images",
-    ),
-    "layout": (
-        {
-            "actor_train__strategy_args__strategy_config": {"context_parallel_size": 2},
-            "actor_infer__strategy_args__strategy_config": {"context_parallel_size": 1},
-        },
-        "a sampler in another layout",
     ),
 }
 
@@ -231,3 +223,40 @@ def test_a_rehearsal_refuses_an_encoder(folder, report):
     with pytest.raises(ConfigFileError, match="has a vision encoder, .* it is not rehearsed for now") as caught:
         rehearse_job(config_from_dict(job(folder, "rehearsed")))
     report(str(caught.value))
+
+
+RL_LAYOUTS = {
+    "rl tp2sp": LAYOUTS["tp2sp"],
+    "rl pp2": LAYOUTS["pp2"],
+    "rl cp2": {
+        **LAYOUTS["cp2"],
+        "actor_infer__strategy_args__strategy_config": {"context_parallel_size": 1, "tensor_model_parallel_size": 2},
+    },
+}
+
+
+def progress(folder: Path, name: str):
+    """Of each step: reward, loss, norm of the gradient; of the evaluations: reward."""
+    rows = read_metrics(folder / "runs" / name / "metrics.jsonl")
+    return [[row[key] for key in ("reward", "loss", "grad_norm", "eval_reward")] for row in rows]
+
+
+def test_grpo_samples_from_images(folder, report):
+    run_ranks(
+        2, "tests.jobs.rl.jobs:run", rl(folder, "rl dp2", actor_train__training_args__per_device_train_batch_size=8)
+    )
+    found = progress(folder, "rl dp2")
+    assert len(found) == 2 and all(norm > 0 for _, _, norm, _ in found)
+    (line, *_) = (folder / "runs" / "rl dp2" / "rollouts.jsonl").read_text().splitlines()
+    assert json.loads(line)["prompt_tokens"] > 10
+    report(str(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", RL_LAYOUTS)
+def test_grpo_does_not_depend_on_the_layout(folder, layout, report):
+    if not (folder / "runs" / "rl one").exists():
+        run_ranks(1, "tests.jobs.rl.jobs:run", rl(folder, "rl one"))
+    run_ranks(2, "tests.jobs.rl.jobs:run", rl(folder, layout, **RL_LAYOUTS[layout]))
+    report(f"{progress(folder, layout)}")
+    torch.testing.assert_close(progress(folder, layout), progress(folder, "rl one"), atol=2e-5, rtol=1e-5)

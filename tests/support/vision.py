@@ -109,6 +109,11 @@ def write_directory(folder: Path, *, weights: bool = True, template: str | None 
     return folder
 
 
+def reward(completion: Any) -> float:
+    """Different characters of a response."""
+    return len(set(completion.response)) / 10
+
+
 def picture(seed: int, width: int = 70, height: int = 50) -> Any:
     """A picture of noise over a gradient: [height, width, 3] as a pillow image."""
     from PIL import Image

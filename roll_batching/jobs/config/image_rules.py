@@ -8,7 +8,6 @@ from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.layout_rules import samples_apart
 from roll_batching.jobs.config.objective_rules import wants_reference
 
 _DATA = ("actor_train", "data_args")
@@ -57,10 +56,6 @@ def _unsupported(job: JobKeys) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("adv_estimator",), "an advantage estimator with a critic"
     if job.own_devices("actor_infer") is not None and not job.asynchronous:
         yield ("actor_infer", "device_mapping"), "a sampler on other devices"
-    elif samples_apart(job):
-        yield ("actor_infer", "strategy_args", "strategy_config"), "a sampler in another layout than actor_train's"
-    if not uses_engine(job):
-        yield ("actor_infer", "strategy_args", "strategy_name"), "sampling by the model in training"
     if uses_engine(job) and (name := job.actor_infer.strategy_args.strategy_name) not in ENGINES:
         yield ("actor_infer", "strategy_args", "strategy_name"), f"{name}"
     if job.reference is not None and wants_reference(job) and job.own_devices("reference") is not None:

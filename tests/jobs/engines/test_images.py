@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,25 @@ def test_a_server_sees_the_images_of_training(folder, report):  # noqa: F811
     assert len(rows) == 2 and all(0 < row["engine_gap_mean"] < 1e-5 and row["engine_gap_max"] < 1e-4 for row in rows)
     assert told["images"] == 8 * (2 * 2 + 2), "eight images: two steps, two responses to each prompt, two evaluations"
     report(f"mismatch of log-probs: {rows[-1]['engine_gap_mean']:.1e} in the mean, {rows[-1]['engine_gap_max']:.1e}")
+
+
+def test_a_server_answers_as_the_model_in_training_does(folder):  # noqa: F811
+    """Greedy responses, and rewards of evaluations, are those of Megatron's own sampling."""
+    greedy = {"adv_estimator": "reinforce", "num_return_sequences_in_group": 1, "rollout_samples": -1}
+    greedy["actor_train__training_args__per_device_train_batch_size"] = 8
+    sampling = {"generating_args": {"do_sample": False}}
+    server, urls = start(folder / "model")
+    try:
+        for name, infer in {"own": {}, "served": engine(urls)}.items():
+            run_ranks(1, "tests.jobs.rl.jobs:run", rl(folder, name, **greedy, actor_infer={**infer, **sampling}))
+    finally:
+        server.kill()
+        server.wait()
+    own, served = (
+        [json.loads(line)["response"] for line in (folder / "runs" / name / "rollouts.jsonl").read_text().splitlines()]
+        for name in ("own", "served")
+    )
+    assert own == served and len(own) == 2 * 8 + 2 * 8
 
 
 @pytest.mark.slow
