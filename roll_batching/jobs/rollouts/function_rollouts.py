@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from roll_batching.distributed import exchange
+from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.advantages import compares_states
@@ -105,9 +105,11 @@ class FunctionRollouts:
                 number += 1
             samples = [] if calls is None else [sample for sample in calls.samples if sample is not None]
         samples = _broadcast(samples, replica)
+        with consensus(layout.host_group, "decoding the responses"):  # a tokenizer may lack a token of the model
+            completions = [_completion(*pair, tokenizer) for pair in zip(given, samples, strict=True)]
         return FunctionSamples(
             batch=_batch(samples),
-            completions=[_completion(prompt, sample, tokenizer) for prompt, sample in zip(given, samples, strict=True)],
+            completions=completions,
             scored=None if function.has_reward else _scored(samples),
             prompt_tokens=np.array([len(sample.prompt) for sample in samples], dtype=np.int64),
             turns=np.array([sample.calls for sample in samples], dtype=np.int64),

@@ -206,7 +206,7 @@ async def _read_configuration(url: str) -> Any:
     text = await _ask(url, "/global_config_dict_yaml", where, cure, _CONFIGURATION_SECONDS)
     try:
         return yaml.safe_load(text) if isinstance(text, str) else text
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # the latter two of dates, integers and depth
         raise SampleFault(f"the configuration of {where} is not YAML: {excerpt(text)}; {cure}") from None
 
 
@@ -229,7 +229,8 @@ def _address(configuration: Any, agent: str, url: str) -> str:
 
 def _is_address(url: str) -> bool:
     try:
-        return urlsplit(url).scheme in ("http", "https")
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable()
     except ValueError:  # such as half an IPv6 address
         return False
 

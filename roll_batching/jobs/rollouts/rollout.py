@@ -93,7 +93,8 @@ def generate_rollouts(
         local = [prompts[i] for i in local_prompts.tolist()]
         batch = _generate(sampler, encoded.select(local_prompts), local, tokenizer, settings).with_ids(ids)
         prompt_of_response = [prompts[i] for i in np.repeat(local_prompts, group_size).tolist()]
-        completions = completions_of(batch, prompt_of_response, tokenizer)
+        with consensus(layout.host_group, "decoding the responses"):  # a tokenizer may lack a token of the model
+            completions = completions_of(batch, prompt_of_response, tokenizer)
         scored, turns = None, np.ones(len(batch), dtype=np.int64)
         episodes: list[Episode | None] = [None] * len(batch)
     else:

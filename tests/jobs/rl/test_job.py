@@ -301,6 +301,27 @@ def run_own_settings(jobs):
     run(jobs[int(os.environ["RANK"])])
 
 
+@pytest.mark.bad_input
+def test_a_response_that_one_rank_cannot_decode(folder):
+    """Such as a token that the model has and the tokenizer lacks; the other ranks have other responses."""
+    texts = run_ranks(2, "tests.jobs.rl.test_job:refusal_without_decoder", settings(folder, warmup=None))
+    assert texts == ["RankError: decoding the responses: rank 1: TypeError: no text for token 42"] * 2
+
+
+def refusal_without_decoder(payload):
+    import os
+
+    from roll_batching.jobs.texts import CharTokenizer
+    from tests.jobs.rl.jobs import refusal
+
+    def decode(self, ids):
+        raise TypeError("no text for token 42")
+
+    if os.environ["RANK"] == "1":
+        CharTokenizer.decode = decode
+    return refusal(payload)
+
+
 def run_on_own_file(folder):
     import os
     from pathlib import Path

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 pytest.importorskip("aiohttp")
+from aiohttp import web
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import ConfigFileError, load_config
@@ -167,6 +168,8 @@ LINES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "top_k": (LINE, {"top_k": 5}, "top_k is 5.* set actor_infer.generating_args.top_k to 0"),
     "nothing there": (LINE, {"url": "http://127.0.0.1:9"}, "head server at http://127.0.0.1:9 did not answer"),
     "half an address": (LINE, {"url": "http://[::1"}, r"rollout_args.url is 'http://\[::1'"),
+    "no host": (LINE, {"url": "http://:80"}, "rollout_args.url is 'http://:80'"),
+    "an unprintable host": (LINE, {"url": "http://a\x00b"}, "rollout_args.url is 'http://a b'"),
     **{
         f"max_output_tokens {value!r}": (
             {**LINE, "responses_create_params": {"input": "1+2=", "max_output_tokens": value}},
@@ -186,6 +189,17 @@ def test_a_line_or_an_address_that_gym_cannot_use(case, monkeypatch):
     line, settings, words = LINES[case]
     with pytest.raises(DataError, match=words):
         samples(TWO_TURNS, line, count=1, **settings)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("text", ["{a: [", "a: 2026-99-99", f"a: 1{'0' * 5000}", "!!python/object/apply:os.getpid []"])
+def test_a_configuration_that_is_no_yaml(text, monkeypatch):
+    async def answer(self: GymServer, request: Any) -> Any:
+        return web.json_response(text)
+
+    monkeypatch.setattr(GymServer, "_configuration", answer)
+    with pytest.raises(DataError, match="the configuration of NeMo-Gym's head server at .* is not YAML"):
+        samples(TWO_TURNS, count=1)
 
 
 def test_the_reader_takes_messages_from_gyms_lines(tmp_path):
