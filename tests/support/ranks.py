@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import itertools
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -86,17 +86,16 @@ def run_ranks(
     return [o.result for o in outcomes]
 
 
-_PORTS = itertools.count(os.getpid())
-
-
 def _free_port() -> int:
     """A port that nobody takes before the ranks do.
 
     It lies below those that systems hand out, and in a stretch of this process of tests where several run side by side.
+    Runs of pytest that do not know of each other draw from the same stretch: each draw is a new one, as two that count
+    on from near numbers would follow each other's ports.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = 12_000 + 1_000 * (worker % 16) + next(_PORTS) % 1_000
+        port = 12_000 + 1_000 * (worker % 16) + random.SystemRandom().randrange(1_000)
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("127.0.0.1", port))
             return port
