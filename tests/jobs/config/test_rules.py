@@ -234,7 +234,7 @@ BROKEN = BROKEN_BATCHING | {
 
 REFUSED = {
     "adapters have no dropout": {"actor_train.model_args.lora_dropout": 0.1},
-    "vision-language": {f"{ARCHITECTURE.rsplit('.', 1)[0]}.vision_config": {"depth": 2}},
+    "that of the model directory": {f"{ARCHITECTURE.rsplit('.', 1)[0]}.vision_config": {"depth": 2}},
     "each head has its own layer": {f"{LAYOUT}.mtp_use_repeated_layer": True},
     "weights are kept in bf16": {f"{LAYOUT}.fp8_param": True},
     "context-parallel sizes": {f"{LAYOUT}.hybrid_context_parallel": True},

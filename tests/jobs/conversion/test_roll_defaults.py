@@ -70,7 +70,7 @@ WITHOUT_KEY = frozenset(
     add_len_reward audio_folder autocast_adapter_dtype balance_length base_dir batch_adjust_mode chosen_key code_url
     critic custom_data_kwargs_func data_seed dataset_filter device_map dirty_data_mask env_monitor
     error_max_len_threshold exp_mode force_disable_old_logprobs_recompute format_pattern
-    generate_opt_level gradient_checkpointing_use_reentrant image_max_pixels image_min_pixels ipo
+    generate_opt_level gradient_checkpointing_use_reentrant ipo
     is_offload_optimizer_states_in_train_step is_use_additional_prompts judge_api_key judge_api_url judge_model_name
     judge_model_type judge_prompt l2 label_smoothing lambd length_profiler_dir local_rank lora_dropout
     mask_type max_additional_running_prompts max_ckpt_to_keep max_running_requests minibatch_data_iter_num
@@ -101,6 +101,8 @@ EXPLAINED = {
     "prompt": "RL: a file that names neither it nor messages has no prompts there; DPO: instruction, fixed in its code",
     "response": "RL: ground_truth, which the rewards read; SFT: response_key (tested below)",
     "max_packed_sequence_length_train": "per_device_train_batch_size x sequence_length, in ROLL's code",
+    "image_max_pixels": "a file that names neither limit has no images here (test_images.py)",
+    "image_min_pixels": "as image_max_pixels",
     "max_tokens_per_microbatch_in_train": "0 there and ~ here: not set",
 }
 """Fields whose default is another value here and means the same."""

@@ -66,13 +66,16 @@ def test_a_server_answers_as_the_model_in_training_does(folder):  # noqa: F811
 @pytest.mark.slow
 def test_a_reference_in_another_layout_computes_the_images(folder, report):  # noqa: F811
     """The reference is the policy at the start, so the divergence is 0 before the first update, in any layout."""
-    layouts = {"actor_train": {"context_parallel_size": 2}, "reference": {"tensor_model_parallel_size": 2}}
+    layouts = {
+        "actor_train": {"context_parallel_size": 2},
+        "reference": {"context_parallel_size": 1, "tensor_model_parallel_size": 2},
+    }
     found = {}
     for name, sizes in {"same": {}, "other": layouts}.items():
         server, urls = start(folder / "model")
         try:
             data = rl(
-                folder, name, actor_infer=engine(urls), use_kl_loss=True, kl_loss_coef=0.1, reference={}, max_steps=3
+                folder, name, actor_infer=engine(urls), use_kl_loss=True, kl_loss_coef=0.1, reference={}, max_steps=2
             )
             data["actor_train"]["training_args"]["per_device_train_batch_size"] = 16 if sizes else 8
             for role, layout in sizes.items():

@@ -1,0 +1,54 @@
+"""Keys of images in files of ROLL and scripts of verl."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll_batching.jobs.conversion import ORIGINS, convert_file
+from tests.jobs.conversion import test_verl as verl
+from tests.jobs.conversion.test_roll_domains import FILE
+
+pytestmark = pytest.mark.config
+
+
+def roll(folder, data_args, model_args="{}"):
+    text = FILE.format(estimator="reinforce", second="")
+    text = text.replace(
+        "{file_name: [prompts.jsonl]}", f"{{file_name: [prompts.parquet], messages: prompt, {data_args}}}"
+    )
+    text = text.replace("actor_train:\n", f"actor_train:\n  model_args: {model_args}\n", 1)
+    (folder / "roll.yaml").write_text(f"pretrain: Qwen/Qwen2.5-VL-7B-Instruct\n{text}")
+    done = convert_file(folder / "roll.yaml", ORIGINS["roll"])
+    return done, done.settings["actor_train"]
+
+
+def test_limits_of_pixels_in_rolls_files_tell_of_images(tmp_path):
+    done, train = roll(
+        tmp_path, "image_max_pixels: 1048576, video_fps: 2.0, image_folder: x", "{freeze_module_prefix: vision_model}"
+    )
+    data = train["data_args"]
+    assert data["images"] == "images" and data["messages"] == "prompt"
+    assert (data["image_max_pixels"], data["image_min_pixels"]) == (1048576, 3136), "the other one is ROLL's default"
+    assert train["model_args"]["freeze_module_prefix"] == "visual"
+    refused = {one.key: one.why for one in done.left_out_as("refused")}
+    assert {"actor_train.data_args.video_fps", "actor_train.data_args.image_folder"} <= refused.keys()
+
+
+def test_without_them_there_are_none(tmp_path):
+    _, train = roll(tmp_path, "preprocessing_num_workers: 2", "{freeze_module_prefix: vision_model}")
+    assert "images" not in train["data_args"] and "freeze_module_prefix" not in train["model_args"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "images", "frozen"),
+    [
+        ("", None, None),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "images", None),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct data.image_key=pictures", "pictures", None),
+        ("actor_rollout_ref.actor.freeze_vision_tower=True", "images", "visual"),
+    ],
+)
+def test_models_that_see_in_verls_scripts(tmp_path, overrides, images, frozen):
+    settings = verl.converted(tmp_path, overrides).settings["actor_train"]
+    assert settings["data_args"].get("images") == images
+    assert settings.get("model_args", {}).get("freeze_module_prefix") == frozen
