@@ -130,6 +130,7 @@ def test_files_come_back_to_the_bit(older: bool, model: Any, tmp_path: Path) -> 
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in read.named_parameters())
 
 
+@pytest.mark.slow
 def test_checkpoints_in_another_layout(model: Any, tmp_path: Path, report: Callable[[str], None]) -> None:
     """With the optimizer's state, sharded or not."""
     target = "tests.huggingface.vision:checkpointed"
