@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.huggingface.family import Family
-from roll_batching.huggingface.fields import BESIDE_TEXT
+from roll_batching.huggingface.fields import ALWAYS, BESIDE_TEXT, WITHOUT_EFFECT
 from roll_batching.huggingface.tensors import TensorRule
 
 
@@ -93,12 +93,13 @@ _SIZES: Mapping[str, Any] = {
 }
 """Fields of `vision_config` with their defaults in transformers, named so in `architecture.vision`, too."""
 _ALWAYS: Mapping[str, Any] = {
+    **{name: value for name, value in ALWAYS.items() if name != "hidden_act"},
     "hidden_act": "silu",
     "in_channels": 3,
     "in_chans": 3,
     "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
 }
-_WITHOUT_EFFECT = ("model_type", "tokens_per_second", "spatial_patch_size", "initializer_range", "torch_dtype", "dtype")
+_WITHOUT_EFFECT = (*WITHOUT_EFFECT, "tokens_per_second", "spatial_patch_size", "initializer_range")
 """Fields of `vision_config` that images do not need; `tokens_per_second` is for videos."""
 
 
@@ -135,7 +136,8 @@ def translate_vision(config: Mapping[str, Any], result: Any) -> dict[str, Any]:
         result.problems.append(f"vision_config.out_hidden_size: {out!r} must be hidden_size of the text, {hidden!r}")
     found = {name: vision.get(name, default) for name, default in _SIZES.items()}
     found |= {name: config.get(name, default) for name, default in _TOKENS.items()}
-    found["fullatt_block_indexes"] = tuple(found["fullatt_block_indexes"] or ())
+    full = found["fullatt_block_indexes"]
+    found["fullatt_block_indexes"] = tuple(full) if isinstance(full, list) else full
     if section is not None:
         found["mrope_section"] = tuple(section) if isinstance(section, list | tuple) else section
     result.architecture["vision"] = found
@@ -154,6 +156,8 @@ def add_preprocessing(path: Path, architecture: dict[str, Any]) -> list[str]:
         if (path / name).is_file():
             content = read_json(path / name)
             values = content.get("image_processor", content if name.startswith("pre") else {})
+            if not isinstance(values, Mapping):
+                return [f"image_processor: {values!r} of {name} must be an object"]
             if values:
                 break
     vision, problems = architecture["vision"], []
@@ -171,6 +175,7 @@ def add_preprocessing(path: Path, architecture: dict[str, Any]) -> list[str]:
     for name, value in wanted.items():
         if values.get(name, value) != value:
             problems.append(f"{name}: {values[name]!r} of its image processor is not supported, only {value!r}")
-    if abs(values.get("rescale_factor", 1 / 255) - 1 / 255) > 1e-9:
+    factor = values.get("rescale_factor", 1 / 255)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or abs(factor - 1 / 255) > 1e-9:
         problems.append(f"rescale_factor: {values['rescale_factor']!r} of its image processor must be 1/255")
     return problems

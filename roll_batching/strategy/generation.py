@@ -125,7 +125,7 @@ def generate(
     positions = [cache_positions(len(sequence), settings, layout) for sequence in sequences]
     responses: dict[int, Response] = {}
     images = None
-    if model.vision is not None:
+    if model.vision is not None and len(prompts):
         from roll_batching.strategy.prompt_images import PromptImages  # few models take images
 
         images = PromptImages(prompts, model)
