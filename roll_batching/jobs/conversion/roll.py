@@ -170,9 +170,15 @@ def _images(draft: Draft, data: dict[str, Any]) -> None:
         text = "ROLL's key; a place without an image, or an image without a place, is an error here"
         draft.put(("actor_train", "data_args", "images"), "images", where, text)
         train["images"] = "images"
+        if train.get("tag") is None:
+            train["tag"], draft.origins["actor_train", "data_args", "tag"] = "data_source", where
+        draft.missing.append(
+            "actor_train.data_args.response: write reward_model.ground_truth of ROLL's lines into a column of this name"
+        )
         for key, default in _PIXELS.items():
             if train.get(key) is None:
                 train[key], draft.origins["actor_train", "data_args", key] = default, where
+        _serve_with_sglang(draft, section_at(data, "actor_infer", "strategy_args"))
     for role in ("actor_train", "actor_infer", "reference", "sft_train", "student"):
         texts = section_at(data, role, "data_args")
         for key in [key for key in texts if str(key).startswith(("image_", "video_", "audio_"))]:
@@ -183,6 +189,24 @@ def _images(draft: Draft, data: dict[str, Any]) -> None:
                 draft.leave_out(f"{role}.data_args.{key}", "idle", "limits are actor_train's")
             else:
                 draft.leave_out(f"{role}.data_args.{key}", "refused", MEDIA)
+
+
+_SGLANG = {"gpu_memory_utilization": "mem_fraction_static", "tensor_parallel_size": "tp_size"}
+"""Options of vLLM by SGLang's names."""
+
+
+def _serve_with_sglang(draft: Draft, strategy: dict[str, Any]) -> None:
+    """Replaces vLLM, which takes no images here, by SGLang; its other options are left out."""
+    if strategy.get("strategy_name") != "vllm":
+        return
+    where = "actor_infer.strategy_args"
+    text = "SGLang samples: it takes tokens and images together"
+    draft.put(("actor_infer", "strategy_args", "strategy_name"), "sglang", f"{where}.strategy_name", text)
+    strategy["strategy_name"] = "sglang"
+    options = strategy.get("strategy_config") or {}
+    strategy["strategy_config"] = {ours: options[theirs] for theirs, ours in _SGLANG.items() if theirs in options}
+    for name in options.keys() - _SGLANG.keys():
+        draft.leave_out(f"{where}.strategy_config.{name}", "idle", "an option of vLLM, and SGLang samples")
 
 
 _ENCODER = ("vision_model", "model.visual", "visual")

@@ -116,7 +116,10 @@ def convert_rollouts(file: VerlFile, devices: int) -> None:
     engine = engine or "vllm"
     if file.peek(f"{ROLLOUT}.dtype") == "bfloat16":
         file.take(f"{ROLLOUT}.dtype")
-    file.draft.put((*_STRATEGY, "strategy_name"), engine, f"{ROLLOUT}.name")
+    text = ""
+    if engine == "vllm" and "images" in file.draft.values.get("actor_train", {}).get("data_args", {}):
+        engine, text = "sglang", "SGLang samples: it takes tokens and images together"
+    file.draft.put((*_STRATEGY, "strategy_name"), engine, f"{ROLLOUT}.name", text)
     text = "the engine sleeps during training, and the model's states are offloaded during sampling"
     file.draft.put(("is_offload_states",), True, f"{ROLLOUT}.free_cache_engine", text)
     for name in _VLLM:

@@ -58,18 +58,29 @@ class PeerModels:
         if not path.is_dir():
             path.mkdir(parents=True)
             (path / "config.json").write_text(json.dumps(config))
-            _write_tokenizer(path)
+            _write_tokenizer(path, config)
         return path
 
 
-def _write_tokenizer(path: Path) -> None:
+_IMAGE_MARKS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+}
+
+
+def _write_tokenizer(path: Path, config: dict[str, Any]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    marks = {mark: config[name] for name, mark in _IMAGE_MARKS.items() if "vision_config" in config and name in config}
+    vocabulary = {letter: number for number, letter in enumerate(letters)} | marks
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"])
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", *marks])
+    if marks:
+        (path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
     tokenizer.save(str(path / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     (path / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": CHAT}))

@@ -27,9 +27,11 @@ def test_limits_of_pixels_in_rolls_files_tell_of_images(tmp_path):
         tmp_path, "image_max_pixels: 1048576, video_fps: 2.0, image_folder: x", "{freeze_module_prefix: vision_model}"
     )
     data = train["data_args"]
-    assert data["images"] == "images" and data["messages"] == "prompt"
+    assert (data["images"], data["messages"], data["tag"]) == ("images", "prompt", "data_source")
+    assert any(text.startswith("actor_train.data_args.response: write") for text in done.missing)
     assert (data["image_max_pixels"], data["image_min_pixels"]) == (1048576, 3136), "the other one is ROLL's default"
     assert train["model_args"]["freeze_module_prefix"] == "visual"
+    assert done.settings["actor_infer"]["strategy_args"]["strategy_name"] == "sglang"
     refused = {one.key: one.why for one in done.left_out_as("refused")}
     assert {"actor_train.data_args.video_fps", "actor_train.data_args.image_folder"} <= refused.keys()
 
@@ -49,6 +51,8 @@ def test_without_them_there_are_none(tmp_path):
     ],
 )
 def test_models_that_see_in_verls_scripts(tmp_path, overrides, images, frozen):
-    settings = verl.converted(tmp_path, overrides).settings["actor_train"]
+    whole = verl.converted(tmp_path, overrides).settings
+    settings = whole["actor_train"]
+    assert whole["actor_infer"]["strategy_args"]["strategy_name"] == ("sglang" if images else "vllm")
     assert settings["data_args"].get("images") == images
     assert settings.get("model_args", {}).get("freeze_module_prefix") == frozen
