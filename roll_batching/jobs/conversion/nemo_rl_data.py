@@ -31,6 +31,8 @@ _PROCESSORS = {
     "dpo": (),
 }
 """Processors that do the same as this package: a chat through the tokenizer's template."""
+_WITH_IMAGES = "vlm_hf_data_processor"
+"""NeMo-RL's processor of prompts with images."""
 _GYM_SECONDS = 3600.0
 _READ = (".json", ".jsonl", ".parquet")
 _RANKED = (
@@ -82,6 +84,9 @@ def convert_data(file: NemoRlFile, task: str) -> None:
         for ours, (theirs, plain) in kind.items():
             text = f"key of the lines in the file to be filled in; NeMo-RL: {theirs}"
             file.draft.put((*_DATA, ours), plain, "data.train", text)
+    if default.get("processor") == _WITH_IMAGES and task in ("grpo", "sft"):
+        text = "key of the images of a line; NeMo-RL takes them out of its data sets"
+        file.draft.put((*_DATA, "images"), "images", "data.default.processor", text)
     template = file.take("policy.tokenizer.chat_template", "default")
     if "messages" not in keys:
         text = "texts are turns of a chat, which go through the tokenizer's own template"

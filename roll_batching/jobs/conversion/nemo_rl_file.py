@@ -42,7 +42,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "chat templates are called without arguments: write their values into chat_template.jinja",
     ),
     ("policy.refit_buffer_size_gb", "idle", ENGINE),
-    ("policy.is_vlm", "refused", "vision-language models are not supported for now"),
+    ("policy.is_vlm", "idle", "the model directory tells; actor_train.data_args.images names the images"),
     ("policy.quant_", "refused", "quantised weights are not trained here"),
     ("async_rl", "idle", "engine_args, sampler_restarts and rollout_timeout handle failures of rollouts"),
     ("grpo.invalid_tool_call_", "refused", MARKED),

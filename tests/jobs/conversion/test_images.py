@@ -1,10 +1,12 @@
-"""Keys of images in files of ROLL and scripts of verl."""
+"""Keys of images in files of ROLL and NeMo-RL and in scripts of verl."""
 
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from roll_batching.jobs.conversion import ORIGINS, convert_file
+from tests.jobs.conversion import test_nemo_rl_defaults as nemo_rl
 from tests.jobs.conversion import test_verl as verl
 from tests.jobs.conversion.test_roll_domains import FILE
 
@@ -56,3 +58,11 @@ def test_models_that_see_in_verls_scripts(tmp_path, overrides, images, frozen):
     assert whole["actor_infer"]["strategy_args"]["strategy_name"] == ("sglang" if images else "vllm")
     assert settings["data_args"].get("images") == images
     assert settings.get("model_args", {}).get("freeze_module_prefix") == frozen
+
+
+def test_nemo_rls_processor_of_images_names_their_key(tmp_path):
+    file = nemo_rl.file_of("grpo")
+    file["data"].setdefault("default", {})["processor"] = "vlm_hf_data_processor"
+    (tmp_path / "nemo.yaml").write_text(yaml.safe_dump(file))
+    settings = convert_file(tmp_path / "nemo.yaml", ORIGINS["nemo_rl"]).settings
+    assert settings["actor_train"]["data_args"]["images"] == "images"
