@@ -108,8 +108,9 @@ CHECKS = (
     ),
     Check(
         name="fp8",
-        what="Packed steps of the Qwen3-1.7B shape in FP8 beside bf16, both in TransformerEngine's layers",
-        seconds=300,
+        what="Packed steps in FP8 beside bf16, both in TransformerEngine's layers: the Qwen3-1.7B shape, multi-latent "
+        "attention, gated delta nets",
+        seconds=600,
         function="benchmarks.gpu.fp8:run",
     ),
     Check(

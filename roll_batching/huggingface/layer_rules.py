@@ -181,7 +181,7 @@ STACKED_MIXTURE = (
 
 _INPUT_NORM = _layer("input_layernorm.weight", "copy", ("input_layernorm.weight", ("hidden",)))
 GATED_QKV = (
-    _INPUT_NORM,
+    QKV[0],
     _layer(
         "self_attention.linear_qkv.weight",
         "gated_qkv",

@@ -78,10 +78,10 @@ def build_chunks(
     engine_layers = kernels.layers == "transformer_engine"
     if architecture.sandwich_norms and engine_layers:
         problems.append("sandwich norms are built around Megatron's local layers: set transformer_impl: local")
-    if architecture.gated_delta_net is not None and (engine_layers or not kernels.attention.rotates):
+    if architecture.gated_delta_net is not None and not kernels.attention.rotates:
         problems.append(
-            "gated delta nets are tested beside Megatron's local layers and attention that rotates only: set "
-            "transformer_impl: local, and choose an attention_backend that rotates (dense, varlen or flash_attn)"
+            "gated delta nets are tested beside attention that rotates only: choose an attention_backend that does "
+            "(dense, varlen or flash_attn)"
         )
     if architecture.hybrid is not None and (engine_layers or not kernels.attention.rotates):
         problems.append(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -35,7 +36,10 @@ class PackedDeltaNet(RecurrentLayer):
     sharded = ("conv_weight", "A_log", "dt_bias")
     replicated = ("out_norm_weight",)
 
-    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: Any, *,
+        column: Any = ColumnParallelLinear, row: Any = RowParallelLinear, **unused: Any,
+    ) -> None:  # fmt: skip
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.values_per_key = config.linear_num_value_heads // config.linear_num_key_heads
         self.mixed = 2 * self.key_dim + self.values_per_key * self.value_dim
@@ -45,6 +49,8 @@ class PackedDeltaNet(RecurrentLayer):
             units=config.linear_num_key_heads,
             width=self.mixed + self.values_per_key * (self.value_dim + 2),
             out=self.values_per_key * self.value_dim,
+            column=column,
+            row=row,
         )  # fmt: skip
         value_heads = self.units * self.values_per_key
         self.conv_weight = self._shard(self.units * self.mixed, 1, config.linear_conv_kernel_dim)

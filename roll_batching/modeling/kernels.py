@@ -64,7 +64,8 @@ def choose_kernels(strategy: MegatronConfig, architecture: ArchitectureConfig, d
     if choice == AUTO:
         entry = default_attention(device.type)
         choice, why = entry.name, entry.because
-        if layers == "transformer_engine":
+        rotates_itself = architecture.multi_latent_attention is not None or architecture.gated_delta_net is not None
+        if layers == "transformer_engine" and not rotates_itself:
             choice, why = "transformer_engine", "part of its layers"
         elif architecture.attention_sinks:
             choice, why = "dense", "the only tested one with attention sinks"

@@ -150,8 +150,6 @@ def latent_layer_spec(
 
     Raises `LayoutError` without `rotary`.
     """
-    if rotary is None:
-        raise LayoutError("multi-latent attention over packs rotates itself: give rotary, and a backend that rotates")
     layer = get_gpt_layer_local_spec(
         num_experts=None if experts is False else config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -160,8 +158,16 @@ def latent_layer_spec(
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    attention = layer.submodules.self_attention
+    take_packs(layer.submodules.self_attention, rotary, norm, core)
+    return layer
+
+
+def take_packs(
+    attention: Any, rotary: RotarySettings | None, norm: type[torch.nn.Module], core: Callable[..., torch.nn.Module]
+) -> None:
+    """Makes the spec of Megatron's multi-latent attention one of `PackedLatentAttention`."""
+    if rotary is None:
+        raise LayoutError("multi-latent attention over packs rotates itself: give rotary, and a backend that rotates")
     attention.module = PackedLatentAttention
     attention.params = {**attention.params, "rotary": rotary, "norm": norm}
     attention.submodules.core_attention = ModuleSpec(module=LatentCore, params={"build": core})
-    return layer

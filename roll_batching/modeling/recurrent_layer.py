@@ -41,21 +41,23 @@ class RecurrentLayer(MegatronModule):
     replicated: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, pg_collection: Any, *, units: int, width: int, out: int
-    ) -> None:
-        """`units` of all ranks, each with `width` projected and `out` output channels."""
+        self, config: TransformerConfig, layer_number: int, pg_collection: Any, *, units: int, width: int, out: int,
+        column: Any = ColumnParallelLinear, row: Any = RowParallelLinear,
+    ) -> None:  # fmt: skip
+        """`units` of all ranks, each with `width` projected and `out` output channels; classes of projections."""
         super().__init__(config=config)
         self.layer_number, self.pg_collection = layer_number, pg_collection
         self.units = units // pg_collection.tp.size()
         """Units of this tensor-parallel rank."""
         self.width = width
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
-        self.in_proj = ColumnParallelLinear(
+        linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "skip_bias_add": True}
+        linear["tp_group"] = pg_collection.tp
+        self.in_proj: Any = column(
             config.hidden_size, units * width, init_method=config.init_method, gather_output=False, **linear
         )
-        self.out_proj = RowParallelLinear(
-            units * out, config.hidden_size, input_is_parallel=True, skip_bias_add=True,
-            init_method=config.output_layer_init_method, **linear,
+        self.out_proj: Any = row(
+            units * out, config.hidden_size, input_is_parallel=True, init_method=config.output_layer_init_method,
+            **linear,
         )  # fmt: skip
         self.conv_weight: torch.Tensor
         self.conv_bias: torch.Tensor | None = None

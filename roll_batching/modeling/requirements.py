@@ -135,7 +135,7 @@ def refusals(
             "recompute core_attn, mlp, moe or shared_experts, or whole layers (recompute_granularity: full)"
         )
     if latent_attention:
-        problems += _latent_attention_refusals(backend, engine_layers, recomputed)
+        problems += _latent_attention_refusals(backend, recomputed)
     if attention_sinks and not getattr(backend, "sinks", False):
         name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
         problems.append(f"attention sinks are not computed by {name}: set attention_backend: dense, or flash_attn_4")
@@ -156,9 +156,7 @@ def refusals(
     return problems
 
 
-def _latent_attention_refusals(
-    backend: AttentionBackend | None, engine_layers: bool, recomputed: Sequence[str]
-) -> list[str]:
+def _latent_attention_refusals(backend: AttentionBackend | None, recomputed: Sequence[str]) -> list[str]:
     problems = []
     if backend is None or not (backend.rotates and getattr(backend, "narrow_values", False)):
         name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
@@ -166,8 +164,6 @@ def _latent_attention_refusals(
             f"multi-latent attention needs a backend that rotates and takes values with fewer channels than keys, and "
             f"{name} does not: choose dense, varlen or flash_attn"
         )
-    if engine_layers:
-        problems.append("multi-latent attention is built of Megatron's local layers: set transformer_impl: local")
     if "mla_up_proj" in recomputed:
         problems.append(
             "recompute_modules: mla_up_proj is not supported for packs: recompute core_attn or whole layers"

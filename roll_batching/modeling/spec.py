@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import (
-    HAVE_TE,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -94,39 +90,33 @@ def packed_layer_spec(
         layers_of: "local", Megatron's own layers with torch's norms, or "transformer_engine", Megatron's spec for it:
             norms are fused into the next linear layer, experts are one grouped layer if `moe_grouped_gemm`.
         sandwich_norms: whether attention and feed-forward layers have norms behind them, too (local layers only).
-        delta_net: whether a gated delta net takes the place of attention (local layers only).
+        delta_net: whether a gated delta net takes the place of attention.
 
     Raises:
         LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and if
-            TransformerEngine is asked for and cannot be imported; for multi-latent attention without `rotary`, or of
-            TransformerEngine's layers.
+            TransformerEngine is asked for and cannot be imported; for multi-latent attention without `rotary`.
         ConfigError: for an unknown backend.
     """
     norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": PackedRMSNorm, "LayerNorm": PackedLayerNorm}
     if config.normalization not in norms:
         raise LayoutError(f"normalization {config.normalization!r} is not supported: use one of {', '.join(norms)}")
-    if layers_of == "transformer_engine":
-        require_engine()
-        if config.multi_latent_attention:
-            raise LayoutError("multi-latent attention over packs is built of Megatron's local layers: take these")
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=None if experts is False else config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        layer.submodules.self_attention.submodules.core_attention = core_attention(config, rotary, attention=attention)
-        _set_attention(layer.submodules.self_attention, config)
-        return layer
     norm = norms[config.normalization]
+    latent = config.multi_latent_attention
+    core = core_attention(config, None if latent else rotary, attention=attention)
+    if layers_of == "transformer_engine":
+        from roll_batching.modeling.engine_layers import engine_layer_spec
+
+        layer = engine_layer_spec(config, rotary, experts=experts, norm=norm, core=core, delta_net=delta_net)
+        if not latent and not delta_net:
+            _set_attention(layer.submodules.self_attention, config)
+        return layer
     if config.layernorm_zero_centered_gamma:
         if norm is not PackedRMSNorm:
             raise LayoutError("layernorm_zero_centered_gamma is supported for RMSNorm only: unset it")
         norm = ZeroCenteredRMSNorm
-    if config.multi_latent_attention:
-        # Imported here: other models do not need it.
-        from roll_batching.modeling.latent_attention import latent_layer_spec
+    if latent:
+        from roll_batching.modeling.latent_attention import latent_layer_spec  # few models need it
 
-        core = core_attention(config, None, attention=attention)
         return latent_layer_spec(config, rotary, experts=experts, norm=norm, core=core)
     layer = get_gpt_layer_local_spec(
         num_experts=None if experts is False else config.num_moe_experts,
@@ -144,7 +134,7 @@ def packed_layer_spec(
         return layer
     _set_attention(layer.submodules.self_attention, config)
     submodules = layer.submodules.self_attention.submodules
-    submodules.core_attention = core_attention(config, rotary, attention=attention)
+    submodules.core_attention = core
     if config.qk_layernorm:
         submodules.q_layernorm = submodules.k_layernorm = norm
     if sandwich_norms:
@@ -160,15 +150,6 @@ def _set_attention(spec: Any, config: TransformerConfig) -> None:
         from roll_batching.modeling.self_attention import GatedSelfAttention, ReplicatedKVAttention  # for few models
 
         spec.module = ReplicatedKVAttention if has_replicated_kv_heads(config) else GatedSelfAttention
-
-
-def require_engine() -> None:
-    """Raises `LayoutError` if Megatron could not import TransformerEngine."""
-    if not HAVE_TE:
-        raise LayoutError(
-            "TransformerEngine cannot be imported (python -c 'import transformer_engine.pytorch' shows why): fix its "
-            "installation, or build local layers"
-        )
 
 
 def core_attention(

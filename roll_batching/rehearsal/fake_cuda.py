@@ -238,9 +238,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Kernel of scaled_dot_product_attention on CUDA: flash attention, or memory-efficient attention with a mask."""
+    """Kernel of scaled_dot_product_attention on CUDA: flash attention; memory-efficient with a mask or other values."""
     ops = torch.ops.aten
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    is_even = query.shape[-1] == value.shape[-1]  # flash attention takes values as wide as keys only
+    if attn_mask is None and is_even and query.dtype in (torch.bfloat16, torch.float16):
         return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     repeats = query.shape[1] // key.shape[1]
     if enable_gqa and repeats > 1:

@@ -59,7 +59,7 @@ def layer_weights(chunks: Sequence[Any]) -> int:
         parameter.numel()
         for chunk in chunks
         for name, parameter in gpt_of(chunk).decoder.layers.named_parameters()
-        if parameter.dim() > 1 and ".router." not in name
+        if parameter.dim() == 2 and ".router." not in name  # not convolutions
     )
 
 

@@ -55,9 +55,7 @@ def layout_problems(megatron: Any) -> Iterator[tuple[str, str]]:
 def model_problems(megatron: Any, architecture: Any) -> Iterator[tuple[str, str]]:
     """(key, problem) of a `MegatronConfig` with FP8 and the model that it trains."""
     unsupported = {
-        "multi-latent attention": architecture.multi_latent_attention is not None,
         "layers of one part each (architecture.hybrid)": architecture.hybrid is not None,
-        "gated delta nets": architecture.gated_delta_net is not None,
         "sandwich norms": architecture.sandwich_norms,
         "attention sinks": architecture.attention_sinks,
         "multi-token prediction": bool(architecture.mtp_num_layers),
@@ -65,7 +63,7 @@ def model_problems(megatron: Any, architecture: Any) -> Iterator[tuple[str, str]
     for name, is_on in unsupported.items():
         if is_on:
             text = f"is not supported with {name}, which are built of Megatron's local layers; leave it out"
-            yield "fp8", text.replace("which are", "which is") if name.endswith(("attention", "prediction")) else text
+            yield "fp8", text.replace("which are", "which is") if name.endswith("prediction") else text
     if megatron.first_last_layers_bf16:
         yield from _bf16_layers(megatron, architecture.num_layers)
     multiple = WEIGHT_MULTIPLES.get(str(megatron.fp8_recipe))
@@ -94,9 +92,22 @@ def _shard_widths(megatron: Any, model: Any) -> dict[str, int]:
     tp = megatron.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.kv_heads
     widths = {"hidden_size": model.hidden_size}
-    if heads % tp == 0 and groups % tp == 0:
+    latent, delta = model.multi_latent_attention, model.gated_delta_net
+    if latent is not None:
+        down = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        widths["kv_lora_rank"] = latent.kv_lora_rank
+        widths["kv_lora_rank + qk_pos_emb_head_dim"] = down // tp if down % tp == 0 else 0
+        widths["q_lora_rank"] = (latent.q_lora_rank or 0) // tp
+        widths["the width of queries"] = heads // tp * model.head_dim
+        widths["the width of keys and values"] = heads // tp * (latent.qk_head_dim + latent.v_head_dim)
+        widths["the width of heads"] = heads // tp * latent.v_head_dim
+    elif heads % tp == 0 and groups % tp == 0:
         widths["the width of queries, keys and values"] = (heads + 2 * groups) // tp * model.head_dim
         widths["the width of heads"] = heads // tp * model.head_dim
+    if delta is not None and delta.num_key_heads % tp == 0:
+        keys, values = delta.num_key_heads * delta.key_head_dim, delta.num_value_heads * delta.value_head_dim
+        widths["the width of gated delta nets' inputs"] = 2 * (keys + values + delta.num_value_heads) // tp
+        widths["the width of gated delta nets' outputs"] = values // tp
     moe = model.moe
     if moe is None or moe.layer_freq != 1:
         widths["ffn_hidden_size"] = model.ffn_width // tp

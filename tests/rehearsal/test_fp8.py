@@ -38,6 +38,36 @@ def test_an_fp8_job_is_rehearsed_with_its_alignment_and_its_copies_of_weights() 
     assert "generate is not supported in FP8" in found.fault and plain.fault is None
 
 
+LATENT = {"kv_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32}
+DELTA = {
+    "layers": [1, 1, 1, 0], "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 16, "value_head_dim": 16,
+}  # fmt: skip
+HIDDEN, FEED_FORWARD = 128, 3 * 320 * 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "weights"),
+    [
+        (
+            {"multi_latent_attention": LATENT, "kv_channels": None, "num_query_groups": 4},
+            LAYERS * (4 * 48 * HIDDEN + 80 * HIDDEN + 64 * 4 * 64 + 4 * 32 * HIDDEN + FEED_FORWARD),
+        ),
+        (
+            {"gated_delta_net": DELTA},
+            LAYERS * FEED_FORWARD + 3 * (2 * (64 + 128 + 8) + 128) * HIDDEN + (WEIGHTS - FEED_FORWARD),
+        ),
+    ],
+    ids=["latent attention", "gated delta nets"],
+)
+def test_copies_of_latent_attention_and_gated_delta_nets(part: dict[str, Any], weights: int) -> None:
+    job = job_of(megatron=FP8)
+    job["actor_train"]["model_args"] = {"architecture": {**ARCHITECTURE, **part}, "dtype": "bf16"}
+    (stage,) = rehearse_job(config_from_dict(job), lengths=[200, 130, 90]).stages
+    assert stage.report.layer_weights == weights and stage.fp8_copies == 2 * weights
+    assert stage.report.tokens["training"] == 512
+
+
 def test_copies_are_those_of_the_layers_of_a_stage() -> None:
     split = ((2, 2), (2, 2))  # two stages of two chunks: layers 0 1 4 5, and 2 3 6 7
     layout = MegatronConfig(**FP8, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)

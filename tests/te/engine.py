@@ -52,13 +52,13 @@ def as_if_on_an_h100() -> Iterator[None]:
         yield
 
 
-def role(directory: str, megatron: dict[str, Any], cap: int = 64, **settings: Any) -> Any:
-    """A training role for the model in `directory`, of bf16."""
+def role(directory: str, megatron: dict[str, Any], cap: int = 64, dtype: str = "bf16", **settings: Any) -> Any:
+    """A training role for the model in `directory`."""
     from tests.support.models import worker_config
 
     config = worker_config("packed", cap, megatron=megatron, **settings)
     dumped = config.model_dump(exclude={"model_args"}, exclude_unset=True)
-    model = {"model_name_or_path": directory, "dtype": "bf16"}
+    model = {"model_name_or_path": directory, "dtype": dtype}
     return type(config).model_validate(dumped | {"model_args": model})
 
 

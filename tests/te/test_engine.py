@@ -21,12 +21,12 @@ HERE = "tests.te.test_engine:"
 ENGINE = {"transformer_impl": "transformer_engine"}
 
 
-def _written(folder: Path, name: str) -> Path:
+def _written(folder: Path, name: str, model: Any = None) -> Path:
     import torch
 
     from tests.huggingface import tiny
 
-    tiny.write_model(folder / name, name, torch.bfloat16, max_shard_size="20KB")
+    tiny.write_model(folder / name, name, torch.bfloat16, model=model, max_shard_size="20KB")
     tiny.write_tokenizer(folder / name)
     return folder / name
 
@@ -54,6 +54,25 @@ def read_and_written(payload: list[tuple[str, Layout, str]]) -> list[dict[str, A
         strategy.export(export)
         del strategy, gpt
         part_and_meet(part)
+    return found
+
+
+def computed(payload: list[tuple[str, Layout]]) -> list[dict[str, Any]]:
+    """Of each model directory in a layout, with torch's products in fp32: log-probs, and losses of steps of AdamW."""
+    from tests.huggingface import ranks
+    from tests.te.engine import strategy_of
+    from tests.te.plain_kernels import plain_kernels
+
+    found = []
+    for directory, layout in payload:
+        with plain_kernels():
+            keys = layout.megatron() | ENGINE | {"attention_backend": "dense"}
+            strategy = strategy_of(directory, keys, dtype="fp32")
+            rows = ranks.log_probs(strategy)
+            losses = ranks.sft_losses(strategy, 3, 1e-3)
+        found.append({"dp_rank": strategy.layout.dp_rank, "log_probs": rows, "losses": losses})
+        del strategy
+        part_and_meet(ranks.part)
     return found
 
 
@@ -104,6 +123,67 @@ def test_what_was_read_is_written_to_the_bit(tmp_path: Path, names: list[str], l
             assert f"{layer}mlp.experts.linear_fc1.weight1" in first["names"]
         else:
             assert f"{layer}mlp.linear_fc1.layer_norm_weight" in first["names"]
+
+
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    [
+        (["deepseek_v3", "deepseek_v3_small", "qwen3_next", "minimax_m2"], Layout(tp=2, sp=True, dp=2, ep=2, moe=True)),
+        (["qwen3_5"], Layout(tp=2, sp=True, pp=2)),
+    ],
+    ids=["experts", "pipeline"],
+)
+def test_latent_attention_and_delta_nets_are_written_to_the_bit(
+    tmp_path: Path, names: list[str], layout: Layout
+) -> None:
+    from tests.huggingface.test_export import check_equal
+
+    cases = [(str(_written(tmp_path, name)), layout, str(tmp_path / f"{name}-written")) for name in names]
+    everyone = run_ranks(4, HERE + "read_and_written", cases, timeout=600)
+    layer = "decoder.layers.0.self_attention"
+    for (source, _, export), found in zip(cases, everyone[0], strict=True):
+        check_equal(Path(export), Path(source))
+        kinds = found["kinds"]
+        if "deepseek" in source:
+            assert kinds[layer] == "PackedLatentAttention"
+            linear = ("linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
+        elif "minimax" in source:
+            assert kinds[f"{layer}.q_layernorm"] == kinds[f"{layer}.k_layernorm"] == "AllHeadsRMSNorm"
+            linear = ("linear_qkv", "linear_proj")
+        else:
+            assert kinds[layer] == "PackedDeltaNet"
+            linear = ("in_proj", "out_proj")
+        assert all(kinds[f"{layer}.{name}"].startswith("TE") for name in linear)
+        assert found["attention"] == ("transformer_engine" if "minimax" in source else "dense")  # by `auto`
+
+
+ONE, TENSOR, EXPERT = Layout(moe=True), Layout(tp=2, sp=True, moe=True), Layout(dp=2, ep=2, moe=True)
+
+
+@pytest.mark.parametrize("layout", [ONE, TENSOR, EXPERT], ids=str)
+def test_with_plain_products_they_compute_what_transformers_computes(
+    tmp_path: Path, layout: Layout, report: Any
+) -> None:
+    """Log-probs and three steps of AdamW: the structure of TransformerEngine's layers, not its kernels."""
+    import torch
+
+    from tests.huggingface import tiny
+
+    names = ["deepseek_v3", "qwen3_next", "minimax_m2"]
+    models = [tiny.write_model(tmp_path / name, name) for name in names]
+    payload = [(str(tmp_path / name), layout) for name in names]
+    everyone = run_ranks(layout.ranks, HERE + "computed", payload, timeout=600)
+    for number, (name, model) in enumerate(zip(names, models, strict=True)):
+        with torch.no_grad():
+            expected = tiny.log_probs(model)
+        losses = tiny.sft_losses(model, 3, 1e-3)
+        for answers in everyone:
+            found = answers[number]
+            pairs = zip(found["log_probs"], expected[found["dp_rank"] :: layout.dp], strict=True)
+            gap = max(float((row - right).abs().max()) for row, right in pairs if len(row))
+            steps = max(abs(a - b) for a, b in zip(found["losses"], losses, strict=True))
+            report(f"{name} {layout!s}: log-probs {gap:.1e}, losses {steps:.1e}")
+            assert gap < 1e-5 and steps < 1e-5
 
 
 def checkpoints(payload: tuple[str, str]) -> dict[str, Any]:

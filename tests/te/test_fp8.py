@@ -84,10 +84,52 @@ def _entered(config: Any, layer: int) -> str | None:
         return type(FP8GlobalStateManager.get_fp8_recipe()).__name__
 
 
-def test_layers_enter_the_recipe_and_packs_are_aligned(tmp_path: Path) -> None:
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention": ("Qwen3", {"head_dim": 16, "intermediate_size": 64}),
+    "latent": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "intermediate_size": 64,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+            **_EXPERTS,
+        },
+    ),
+    "delta": (
+        "Qwen3Next",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+            **_EXPERTS,
+        },
+    ),
+}
+"""Models whose shards on two ranks have sides that are multiples of 16."""
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_layers_enter_the_recipe_and_packs_are_aligned(name: str, tmp_path: Path) -> None:
     from tests.huggingface.test_export import check_equal
 
-    source, export = _written(tmp_path, "qwen3"), tmp_path / "exported"
+    source, export = _written(tmp_path, name, WIDE[name]), tmp_path / "exported"
     for found in run_ranks(2, HERE + "built", (str(source), str(export)), timeout=900):
         for recipe, multiple in (("tensorwise", 16), ("blockwise", 128)):
             one = found[recipe]
@@ -98,7 +140,8 @@ def test_layers_enter_the_recipe_and_packs_are_aligned(tmp_path: Path) -> None:
             assert "generate is not supported in FP8" in one["generate"]
             assert one["dtypes"] == ["torch.bfloat16"]
             # Megatron's schedule marks the first micro-batch of a step on these, which then copy their weights anew.
-            assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= set(one["kinds"])
+            column = "TELayerNormColumnParallelLinear" if name == "attention" else "TEColumnParallelLinear"
+            assert {column, "TERowParallelLinear"} <= set(one["kinds"])
     check_equal(export, source)
 
 

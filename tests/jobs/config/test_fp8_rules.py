@@ -28,6 +28,9 @@ def key(name: str) -> str:
 
 
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
+DELTA = {
+    "layers": [1, 1, 1, 0], "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 16, "value_head_dim": 16,
+}  # fmt: skip
 BROKEN: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "delayed scaling": ({key("fp8_recipe"): "delayed"}, {key("fp8_recipe"): "delayed is not supported: it scales by"}),
     "no recipe": ({key("fp8_recipe"): None}, {key("fp8_recipe"): "is missing: fp8 needs it; set tensorwise"}),
@@ -78,11 +81,18 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {key("use_precision_aware_optimizer"): True, key("use_distributed_optimizer"): True},
         {key("use_precision_aware_optimizer"): "fp8 is not supported with use_precision_aware_optimizer"},
     ),
-    "multi-latent attention": (
-        {ARCHITECTURE: {**MODEL, "num_query_groups": 4, "multi_latent_attention": LATENT}},
-        {key("fp8"): "is not supported with multi-latent attention, which is built of Megatron's local layers"},
+    "latents whose shards are not multiples of 16": (
+        {
+            ARCHITECTURE: {**MODEL, "num_query_groups": 4, "multi_latent_attention": {**LATENT, "kv_lora_rank": 56}},
+            key("tensor_model_parallel_size"): 2,
+        },
+        {key("fp8_recipe"): "multiples of 16, and kv_lora_rank + qk_pos_emb_head_dim is 36 on a rank"},
     ),
-    "gated delta nets and attention sinks": (
+    "gated delta nets whose shards are not multiples of 16": (
+        {ARCHITECTURE: {**MODEL, "gated_delta_net": {**DELTA, "num_value_heads": 4}}},
+        {key("fp8_recipe"): "multiples of 16, and the width of gated delta nets' inputs is 264 on a rank"},
+    ),
+    "attention sinks": (
         {ARCHITECTURE: {**MODEL, "attention_sinks": True}},
         {key("fp8"): "is not supported with attention sinks"},
     ),
@@ -110,6 +120,14 @@ def test_what_fp8_needs_and_excludes(name: str, report: Any) -> None:
     for path, words in expected.items():
         assert words in found[path], found[path]
         report(f"{name}: {path}: {found[path]}")
+
+
+@pytest.mark.parametrize(
+    "part", [{"num_query_groups": 4, "multi_latent_attention": LATENT}, {"gated_delta_net": DELTA}]
+)
+def test_latent_attention_and_gated_delta_nets_take_fp8(part: dict[str, Any]) -> None:
+    config = config_from_dict(changed(FP8 | {ARCHITECTURE: {**MODEL, **part}}))
+    assert config.actor_train.strategy_args.strategy_config.pack_multiple == 128
 
 
 def test_roles_take_the_keys_of_actor_train_and_may_leave_them() -> None:
