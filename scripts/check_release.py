@@ -124,6 +124,9 @@ from pathlib import Path
 assert list(Path(folder).rglob("libtransformer_engine.so")), "its library is not in the wheels"
 assert importlib.metadata.version("transformer-engine") == importlib.metadata.version("transformer-engine-cu13")
 """,
+    "vision": """
+import PIL.Image, transformers, roll_batching.jobs.texts.image_processor
+""",
     "wandb": """
 from roll_batching.jobs.observe.trackers import tracker_of
 assert tracker_of("wandb").init

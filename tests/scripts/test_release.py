@@ -22,6 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "flash_attn": "flash-attn-4",
     "hydra": "hydra-core",
     "math_verify": "math-verify",
