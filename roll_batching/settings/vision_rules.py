@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 _UNTESTED = (
@@ -48,11 +49,17 @@ def vision_problems(*, engine_layers: bool, rotates: bool, value_head: bool, fp8
         problems.append("a critic with a vision encoder is not supported for now: use an advantage without a critic")
     if fp8 is not None:
         problems.append("fp8 is not supported with a vision encoder for now: leave it out")
+    found = ""
     try:
         import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401
+
+        if int((installed := metadata.version("transformers")).split(".")[0]) < 5:
+            found = f"is version {installed}"
     except ImportError as error:
+        found = f"cannot be imported ({error})"
+    if found:
         problems.append(
-            f"the vision encoder is that of transformers, which cannot be imported ({error}): install "
-            "'roll-batching[hf]' with transformers 5"
+            f"the vision encoder is that of transformers, which {found}: install 'roll-batching[vision]' with "
+            "transformers 5"
         )
     return problems
