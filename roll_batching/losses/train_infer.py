@@ -59,6 +59,10 @@ class Mismatch:
                     f"train_infer_correction reads {name!r}, a next_token field: the log-probs of the "
                     f"{'trainer' if name == TRAIN else 'sampler'}, which the batch does not have"
                 )
+            if batch[name].ndim != 1:
+                raise DataError(
+                    f"train_infer_correction: {name} has the shape {list(batch[name].shape)}: give one number per token"
+                )
         counted, samples = counted_positions(batch, mask), sample_of(batch)
         values = {name: batch[name].detach().cpu().double() for name in (TRAIN, INFER)}
         for name, log_probs in values.items():

@@ -214,6 +214,9 @@ def test_missing_and_infinite_log_probs_are_errors(name: str) -> None:
     data = batch().with_fields({name: broken}, {name: "next_token"})
     with pytest.raises(DataError, match=f"{name} of sample 20 are not finite at 1 counted"):
         corrected(data, is_weight={})
+    two = torch.stack([batch()[name]] * 2, dim=1)
+    with pytest.raises(DataError, match=f"{name} has the shape .*, 2.: give one number per token"):
+        corrected(batch().with_fields({name: two}, {name: "next_token"}), is_weight={})
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,14 @@ class FunctionCalls:
                 self._loop.run_forever()
             except BaseException as error:  # asyncio lets SystemExit of a task or callback end its loop
                 ended, self._closing = error, True
+            self._loop.set_exception_handler(lambda loop, context: None)  # the first failure is reported, and enough
             pending = asyncio.all_tasks(self._loop)
             for task in pending:
                 task.cancel()
-            if pending:
-                with contextlib.suppress(BaseException):  # a second one that ends the loop, too
-                    self._loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
+            waiting = self._loop.create_task(asyncio.wait(pending, timeout=1.0)) if pending else None
+            while waiting is not None and not waiting.done():
+                with contextlib.suppress(BaseException):  # further ones that end the loop
+                    self._loop.run_until_complete(waiting)
         finally:
             self._loop.close()
             if ended is not None:

@@ -63,6 +63,12 @@ CONVERSIONS = [
     _converted("a variant that is a list", "actor_train: {pg_variant: [topr]}\n", "1 left out that matter"),
     _converted("no room for a response", "sequence_length: 8\nprompt_length: 32\nactor_train: {}\n"),
     _converted("a list for a section", OF_ROLL + "actor_train: [1, 2]\n", UNKNOWN),
+    _converted("a correction that is true", OF_ROLL + "train_infer_correction: {is_weight: true}\n", UNKNOWN),
+    _converted(
+        "a misspelt bound",
+        OF_ROLL + "train_infer_correction: {is_weight: {enabled: true, uper_bound: 2}}\n",
+        UNKNOWN,
+    ),
     _converted("NaN for a rate", OF_ROLL + "actor_train: {training_args: {learning_rate: .nan}}\n", UNKNOWN),
     _converted(
         "keys that are secret",

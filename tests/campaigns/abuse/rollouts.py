@@ -79,6 +79,18 @@ ROLLOUTS = [
         settings={"rollout_function_timeout": 2},
     ),
     _rolled("sys.exit(0)", "sys.exit(0)", *FAULT, "SystemExit: 0"),
+    _rolled(
+        "sys.exit(0) in its own task",
+        "asyncio.get_running_loop().call_soon(sys.exit, 0); await asyncio.sleep(100000)",
+        "rolling:rollout failed in a task or callback that it started: SystemExit: 0",
+    ),
+    _rolled("a reward of 5,000 digits", "return replace(right, reward=10**5000)", *FAULT, "which no float can hold"),
+    _rolled(
+        "StopIteration in a thread",
+        "await asyncio.to_thread(next, iter(()))",
+        *FAULT,
+        "a function in a thread raised StopIteration",
+    ),
     _rolled("os._exit(0)", "os._exit(0)", "ended with exit code 0 before the job was complete", lines=2),
     _rolled("kills itself", "os.kill(os.getpid(), signal.SIGKILL)", "ended by signal 9 (SIGKILL)", lines=2),
     _rolled("lengthens its prompt and forges its record", LENGTHENED, code=DONE, scene=complete),
