@@ -192,6 +192,14 @@ def test_what_is_not_tested_with_images_is_refused_by_name(folder, case, report)
     report(str(caught.value))
 
 
+def test_a_model_that_reads_images_says_that_a_job_has_none(folder):
+    def texts(**changes):
+        return [notice.text for notice in config_from_dict(job(folder, "notice", **changes)).notices]
+
+    assert any("this job none" in text for text in texts(actor_train__data_args__images=None))
+    assert not any("this job none" in text for text in texts())
+
+
 @pytest.mark.bad_input
 def test_a_text_model_takes_no_images(folder, tmp_path, report):
     from tests.huggingface import tiny

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_batching.jobs.config.critic_rules import uses_critic
-from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.diagnostics import Notice, Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.objective_rules import wants_reference
@@ -40,6 +40,15 @@ def image_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem(path, f"is not supported under task: {job.task} for now; tasks with images: {', '.join(_TASKS)}")
     for where, what in _unsupported(job):
         yield Problem(where, f"{what} is not supported with images (actor_train.data_args.images) for now")
+
+
+def image_notices(job: JobKeys) -> Iterator[Notice]:
+    """The notice that a model with a vision encoder trains on texts alone."""
+    model = job.actor_train.model_args
+    if job.actor_train.data_args.images is None and model.architecture is not None and model.architecture.vision:
+        text = "the model reads images, and this job none: for images set actor_train.data_args.images to their key in "
+        text += "the data (docs/vision.md)"
+        yield Notice(("actor_train", "model_args", "model_name_or_path"), text)
 
 
 def _unsupported(job: JobKeys) -> Iterator[tuple[tuple[str, ...], str]]:

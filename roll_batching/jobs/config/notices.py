@@ -12,6 +12,7 @@ from roll_batching.jobs.config.diagnostics import KeyPath, Notice, no_effect
 from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_notices
 from roll_batching.jobs.config.engine_rules import ignored_option, starts_servers, uses_engine
 from roll_batching.jobs.config.foreign_keys import Verdict, given_foreign_keys
+from roll_batching.jobs.config.image_rules import image_notices
 from roll_batching.jobs.config.job_keys import TRACKERS, JobKeys
 from roll_batching.jobs.config.key_paths import field_at, given_keys
 from roll_batching.jobs.config.layout_rules import sampling_role
@@ -182,6 +183,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
     yield from async_notices(job, data)
     yield from dynamic_sampling_notices(job, data)
     yield from adapter_notices(job)
+    yield from image_notices(job)
     sampling = data.get("actor_infer") or {}
     number = (sampling.get("generating_args") or {}).get("num_return_sequences")
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
