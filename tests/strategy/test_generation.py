@@ -174,16 +174,15 @@ def test_layouts_generate_the_same(name: str) -> None:
 def in_waves(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], float, int, int, int]:
     """Beside a run with all rows at once: (tokens of this rank, their log-probs' gap, positions in the cache at most,
     rows of logits at most, how often the cache was looked at)."""
-    import roll_batching.strategy.generation as generation
     from roll_batching.modeling import decode
-    from roll_batching.strategy import GenerationSettings
+    from roll_batching.strategy import GenerationSettings, generation, recomputing_decoder
 
     strategy = _strategy("fp64", *payload)
     place, prompts = strategy.layout, _prompts()
     mine = prompts if place.dp_size == 1 else prompts.select([0, 1, 2, 3, 4, 5] if place.dp_rank == 0 else [6])
     caches: list[Any] = []
     logits: list[int] = []
-    whole, cache = generation._gather_vocabulary, decode.KeyValueCache
+    whole, cache = generation.gather_vocabulary, decode.KeyValueCache
 
     class Watched(cache):  # type: ignore[misc, valid-type]
         def buffers(self, layer: int, keys: Any, values: Any) -> Any:
@@ -199,7 +198,8 @@ def in_waves(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], flo
         logits.append(len(part))
         return whole(part, gpt)
 
-    generation.KeyValueCache, generation._gather_vocabulary = Watched, counted  # type: ignore[misc]
+    generation.KeyValueCache = Watched  # type: ignore[misc]
+    generation.gather_vocabulary = recomputing_decoder.gather_vocabulary = counted
     widths: set[int] = set()
     strategy.chunks[0].register_forward_hook(lambda module, inputs, output: widths.add(output.shape[-1]))
     runs = []

@@ -40,7 +40,7 @@ def test_an_evaluation_does_not_draw_with_a_training_steps_seed():
     def generate(prompts, settings):
         raise Asked(settings.seed)
 
-    source = SimpleNamespace(layout=SimpleNamespace(dp_size=1, dp_rank=0), generate=generate)
+    source = SimpleNamespace(layout=SimpleNamespace(dp_size=1, dp_rank=0, host_group=None), generate=generate)
     evaluator = Evaluator(
         prompts=[Prompt("a", "b")],
         tokenizer=CharTokenizer("ab$", eos="$", pad="$"),
