@@ -22,7 +22,8 @@ PATCHES = "image_patches"
 IMAGES = "images"
 """sample, int64: rows of `GRIDS`."""
 RESPONSE = "response_mask"
-"""token, bool, where a batch has it: image tokens that a model sampled are text wherever they are."""
+"""token, bool, where a batch has it: image tokens that a model sampled are text wherever they are. It is cleared for
+masked samples (`mask_overlong`), whose sampled tokens are unknown then: all may be."""
 IMAGE_SCHEMA = {
     PIXELS: FieldSpec("rows", counts=PATCHES),
     GRIDS: FieldSpec("rows", counts=IMAGES),
@@ -215,12 +216,14 @@ def _refuse_videos(batch: SampleBatch, ids: Tensor, form: ImageFormat) -> None:
 
 
 def _sampled(batch: SampleBatch) -> Tensor:
-    """[tokens] bool: whether `RESPONSE` says that a token was sampled."""
+    """[tokens] bool: whether a token was sampled, by `RESPONSE`; all tokens of a sample where that is cleared."""
     spec = batch.schema.get(RESPONSE)
     if spec is None or spec.kind != "token":
         return torch.zeros(batch.num_tokens, dtype=torch.bool)
     mask: Tensor = batch[RESPONSE].cpu().bool()
-    return mask
+    owner = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+    is_cleared = torch.bincount(owner[mask], minlength=len(batch)) == 0
+    return mask | is_cleared[owner]
 
 
 def _runs(marked: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:

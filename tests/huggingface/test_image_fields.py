@@ -157,6 +157,18 @@ def test_sampled_image_tokens_are_text() -> None:
     assert torch.equal(find_images(sampled, FORM).positions[:, :9], torch.arange(9).expand(3, -1))
 
 
+def test_a_masked_sample_may_have_sampled_image_tokens() -> None:
+    """`mask_overlong` clears the mask of responses that the loss skips; the job goes on."""
+    from roll_batching.losses import mask_overlong
+
+    batch = CASES["no image"][0]()
+    mask = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    mask[1:4] = True
+    sampled = batch.with_fields({"response_mask": mask}, {"response_mask": "token"})
+    masked = mask_overlong(sampled, torch.arange(len(batch)) == 0)
+    assert torch.equal(find_images(masked, FORM).positions, find_images(sampled, FORM).positions)
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize("name", CASES)
 def test_contradictions(name: str) -> None:
