@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from roll_batching.distributed import consensus, exchange
+from roll_batching.distributed import consensus, digest, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.gigpo import Episode
@@ -82,7 +82,9 @@ def generate_rollouts(
     user's rollout function makes the responses.
     """
     layout = sampler.layout
-    encoded = encode_prompts(prompts, tokenizer, max_length=prompt_length)
+    with consensus(layout.host_group, "encoding the prompts") as facts:  # sizes of images are read here
+        encoded = encode_prompts(prompts, tokenizer, max_length=prompt_length)
+        facts.equal("the tokens of the prompts", digest(encoded.lengths.numpy().tobytes()), "Give all machines the same images")
     home_rank = batch_balance(encoded.lengths.numpy(), layout.dp_size)
     local_prompts = np.flatnonzero(home_rank == layout.dp_rank)
     group_size = settings.num_return_sequences

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import numpy as np
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.texts.image_references import ImageError, ImageReference
+from roll_batching.registry import printable
 
 _PROCESSOR = "Qwen2VLImageProcessor"
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
@@ -79,18 +79,18 @@ class ImageProcessor:
         return json.dumps(values | {"limits": self._limits()}, sort_keys=True, default=str)
 
     def num_tokens(self, image: ImageReference, *, decode: bool = False) -> int:
-        """Tokens of an image. Reads its size alone, or with `decode` all of it. Raises ImageError.
+        """Tokens of an image. Reads its size alone, or with `decode` all that `encode` reads. Raises ImageError.
 
         They do not depend on the EXIF orientation: height and width are treated alike.
         """
         with _opened(image) as opened:
-            if decode:
-                opened.load()
             width, height = opened.size
+            if decode:
+                _upright(opened)
         try:
             patches = self._processor.get_number_of_image_patches(height, width, {})
         except ValueError as error:  # more than 200 times as long as wide
-            raise ImageError(f"{image.name} has {width:,} x {height:,} pixels: {error}", _BROKEN) from None
+            raise ImageError(f"{image} has {width:,} x {height:,} pixels: {error}", _BROKEN) from None
         return int(patches) // self.merge_size**2
 
     def count_tokens(self, images: Sequence[ImageReference], *, decode: bool = False) -> list[int]:
@@ -105,17 +105,12 @@ class ImageProcessor:
 
         Patches are in the order of transformers' `pixel_values`, without the repeated frame. Raises ImageError.
         """
-        from PIL import ImageOps
-
         width = 3 * self.patch_size**2
         patches, grids = [np.zeros((0, width), dtype=np.uint8)], [np.zeros((0, 3), dtype=np.int64)]
         for image in images:
             with _opened(image) as opened:
-                upright = ImageOps.exif_transpose(opened)
-                try:
-                    made = self._processor(images=[upright], do_rescale=False, do_normalize=False, return_tensors="np")
-                except ValueError as error:
-                    raise ImageError(f"{image.name}: {error}", _BROKEN) from None
+                upright = _upright(opened)
+                made = self._processor(images=[upright], do_rescale=False, do_normalize=False, return_tensors="np")
             frames = made["pixel_values"].reshape(-1, 3, self.temporal_patch_size, self.patch_size**2)
             patches.append(frames[:, :, 0].reshape(-1, width).astype(np.uint8))
             grids.append(np.asarray(made["image_grid_thw"], dtype=np.int64))
@@ -131,6 +126,14 @@ def _processor_class() -> Any:
     return own or getattr(transformers, _PROCESSOR)
 
 
+def _upright(opened: Any) -> Any:
+    """The image with its pixels, turned as EXIF says."""
+    from PIL import ImageOps
+
+    opened.load()
+    return ImageOps.exif_transpose(opened)
+
+
 @contextmanager
 def _opened(image: ImageReference) -> Iterator[Any]:
     """The image, whose pixels are not read yet. Raises ImageError, also for errors in the block."""
@@ -140,27 +143,33 @@ def _opened(image: ImageReference) -> Iterator[Any]:
     try:
         if image.path is not None and not image.path.is_file():
             what = "is not a regular file" if image.path.exists() else "does not exist"
-            raise ImageError(f"the image {image.name} {what}", "Give the path of an image file.")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            with PIL.Image.open(source) as opened:
-                _check(image, opened)
-                yield opened
+            raise ImageError(f"the image {image} {what}", "Give the path of an image file.")
+        with PIL.Image.open(source) as opened:
+            _check(image, opened)
+            yield opened
+    except ImageError:
+        raise
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
-        raise ImageError(f"{image.name} has too many pixels ({error})", "Make it smaller.") from None
+        raise ImageError(f"{image} has too many pixels ({error})", "Make it smaller.") from None
     except PIL.UnidentifiedImageError:
-        raise ImageError(f"{image.name} is not an image that pillow reads", _BROKEN) from None
-    except (OSError, SyntaxError, EOFError) as error:  # SyntaxError: a broken PNG
-        raise ImageError(f"{image.name} cannot be read ({error})", _BROKEN) from None
+        raise ImageError(f"{image} is not an image that pillow reads", _BROKEN) from None
+    except Exception as error:  # pillow's readers raise ValueError, TypeError, NotImplementedError and others
+        reason = printable(str(error) or type(error).__name__, characters=200)
+        raise ImageError(f"{image} cannot be read ({reason})", _BROKEN) from None
 
 
 def _check(image: ImageReference, opened: Any) -> None:
+    import PIL.Image
+
     width, height = opened.size
+    # Pillow only warns up to twice this. Filters of warnings belong to the process, and threads read images.
+    if (most := PIL.Image.MAX_IMAGE_PIXELS) is not None and width * height > most:
+        raise ImageError(f"{image} has too many pixels ({width:,} x {height:,}, above {most:,})", "Make it smaller.")
     if not width or not height:
-        raise ImageError(f"{image.name} has {width} x {height} pixels", _BROKEN)
+        raise ImageError(f"{image} has {width} x {height} pixels", _BROKEN)
     if opened.mode not in _MODES:
         text = "Save it with 8 bits per channel: other pixels would be clipped."
-        raise ImageError(f"{image.name} has pixels of mode {opened.mode!r}", text)
+        raise ImageError(f"{image} has pixels of mode {opened.mode!r}", text)
     if getattr(opened, "is_animated", False) and opened.format != "MPO":
         text = "Save one frame: videos and animations are not supported."
-        raise ImageError(f"{image.name} has {opened.n_frames} frames", text)
+        raise ImageError(f"{image} has {opened.n_frames} frames", text)

@@ -12,15 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from roll_batching.registry import printable
+
 MARKER = "<image>"
 """Place of an image in a text, as in the data files of ROLL and verl."""
 _BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Beginnings of PNG, JPEG, GIF and WebP files as base64."""
 _SHORTEST_BASE64 = 64
+_LONGEST_PATH = 4096
+"""Bytes of a path on Linux."""
+_SHOWN = 200
+"""Characters of a path in an error."""
 _FORMS = (
     "An image is a path relative to the data file, an absolute path, a data: URL, base64, or in Parquet a value with "
     "`bytes` or `path`."
 )
+_OF_AN_IMAGE = ("bytes", "url", "path")
+"""Keys of an object that stands for an image; the first one counts, since a path beside bytes is a mere name."""
 
 
 class ImageError(Exception):
@@ -40,8 +48,12 @@ class ImageReference:
 
     @property
     def name(self) -> str:
-        """The path, or the number of bytes, for errors and logs."""
+        """The path, or the number of bytes, for rewards."""
         return f"an image of {len(self.data):,} bytes" if self.path is None else str(self.path)
+
+    def __str__(self) -> str:
+        """The name for errors: one line, without control characters."""
+        return printable(self.name, characters=_SHOWN)
 
     def digest(self) -> str:
         """Digest of the bytes; of a file its name and size, so that ranks need not read all files."""
@@ -49,7 +61,7 @@ class ImageReference:
             return hashlib.sha256(self.data).hexdigest()
         try:
             size = os.stat(self.path).st_size
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a null byte in the path
             size = -1  # reported by the check of images
         return f"{self.path.name} {size}"
 
@@ -74,12 +86,12 @@ class ImageFields:
         images = [
             _reference(value, f"image {number} of {self.key!r}", folder) for number, value in enumerate(values, 1)
         ]
-        if images:
-            record[self.key] = [image.name for image in images]
         if messages is not None and isinstance(turns := _messages_at(record, messages), list):
             for turn in turns:
                 if isinstance(turn, dict) and isinstance(parts := turn.get("content"), list):
                     turn["content"] = [_part(part, images, folder) for part in parts]
+        if images:  # those in messages, too
+            record[self.key] = [image.name for image in images]
         return tuple(images)
 
     def place(
@@ -173,8 +185,8 @@ def _part(part: Any, images: list[ImageReference], folder: Path) -> dict[str, An
             "; videos and audio are not supported" if kind in ("video", "audio", "input_audio", "video_url") else ""
         )
         raise ImageError(f"a part of a message has the type {kind!r}{videos}", cure)
-    value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
-    if value is None and part.get("bytes") is not None:
+    value = next((part[key] for key in ("image", "image_url") if part.get(key) is not None), None)
+    if value is None and any(part.get(key) is not None for key in _OF_AN_IMAGE):
         value = part
     if value is None:
         return {"type": "image"}
@@ -184,24 +196,29 @@ def _part(part: Any, images: list[ImageReference], folder: Path) -> dict[str, An
 
 def _reference(value: Any, place: str, folder: Path) -> ImageReference:
     if isinstance(value, dict):
-        value = value.get("bytes") or value.get("url") or value.get("path")
+        if value and not value.keys() & {*_OF_AN_IMAGE}:
+            keys = printable(", ".join(map(repr, value)), characters=_SHOWN)
+            raise ImageError(f"{place} is an object with {keys}, and none of {', '.join(_OF_AN_IMAGE)}", _FORMS)
+        value = next((value[key] for key in _OF_AN_IMAGE if value.get(key)), None)
     if isinstance(value, bytes | bytearray) and value:
         return ImageReference(data=bytes(value))
     if not isinstance(value, str) or not value:
         raise ImageError(f"{place} is {_kind_of(value)}", _FORMS)
-    if value.startswith("data:"):
+    if value[:5].lower() == "data:":
         header, comma, encoded = value.partition(",")
-        if not comma or not header.endswith(";base64"):
+        if not comma or not header.lower().endswith(";base64"):
             raise ImageError(f"{place} is a data: URL without base64", _FORMS)
         return ImageReference(data=_decode(encoded, place))
     if len(value) >= _SHORTEST_BASE64 and value.startswith(_BASE64):
         return ImageReference(data=_decode(value, place))
     if "://" in value and not value.startswith("file://"):
-        shown = value if len(value) <= 80 else f"{value[:77]}..."
-        raise ImageError(f"{place} is {shown!r}, and images are not downloaded", "Download it, and give its path.")
+        raise ImageError(f"{place} is '{printable(value, characters=_SHOWN)}', and images are not downloaded", "Download it, and give its path.")
+    if len(value) > _LONGEST_PATH:
+        what = f"a text of {len(value):,} characters, which is neither a path nor base64 of PNG, JPEG, GIF or WebP"
+        raise ImageError(f"{place} is {what}", f"{_FORMS} Other formats as base64 need a data: URL.")
     path = Path(value.removeprefix("file://"))
     if not path.is_absolute() and ".." in PurePath(path).parts:
-        raise ImageError(f"{place} is {str(path)!r}, which leaves the data file's folder", "Write an absolute path.")
+        raise ImageError(f"{place} is '{printable(str(path), characters=_SHOWN)}', which leaves the data file's folder", "Write an absolute path.")
     return ImageReference(path=folder / path)
 
 

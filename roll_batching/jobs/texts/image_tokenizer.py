@@ -51,6 +51,7 @@ class ImageTokenizer(HFTokenizer):
         if missing := [name for name in _TOKENS if not isinstance(config.get(name), int)]:
             raise DataError(f"{folder / CONFIG} has no {', '.join(missing)}, which images need")
         self.image_token_id: int = config["image_token_id"]
+        self._video_token_id = config.get("video_token_id")
         ids = [config[name] for name in _TOKENS]
         self.image_text = "".join(str(self.tokenizer.convert_ids_to_tokens(token)) for token in ids)
         if self.encode(self.image_text) != ids or not {*ids} <= {*self.tokenizer.get_added_vocab().values()}:
@@ -70,7 +71,13 @@ class ImageTokenizer(HFTokenizer):
         return {**super().parts, "images": digest_of(self.processor.settings)}
 
     def expand(self, tokens: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """`tokens` with the image token of each image repeated as `counts` says. Raises DataError for other numbers."""
+        """`tokens` with the image token of each image repeated as `counts` says.
+
+        Raises DataError for another number of images, and for the token of videos.
+        """
+        if self._video_token_id in tokens:
+            name = self.tokenizer.convert_ids_to_tokens(self._video_token_id)
+            raise DataError(f"it holds {name}, the token of videos, which are not supported")
         found = sum(token == self.image_token_id for token in tokens)
         if found != len(counts):
             raise DataError(
@@ -96,17 +103,17 @@ def with_images(batch: SampleBatch, items: Sequence[Any], tokenizer: Tokenizer) 
     """
     if not isinstance(tokenizer, ImageTokenizer):
         return batch
-    pixels, grids = [], []
+    encoded = []
     for item in items:
         try:
-            own_pixels, own_grids = tokenizer.processor.encode(item.images)
+            encoded.append(tokenizer.processor.encode(item.images))
         except ImageError as error:
             raise DataError(f"{item.source}: {error.what}. {error.cure}") from None
-        pixels.append(torch.from_numpy(own_pixels))
-        grids.append(torch.from_numpy(own_grids))
+    none = tokenizer.processor.encode(())  # a rank may have no sample
+    pixels, grids = ([torch.from_numpy(part) for part in parts] for parts in zip(*encoded, none, strict=True))
     fields = {
-        PATCHES: torch.tensor([len(own) for own in pixels], dtype=torch.int64),
-        IMAGES: torch.tensor([len(own) for own in grids], dtype=torch.int64),
+        PATCHES: torch.tensor([len(own) for own, _ in encoded], dtype=torch.int64),
+        IMAGES: torch.tensor([len(own) for _, own in encoded], dtype=torch.int64),
         PIXELS: torch.cat(pixels),
         GRIDS: torch.cat(grids),
     }

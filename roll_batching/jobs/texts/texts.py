@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 from roll_batching.errors import DataError
 from roll_batching.jobs.texts.chat import ASSISTANT, ChatTemplate, Message
 from roll_batching.jobs.texts.faults import Faults
-from roll_batching.jobs.texts.image_references import ImageError, ImageFields, ImageReference
+from roll_batching.jobs.texts.image_references import MARKER, ImageError, ImageFields, ImageReference
 from roll_batching.jobs.texts.jsonl import PathLike, Record, iterate_records
 
 
@@ -197,7 +197,9 @@ def iterate_texts(
             record = instruction.chat(record, keys, answered=kind is Conversation)
         if images is not None and record.texts[0]:
             try:
-                record = _place_images(record, images, chat=chat or instruction is not None)
+                record = _place_images(
+                    record, images, chat=chat or instruction is not None, answered=kind is Document
+                )
             except ImageError as error:
                 faults.add(record.source, f"{keys[0]}: {error.what}", error.cure)
                 continue
@@ -226,9 +228,14 @@ def iterate_texts(
             faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
 
 
-def _place_images(record: Record, images: ImageFields, *, chat: bool) -> Record:
-    """`record` with its images in the order of their places in the first text. Raises ImageError."""
+def _place_images(record: Record, images: ImageFields, *, chat: bool, answered: bool) -> Record:
+    """`record` with its images in the order of their places in the first text; `answered`: the last is learnt.
+
+    Raises ImageError.
+    """
     if not chat:
+        if answered and MARKER in record.texts[-1]:
+            raise ImageError(f"its response holds {MARKER}, and images belong to prompts", "Remove it from the response.")
         return replace(record, texts=(images.write(record.texts[0], record.images), *record.texts[1:]))
     messages, used = images.place(json.loads(record.texts[0]), record.images)
     return replace(record, texts=(json.dumps(messages, ensure_ascii=False), *record.texts[1:]), images=used)

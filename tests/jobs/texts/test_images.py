@@ -217,6 +217,10 @@ BAD = {
     "own token in a text": (
         {"messages": [{"role": "user", "content": "<|image_pad|>"}, TURNS[1]]}, "1 image tokens for 0 images",
     ),
+    "own token of a video": (
+        {"messages": [{"role": "user", "content": "<|video_pad|>"}, TURNS[1]]}, "holds <|video_pad|>, the token of videos",
+    ),
+    "other keys": ({"images": [{"image": "0.png"}]}, "is an object with 'image', and none of bytes, url, path"),
     "long and thin": ({"images": ["thin.png"]}, "aspect ratio"),
     "deep pixels": ({"images": ["deep.png"]}, "has pixels of mode 'I;16'"),
     "animation": ({"images": ["film.gif"]}, "has 2 frames"),
@@ -308,3 +312,87 @@ def test_texts_with_images_have_another_fingerprint(folder):
     assert ImageReference(data=b"x").digest() != ImageReference(data=b"y").digest()
     with pytest.raises(ImageError, match="cannot be read|not an image"):
         ImageProcessor(folder / "model").num_tokens(ImageReference(data=b"x"))
+
+
+def test_an_image_in_a_part_prefers_its_bytes_and_is_named_for_rewards(folder):
+    data = base64.b64encode((folder / "0.png").read_bytes()).decode()
+    parts = [{"type": "image", "path": "no.png", "bytes": data}, {"type": "image", "image": "1.png"}]
+    (text,) = read(folder, [{"messages": [{"role": "user", "content": parts}, TURNS[1]]}], tokenizer_of(folder))
+    assert [image.path for image in text.images] == [None, folder / "1.png"]
+    assert text.extra["images"][1] == str(folder / "1.png") and len(text.extra["images"]) == 2
+
+
+@pytest.mark.bad_input
+def test_a_response_has_no_place_of_an_image(folder):
+    record = {"prompt": "<image> a", "response": "b <image>", "images": ["0.png"]}
+    with pytest.raises(DataError, match="data.jsonl:1: prompt: its response holds <image>"):
+        read(folder, [record], tokenizer_of(folder), Document, ("prompt", "response"), chat=False)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("text", ["x" * 100_000, "a\0.png", "a\n\x1b[31m.png", "\ud800.png", "n" * 300, "DATA:,"])
+def test_a_strange_path_is_named_in_one_short_line(folder, text, report):
+    with pytest.raises(DataError) as caught:
+        read(folder, [{"messages": TURN, "images": [text]}], tokenizer_of(folder))
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 800 and ":1: " in message
+    assert ImageReference(path=folder / text).digest()  # computed before the fault is reported
+    report(message)
+
+
+def broken_files():
+    """Files that make pillow raise other exceptions than OSError, by the exception."""
+    picture = vision.picture(0)
+    portable = png(picture, format="PPM").replace(b"255", b"2x5", 1)
+    surface = bytearray(png(picture, format="DDS"))
+    surface[80:84] = bytes(4)
+    header = bytearray(png(picture))
+    header[11] = 9  # IHDR of 9 bytes
+    return {"ValueError": portable, "NotImplementedError": bytes(surface), "IHDR": bytes(header)}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", broken_files())
+def test_every_exception_of_pillow_names_the_line(folder, case, report):
+    (folder / "broken").write_bytes(broken_files()[case])
+    with pytest.raises(DataError, match=r"data.jsonl:1: .*broken cannot be read \(") as caught:
+        read(folder, [{"messages": TURN, "images": ["broken"]}], tokenizer_of(folder))
+    report(str(caught.value))
+
+
+@pytest.mark.bad_input
+def test_the_check_reads_all_that_training_reads(folder, monkeypatch):
+    from PIL import ImageOps
+
+    def fail(image):
+        raise TypeError("EXIF")
+
+    monkeypatch.setattr(ImageOps, "exif_transpose", fail)
+    with pytest.raises(DataError, match=r"data.jsonl:1: .*0.png cannot be read \(EXIF\)"):
+        read(folder, [{"messages": TURN, "images": ["0.png"]}], tokenizer_of(folder))
+
+
+@pytest.mark.bad_input
+def test_limits_of_pixels_hold_in_all_threads_and_leave_filters_of_warnings(folder, monkeypatch):
+    import warnings
+
+    from PIL import Image
+
+    Image.new("1", (30, 30)).save(folder / "bomb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 800)
+    processor, bomb = ImageProcessor(folder / "model"), ImageReference(path=folder / "bomb.png")
+    before = list(warnings.filters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as another thread may leave them
+        monkeypatch.setattr(warnings, "simplefilter", lambda *arguments: None)
+        with pytest.raises(ImageError, match="too many pixels .*30 x 30, above 800"):
+            processor.count_tokens([bomb] * 9)
+    assert warnings.filters == before
+
+
+def test_a_rank_without_samples_has_the_fields(folder):
+    tokenizer = tokenizer_of(folder)
+    (text,) = read(folder, [{"prompt": "<image> a", "images": ["0.png"]}], tokenizer, Prompt, ("prompt",), chat=False)
+    batch = encode_prompts([text], tokenizer, max_length=200)
+    empty = with_images(batch.select([]), [], tokenizer)
+    assert len(empty) == 0 and empty.describe() == with_images(batch, [text], tokenizer).describe()
