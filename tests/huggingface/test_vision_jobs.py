@@ -260,6 +260,13 @@ def test_grpo_samples_from_images(folder, report):
     report(str(found))
 
 
+def test_grpo_with_fewer_held_out_prompts_than_ranks_and_masked_samples(folder):
+    changes = {"eval_samples": 1, "max_len_mask": True, "max_steps": 1}
+    job = rl(folder, "rl few", actor_train__training_args__per_device_train_batch_size=8, **changes)
+    run_ranks(2, "tests.jobs.rl.jobs:run", job)
+    assert len(progress(folder, "rl few")) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", RL_LAYOUTS)
 def test_grpo_does_not_depend_on_the_layout(folder, layout, report):

@@ -84,7 +84,9 @@ def generate_rollouts(
     layout = sampler.layout
     with consensus(layout.host_group, "encoding the prompts") as facts:  # sizes of images are read here
         encoded = encode_prompts(prompts, tokenizer, max_length=prompt_length)
-        facts.equal("the tokens of the prompts", digest(encoded.lengths.numpy().tobytes()), "Give all machines the same images")
+        facts.equal(
+            "the tokens of the prompts", digest(encoded.lengths.numpy().tobytes()), "Give all machines the same images"
+        )
     home_rank = batch_balance(encoded.lengths.numpy(), layout.dp_size)
     local_prompts = np.flatnonzero(home_rank == layout.dp_rank)
     group_size = settings.num_return_sequences

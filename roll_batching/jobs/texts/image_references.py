@@ -212,13 +212,19 @@ def _reference(value: Any, place: str, folder: Path) -> ImageReference:
     if len(value) >= _SHORTEST_BASE64 and value.startswith(_BASE64):
         return ImageReference(data=_decode(value, place))
     if "://" in value and not value.startswith("file://"):
-        raise ImageError(f"{place} is '{printable(value, characters=_SHOWN)}', and images are not downloaded", "Download it, and give its path.")
+        raise ImageError(
+            f"{place} is '{printable(value, characters=_SHOWN)}', and images are not downloaded",
+            "Download it, and give its path.",
+        )
     if len(value) > _LONGEST_PATH:
         what = f"a text of {len(value):,} characters, which is neither a path nor base64 of PNG, JPEG, GIF or WebP"
         raise ImageError(f"{place} is {what}", f"{_FORMS} Other formats as base64 need a data: URL.")
     path = Path(value.removeprefix("file://"))
     if not path.is_absolute() and ".." in PurePath(path).parts:
-        raise ImageError(f"{place} is '{printable(str(path), characters=_SHOWN)}', which leaves the data file's folder", "Write an absolute path.")
+        raise ImageError(
+            f"{place} is '{printable(str(path), characters=_SHOWN)}', which leaves the data file's folder",
+            "Write an absolute path.",
+        )
     return ImageReference(path=folder / path)
 
 

@@ -197,9 +197,7 @@ def iterate_texts(
             record = instruction.chat(record, keys, answered=kind is Conversation)
         if images is not None and record.texts[0]:
             try:
-                record = _place_images(
-                    record, images, chat=chat or instruction is not None, answered=kind is Document
-                )
+                record = _place_images(record, images, chat=chat or instruction is not None, answered=kind is Document)
             except ImageError as error:
                 faults.add(record.source, f"{keys[0]}: {error.what}", error.cure)
                 continue
@@ -235,7 +233,9 @@ def _place_images(record: Record, images: ImageFields, *, chat: bool, answered: 
     """
     if not chat:
         if answered and MARKER in record.texts[-1]:
-            raise ImageError(f"its response holds {MARKER}, and images belong to prompts", "Remove it from the response.")
+            raise ImageError(
+                f"its response holds {MARKER}, and images belong to prompts", "Remove it from the response."
+            )
         return replace(record, texts=(images.write(record.texts[0], record.images), *record.texts[1:]))
     messages, used = images.place(json.loads(record.texts[0]), record.images)
     return replace(record, texts=(json.dumps(messages, ensure_ascii=False), *record.texts[1:]), images=used)

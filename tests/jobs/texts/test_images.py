@@ -218,7 +218,8 @@ BAD = {
         {"messages": [{"role": "user", "content": "<|image_pad|>"}, TURNS[1]]}, "1 image tokens for 0 images",
     ),
     "own token of a video": (
-        {"messages": [{"role": "user", "content": "<|video_pad|>"}, TURNS[1]]}, "holds <|video_pad|>, the token of videos",
+        {"messages": [{"role": "user", "content": "<|video_pad|>"}, TURNS[1]]},
+        "holds <|video_pad|>, the token of videos",
     ),
     "other keys": ({"images": [{"image": "0.png"}]}, "is an object with 'image', and none of bytes, url, path"),
     "long and thin": ({"images": ["thin.png"]}, "aspect ratio"),
