@@ -1,4 +1,4 @@
-"""Inputs of a vision encoder for one pack, and positions of tokens on the axes of images."""
+"""Inputs of a vision encoder for one pack, and M-RoPE positions of its tokens."""
 
 from __future__ import annotations
 

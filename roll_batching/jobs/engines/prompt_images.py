@@ -1,4 +1,4 @@
-"""Images of prompts for engines: as PNG files of their resized pixels, and prompts with one token per image."""
+"""Prompts for engines: PNG files of resized images, and one token per image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images as a model's encoder takes them: patches of 8-bit pixels, by the processor of its directory."""
+"""Patches of images for a model's encoder, by the image processor of its directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of a record: where they are, and their places in its messages or its text."""
+"""Images of a record: their files or bytes, and their places in its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizer of a model that reads images: one token per merged patch, and the fields of a batch."""
+"""Tokenizer of a model that reads images, and the image fields of batches."""
 
 from __future__ import annotations
 
