@@ -12,6 +12,7 @@ from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.prefetch import map_tensors
 from roll_batching.planning import Plan
 from roll_batching.rehearsal.flops import set_attention_pairs
+from roll_batching.rehearsal.images import keep_grids
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.fields import FieldKind
 
@@ -73,6 +74,8 @@ def fake_pack(pack: PackedBatch, device: torch.device, top_k: int = 0) -> Packed
     result = _copied(pack, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     for name in {TEACHER_LOG_PROBS, TEACHER_IDS} & set(result.fields):
         result.fields[name] = result.fields[name].new_empty(len(result.fields[name]), top_k)
+    if pack.params.images is not None:
+        result.params.images = keep_grids(result.params.images, pack.params.images)
     spans = pack.params.attention
     if isinstance(spans, VarlenSpans):
         set_attention_pairs(result.params.attention.cu_queries, _attention_pairs(spans))

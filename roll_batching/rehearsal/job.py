@@ -14,6 +14,7 @@ from roll_batching.jobs.objectives.from_config import critic_mini_batch_size
 from roll_batching.planning import ParallelDims, PlanConstraints
 from roll_batching.rehearsal.experts import EXPERT_COUNT_READS
 from roll_batching.rehearsal.extrapolation import extrapolate_layers
+from roll_batching.rehearsal.images import image_sizes
 from roll_batching.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
 from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rollout import fault_of, has_local_rollouts
@@ -186,13 +187,7 @@ def rehearse_job(
     if config.actor_train.model_args.freeze_module_prefix is not None:
         path = ("actor_train", "model_args", "freeze_module_prefix")
         raise config.error(Problem(path, "is not rehearsed for now: leave it out, or set lora_target"))
-    model = config.actor_train.model_args.architecture
-    if model is not None and model.vision is not None:
-        path = ("actor_train", "model_args", "model_name_or_path")
-        text = (
-            "has a vision encoder, whose memory and time follow from the sizes of images: it is not rehearsed for now"
-        )
-        raise config.error(Problem(path, f"{text}; rehearse the text model of its size, and add the encoder's"))
+    image_sizes(config)
     for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
         if name == "actor_infer" and not has_local_rollouts(config):

@@ -16,6 +16,7 @@ from roll_batching.losses.contract import LossSpec
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan
 from roll_batching.rehearsal.fake_data import fake_pack, real_pack, samples_of
+from roll_batching.rehearsal.images import ImageSizes, with_images
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.rollout import rehearse_rollout
 from roll_batching.samples import SampleBatch
@@ -39,6 +40,9 @@ class RehearsedStrategy(MegatronInferStrategy):
     top_k = 0
     """Likely tokens of a teacher at each position, where the loss reads them."""
 
+    images: ImageSizes | None = None
+    """Sizes of the images of samples; None: samples are texts."""
+
     def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
         state = self.state
         on_host = dataclasses.replace(state, layout=dataclasses.replace(state.layout, device=_CPU))
@@ -53,7 +57,9 @@ class RehearsedStrategy(MegatronInferStrategy):
     def samples(self, plan: Plan) -> SampleBatch:
         """This rank's samples of `plan`. Without values the teacher names one token: `fake_pack` widens the field."""
         with _disable_current_modes():
-            return samples_of(plan, self.layout.dp_rank, self.top_k if self.with_values else min(self.top_k, 1))
+            top_k = self.top_k if self.with_values else min(self.top_k, 1)
+            samples = samples_of(plan, self.layout.dp_rank, top_k)
+            return samples if self.images is None else with_images(samples, self.images)
 
     def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
         return super()._pack_for(facts, local, plan, dataclasses.replace(spec, check=_on_host(spec.check)))
@@ -84,7 +90,7 @@ class Policy(RehearsedStrategy, MegatronTrainStrategy):
     def roll_out(self, config: JobConfig) -> str:
         """Rehearse the rollouts of a step; returns a note for the report."""
         with self._evaluating():
-            return rehearse_rollout(self.state, config, self.recorder)
+            return rehearse_rollout(self.state, config, self.recorder, self.images, with_values=self.with_values)
 
 
 class Frozen(RehearsedStrategy):

@@ -31,6 +31,7 @@ from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.planning.prefixes import shared_positions
 from roll_batching.planning.role_planner import SMALLEST_SAVING
 from roll_batching.rehearsal.fake_data import samples_of_critic
+from roll_batching.rehearsal.images import image_sizes
 from roll_batching.rehearsal.lengths import (
     Bin,
     fullest_bin,
@@ -60,6 +61,11 @@ from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.context_sizes import pack_times_of
 from roll_batching.strategy.prefix_sharing import sharing_of
 from roll_batching.strategy.top_tokens import top_log_probs
+
+ENCODER_NOTES = (
+    "encoder: its attention is rehearsed as torch's; places where transformers' code waits for the sizes of images are "
+    "not counted, and its FLOPs are computed ones, not the model's own",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +197,19 @@ class Passes:
         return (self.policy.roll_out(self.config),) if has_local_rollouts(self.config) else ()
 
     def host_notes(self) -> tuple[str, ...]:
-        """Host memory of the teacher's likely tokens, which travel with the samples; a note for the report."""
+        """Notes for the report: images, and host memory of the teacher's likely tokens, which travel with the samples."""
+        return (*self._image_notes(), *self._teacher_notes())
+
+    def _image_notes(self) -> tuple[str, ...]:
+        policy = self.policy
+        if policy.state.vision is None:
+            return ()
+        if policy.images is None:
+            return ("images: none, as actor_train.data_args.images is not set",)
+        plan = self.plan(policy, policy.batching.train, self.count())
+        return (policy.images.note(plan.lengths.tolist()), *ENCODER_NOTES)
+
+    def _teacher_notes(self) -> tuple[str, ...]:
         if self.teacher is None:
             return ()
         dp_size, longest = self.policy.layout.dp_size, longest_sample(self.config)
@@ -284,7 +302,7 @@ def passes_of(
 ) -> Passes:
     """Build the models of `config` and return its passes; `with_values`: on real tensors with initialized weights."""
     policy = Policy(_with_schedule(config), seed=config.seed, temperature=config.logprob_temperature)
-    policy.recorder, policy.with_values = recorder, with_values
+    policy.recorder, policy.with_values, policy.images = recorder, with_values, image_sizes(config)
     policy.initialize(weights=with_values)
     policy.trace_gradient_sync()
     reference: Frozen | SharedReference | None = None
@@ -293,7 +311,7 @@ def passes_of(
             reference = SharedReference(policy, config.reference)
         else:
             reference = Frozen(config.reference, seed=config.seed, temperature=policy.temperature)
-        reference.recorder, reference.with_values = recorder, with_values
+        reference.recorder, reference.with_values, reference.images = recorder, with_values, policy.images
         if reference.has_own_weights:
             reference.initialize(weights=with_values)
     teacher = None

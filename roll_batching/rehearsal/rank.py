@@ -25,11 +25,15 @@ _FIRST_STEP = "first step"
 
 def rehearse_rank(task: RankTask) -> RankReport:
     """Rehearse `task` on fake tensors. Once per process: patches and process groups stay."""
+    architecture = task.config.actor_train.model_args.architecture
+    if architecture is not None and architecture.vision is not None:
+        from roll_batching.rehearsal.encoder import rehearse_encoders  # few models take images
+
+        rehearse_encoders(task.device)  # before torch is patched, as it imports transformers
     if task.device == "cuda":
         fake_cuda.install()
     fake_world.join(task.rank, task.world_size)
     fake_world.patch_megatron()
-    architecture = task.config.actor_train.model_args.architecture
     if architecture is not None and architecture.moe is not None:
         assume_balanced_routing(task.expert_imbalance)
     with fake_world.fake_device(task.device):

@@ -12,6 +12,7 @@ from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.planning import ParallelDims
+from roll_batching.rehearsal.images import ImageSizes, images_of_rows
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.task import COMPACTION, DECODING, PREFILL
 from roll_batching.strategy.cache_budget import cache_positions, split_by_cache_limit
@@ -65,7 +66,14 @@ def sizes_of(config: JobConfig, dims: ParallelDims) -> RolloutSizes:
     return RolloutSizes(prompts=prompts, rows=rows, context=context, room=cache_positions(context, settings, dims))
 
 
-def rehearse_rollout(model: ModelState, config: JobConfig, recorder: Recorder) -> str:
+def rehearse_rollout(
+    model: ModelState,
+    config: JobConfig,
+    recorder: Recorder,
+    images: ImageSizes | None = None,
+    *,
+    with_values: bool = False,
+) -> str:
     """Run the parts of `strategy.generation.generate` that hold the most memory; returns a note for the report.
 
     Which rows end early depends on sampled values. Memory is largest if none does, so all rows have full length here.
@@ -81,11 +89,15 @@ def rehearse_rollout(model: ModelState, config: JobConfig, recorder: Recorder) -
     sizes = sizes_of(config, layout)
     wave = len(split_by_cache_limit([sizes.room] * sizes.rows, settings.max_tokens_in_cache, layout)[0])
     prompts = [torch.zeros(sizes.context, dtype=torch.int64, device=layout.device) for _ in range(sizes.prompts)]
-    rows = [prompts[number * sizes.prompts // sizes.rows] for number in range(wave)]
+    prompt_of = [number * sizes.prompts // sizes.rows for number in range(wave)]
+    rows = [prompts[number] for number in prompt_of]
+    shown = None
+    if images is not None:
+        shown = images_of_rows(model, images, sizes.context, prompt_of, with_values=with_values)
     number = torch.arange(wave, device=layout.device)
     with decoding(model, settings) as make_decoder, torch.no_grad():
         with recorder.during(PREFILL):
-            sampler, source = make_sampler(model, settings, sizes.rows), make_decoder(rows)
+            sampler, source = make_sampler(model, settings, sizes.rows), make_decoder(rows, shown)
             logits = source.prefill()
             answers = ResponseBuffer(wave, settings, logits)
             tokens, log_probs = sampler(logits, number, 0)

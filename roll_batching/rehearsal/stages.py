@@ -138,6 +138,8 @@ def depths_of(
     the same number of layers, also where the job's have not.
     """
     are_equal = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
+    if architecture.vision is not None:
+        are_equal = False  # the peak of few layers may be the encoder's, and that of many the layers'
     if architecture.moe is not None and architecture.moe.layer_freq != 1:
         are_equal = False
     if any(one is not None for one in (architecture.window_layers, architecture.gated_delta_net, architecture.hybrid)):

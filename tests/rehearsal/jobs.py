@@ -175,6 +175,10 @@ def measured(task: RankTask) -> RankReport:
     if task.config.actor_train.model_args.architecture.moe is not None:
         _route_evenly()
     assert int(os.environ["WORLD_SIZE"]) == task.world_size
+    if task.config.actor_train.data_args.images is not None:
+        task = replace(task, config=with_value(task.config, "actor_train.model_args.model_name_or_path", None))
+        if task.config.reference is not None:
+            task = replace(task, config=with_value(task.config, "reference.model_args.model_name_or_path", None))
     if task.config.teacher is not None:  # its directory does not exist: random weights instead
         task = replace(task, config=with_value(task.config, "teacher.model_args.model_name_or_path", None))
     return observe(task, with_values=True)

@@ -60,14 +60,16 @@ class ImageProcessor:
         self.patch_size: int = self._processor.patch_size
         self.merge_size: int = self._processor.merge_size
         self.temporal_patch_size: int = self._processor.temporal_patch_size
-        shortest, longest = self._limits()
+        shortest, longest = self.limits
         if not 0 < shortest <= longest:
             raise DataError(
                 f"images have at least {shortest:,} and at most {longest:,} pixels, which is impossible: correct "
                 "image_min_pixels and image_max_pixels"
             )
 
-    def _limits(self) -> tuple[int, int]:
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Fewest and most pixels of a resized image."""
         size = self._processor.size
         return int(size["shortest_edge"]), int(size["longest_edge"])
 
@@ -76,7 +78,7 @@ class ImageProcessor:
         """Everything that decides patches and their number, as JSON."""
         names = ("patch_size", "merge_size", "temporal_patch_size", "resample", "image_mean", "image_std")
         values = {name: getattr(self._processor, name) for name in names}
-        return json.dumps(values | {"limits": self._limits()}, sort_keys=True, default=str)
+        return json.dumps(values | {"limits": self.limits}, sort_keys=True, default=str)
 
     def num_tokens(self, image: ImageReference, *, decode: bool = False) -> int:
         """Tokens of an image. Reads its size alone, or with `decode` all that `encode` reads. Raises ImageError.
