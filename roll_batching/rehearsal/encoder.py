@@ -27,7 +27,7 @@ def rehearse_encoders(device: str) -> None:
 
         def __init__(self, config: Any, settings: VisionConfig) -> None:
             config._attn_implementation = _ATTENTION
-            with where:  # its real weights would fill the host's memory
+            with _NoDraws(), where:  # real weights would fill the host's memory
                 super().__init__(config, settings)
             self.rotary_pos_emb.register_forward_pre_hook(_moved_to(where))
             for block in self.blocks:
@@ -39,6 +39,15 @@ def rehearse_encoders(device: str) -> None:
 
     module: Any = vision
     module.VisionEncoder = RehearsedEncoder
+
+
+class _NoDraws(TorchDispatchMode):
+    """Leaves weights as allocated: a fake device draws no numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _HostFactories(TorchDispatchMode):

@@ -60,10 +60,9 @@ class ImageSizes:
         height, width = grids[-1]
         size = f"{width * self.side:,} x {height * self.side:,} pixels = {height * width:,} tokens"
         who = "each sample" if None not in found else f"each sample with room for {self.least:,} tokens"
-        limit = f"the prompt's {self.prompt:,} tokens" if self.prompt else "its length"
-        return f"images: {who} has one of {'' if len(grids) == 1 else 'up to '}{size}, the largest that fits {limit}" + (
-            f" and the limit of {self.most * self.side**2:,} pixels"
-        )
+        room = f"the prompt's {self.prompt:,} tokens" if self.prompt else "the sample"
+        most = "" if len(grids) == 1 else "at most "
+        return f"images: {who} has one, of {most}{size}: what fits {room} and the limit of {self.most:,} tokens per image"
 
 
 def image_sizes(config: JobConfig) -> ImageSizes | None:

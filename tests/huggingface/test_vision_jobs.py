@@ -224,13 +224,19 @@ def test_a_broken_image_ends_the_job_before_it_starts(folder, tmp_path, report):
     report(errors[0])
 
 
-@pytest.mark.bad_input
-def test_a_rehearsal_refuses_an_encoder(folder, report):
-    from roll_batching.rehearsal.job import rehearse_job
+def test_a_rehearsal_reads_the_sizes_of_images_and_samples(folder):
+    from roll_batching.rehearsal.images import image_sizes
+    from roll_batching.rehearsal.lengths import lengths_of_data
 
-    with pytest.raises(ConfigFileError, match="has a vision encoder, .* it is not rehearsed for now") as caught:
-        rehearse_job(config_from_dict(job(folder, "rehearsed")))
-    report(str(caught.value))
+    limited = {"actor_train__data_args__image_max_pixels": 1280}
+    own, given = (image_sizes(config_from_dict(job(folder, "rehearsed", **changes))) for changes in ({}, limited))
+    processor = vision.processor(folder / "model").image_processor
+    pixels = (vision.PATCH * vision.MERGE) ** 2
+    assert own.most == processor.size["longest_edge"] // pixels and own.least == given.least >= 1
+    assert given.most == 1280 // pixels == 20 and given.prompt is None
+    assert image_sizes(config_from_dict(rl(folder, "rehearsed", **limited))).prompt == 64
+    found = lengths_of_data(config_from_dict(job(folder, "rehearsed")), 1)
+    assert len(found) == 8 and max(found) > 30, "tokens of images are counted"
 
 
 RL_LAYOUTS = {
