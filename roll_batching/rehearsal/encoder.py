@@ -29,9 +29,10 @@ def rehearse_encoders(device: str) -> None:
             config._attn_implementation = _ATTENTION
             with _NoDraws(), where:  # real weights would fill the host's memory
                 super().__init__(config, settings)
-            self.rotary_pos_emb.register_forward_pre_hook(_moved_to(where))
-            for block in self.blocks:
-                block.attn.register_forward_pre_hook(_join_windows, with_kwargs=True)
+            self.get_submodule("rotary_pos_emb").register_forward_pre_hook(_moved_to(where))
+            for number in range(settings.depth):
+                attention = self.get_submodule(f"blocks.{number}.attn")
+                attention.register_forward_pre_hook(_join_windows, with_kwargs=True)
 
         def encode(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
             with _HostFactories():
@@ -79,10 +80,16 @@ def _join_windows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _attend(
-    attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, scaling: float, **named: Any
+    attention: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    scaling: float,
+    **named: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' interface, [1, heads, patches, channels], inside windows of one length."""
     length = next(attention.rehearsed_lengths)
-    windows = (states[0].unflatten(1, (-1, length)).transpose(0, 1) for states in (query, key, value))
-    found = torch.nn.functional.scaled_dot_product_attention(*windows, scale=scaling)
+    q, k, v = (states[0].unflatten(1, (-1, length)).transpose(0, 1) for states in (query, key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
     return found.transpose(1, 2).flatten(0, 1)[None].contiguous(), None

@@ -62,7 +62,9 @@ class ImageSizes:
         who = "each sample" if None not in found else f"each sample with room for {self.least:,} tokens"
         room = f"the prompt's {self.prompt:,} tokens" if self.prompt else "the sample"
         most = "" if len(grids) == 1 else "at most "
-        return f"images: {who} has one, of {most}{size}: what fits {room} and the limit of {self.most:,} tokens per image"
+        return (
+            f"images: {who} has one, of {most}{size}: what fits {room} and the limit of {self.most:,} tokens per image"
+        )
 
 
 def image_sizes(config: JobConfig) -> ImageSizes | None:
@@ -105,7 +107,7 @@ def with_images(batch: SampleBatch, sizes: ImageSizes) -> SampleBatch:
     """`batch`, whose tokens are zeros, with the largest image of each sample at its start and zeros as pixels."""
     vision = sizes.vision
     ids, merge = batch["input_ids"].clone(), vision.spatial_merge_size
-    fields = {"input_ids": ids}
+    fields: dict[str, torch.Tensor] = {"input_ids": ids}
     mask = batch["response_mask"].clone() if "response_mask" in batch.schema else None
     grids, images = [], []
     for start, length in zip(batch.offsets.tolist(), batch.lengths.tolist(), strict=False):
@@ -140,9 +142,7 @@ def prompts_with_images(count: int, context: int, sizes: ImageSizes) -> SampleBa
     return with_images(SampleBatch(torch.arange(count), lengths, fields, {"input_ids": FieldSpec("token")}), sizes)
 
 
-def images_of_rows(
-    model: Any, sizes: ImageSizes, context: int, prompt_of: Sequence[int], *, with_values: bool
-) -> Any:
+def images_of_rows(model: Any, sizes: ImageSizes, context: int, prompt_of: Sequence[int], *, with_values: bool) -> Any:
     """`strategy.prompt_images.SequenceImages` of rows of a rollout, by the prompt of each.
 
     Places of images are found on the host. `with_values`: on real tensors.

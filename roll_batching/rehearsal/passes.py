@@ -197,7 +197,7 @@ class Passes:
         return (self.policy.roll_out(self.config),) if has_local_rollouts(self.config) else ()
 
     def host_notes(self) -> tuple[str, ...]:
-        """Notes for the report: images, and host memory of the teacher's likely tokens, which travel with the samples."""
+        """Notes for the report: images, and host memory of the teacher's likely tokens."""
         return (*self._image_notes(), *self._teacher_notes())
 
     def _image_notes(self) -> tuple[str, ...]:
