@@ -184,9 +184,6 @@ def rehearse_job(
         ConfigError: the model's shape is unknown, the layout does not divide it, or the data have no lengths yet.
         RehearsalError: a rank failed.
     """
-    if config.actor_train.model_args.freeze_module_prefix is not None:
-        path = ("actor_train", "model_args", "freeze_module_prefix")
-        raise config.error(Problem(path, "is not rehearsed for now: leave it out, or set lora_target"))
     image_sizes(config)
     for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
@@ -201,6 +198,10 @@ def rehearse_job(
             raise config.error(Problem((name, "strategy_args", "strategy_config", "max_context_parallel_size"), text))
     world, megatron, architecture = _shape(config, world_size)
     dims = megatron.parallel_dims(world)
+    if config.actor_train.model_args.freeze_module_prefix is not None and dims.pp_size > 1:
+        path = ("actor_train", "model_args", "freeze_module_prefix")
+        text = "is rehearsed in one pipeline stage only, as a rank alone does not know the parameters of other stages"
+        raise config.error(Problem(path, f"{text}: set pipeline_model_parallel_size to 1, or leave it out"))
     if lengths == "data":
         lengths = lengths_of_data(config, dims.dp_size)
     split = megatron.chunk_layers(architecture.num_layers)

@@ -163,7 +163,9 @@ def frozen_roles(config: JobConfig) -> dict[str, WorkerConfig]:
 def rehearsed_depths(
     config: JobConfig, kind: StageKind, split: ChunkLayers, megatron: MegatronConfig, architecture: ArchitectureConfig
 ) -> tuple[int | None, ...]:
-    """`depths_of` the stage; all layers of the job's models where another model has its own shape or layout."""
+    """`depths_of` the stage; all layers where some are frozen, or another model has its own shape or layout."""
+    if config.actor_train.model_args.freeze_module_prefix is not None:
+        return (None,)
     others = [config.critic if uses_critic(config) else None, *frozen_roles(config).values()]
     for role in others:
         if role is None:
