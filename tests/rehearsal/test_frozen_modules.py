@@ -10,9 +10,8 @@ from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.rehearsal.job import rehearse_job
 from tests.rehearsal.jobs import job_of, task_of
-from tests.rehearsal.test_accuracy import PP2, of_the_model, rehearsed
-from tests.rehearsal.test_images import RL, vision_job
-from tests.support.ranks import run_ranks
+from tests.rehearsal.test_accuracy import PP2, rehearsed
+from tests.rehearsal.test_images import RL, compare_with_real_step, vision_job
 
 pytestmark = pytest.mark.rehearse
 
@@ -30,15 +29,7 @@ JOBS = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("vision" in name)) for name in JOBS])
 def test_memory_and_flops_equal_those_of_the_real_step(name, report):
-    (truth,) = run_ranks(1, "tests.rehearsal.jobs:measured", task_of(JOBS[name], 1))
-    found = rehearsed(task_of(JOBS[name], 1))
-    phases = set(truth.peaks) - {"build", "gradient sync"}
-    worst = max(abs(found.peaks[phase].bytes / truth.peaks[phase].bytes - 1) for phase in phases)
-    report(f"{name} frozen: peaks of memory within {worst:.4%} of the real step")
-    assert worst < 1e-3
-    assert found.kept == truth.kept
-    assert of_the_model(found) == of_the_model(truth) != {}
-    assert found.flops == truth.flops
+    compare_with_real_step(f"{name} frozen", JOBS[name], 1, report)
 
 
 @pytest.mark.slow

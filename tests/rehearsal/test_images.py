@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,9 +54,8 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "RL")) for name in JOBS])
-def test_memory_and_flops_equal_those_of_the_real_step(name, report):
-    job, world = JOBS[name]
+def compare_with_real_step(name: str, job: dict[str, Any], world: int, report: Callable[[str], None]) -> None:
+    """Memory, FLOPs and collectives of the first and the last rank, rehearsed and on real tensors."""
     real = run_ranks(world, "tests.rehearsal.jobs:measured", task_of(job, world))
     for rank in {0, world - 1}:
         found, truth = rehearsed(task_of(job, world, rank)), real[rank]
@@ -67,6 +67,11 @@ def test_memory_and_flops_equal_those_of_the_real_step(name, report):
         assert found.kept == truth.kept
         assert of_the_model(found) == of_the_model(truth) != {}
         assert found.flops == truth.flops
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "RL")) for name in JOBS])
+def test_memory_and_flops_equal_those_of_the_real_step(name, report):
+    compare_with_real_step(name, *JOBS[name], report)
 
 
 @pytest.mark.slow
