@@ -50,6 +50,7 @@ def export_model(
     path: str | Path,
     *,
     replaces: Callable[[Path], bool] = lambda path: False,
+    with_head: bool = False,
     largest_file: int = _LARGEST_FILE,
 ) -> None:
     """Writes the model into the folder `path`, with the names, dtypes and other files of the directory `source`.
@@ -61,6 +62,7 @@ def export_model(
         source: the model directory that it came from.
         path: the folder to write.
         replaces: whether an existing folder may be replaced.
+        with_head: also write tied embeddings under the output head's name, for engines that load an untied head.
         largest_file: bytes of a file at most, unless one tensor is larger.
 
     Raises:
@@ -68,19 +70,21 @@ def export_model(
     """
     group = state.layout.host_group
     with consensus(group, EXPORTING):
-        full = describe_full_tensors(state, source)
+        full = describe_full_tensors(state, source, with_head=with_head)
     gather_parameters(state.chunks)
     with atomic_folder(path, group, what=EXPORTING, replaces=replaces) as folder:
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
-                copied = sum(full.stored.bytes_of(name) for name in (*full.untrained, *full.copies))
+                copied = sum(full.stored.bytes_of(name) for name in full.untrained)
+                copied += sum(full.bytes_of(name) for name in full.copies.values())
                 check_free_space(folder, sum(full.bytes_of(name) for name in full.shapes) + copied)
         writer = _Writer(folder, largest_file)
         for placed in full.parameters:
             for name, tensor in (gather_full_tensors(placed, full.sizes, _HOST) or {}).items():
                 writer.add(name, tensor, full.dtypes[name])
                 for copy in (one for one, source in full.copies.items() if source == name):
-                    writer.add(copy, tensor.clone(), torch_dtype(full.stored.dtypes[copy]))
+                    dtype = full.stored.dtypes.get(copy, full.stored.dtypes[name])
+                    writer.add(copy, tensor.clone(), torch_dtype(dtype))
         if dist.get_rank() == 0:
             for name in full.untrained:
                 writer.copy(name, full.stored)
@@ -159,7 +163,7 @@ class _Writer:
 def _finalize(folder: Path, origin: Path, files: list[_WrittenFile], stored: StoredTensors) -> None:
     """Names the files as transformers does, writes their index, and copies config and tokenizer files."""
     position = {name: number for number, name in enumerate(stored.shapes)}
-    files.sort(key=lambda file: min(position[name] for name in file.tensors))
+    files.sort(key=lambda file: min(position.get(name, len(position)) for name in file.tensors))
     written = {name for file in files for name in file.tensors}
     missing = [name for name in stored.shapes if name not in written and not DERIVED.fullmatch(name)]
     if set(missing) - {HEAD.theirs[0][0]}:  # a tied head is the embedding

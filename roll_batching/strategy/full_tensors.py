@@ -18,7 +18,7 @@ import torch.distributed as dist
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import rules_of, untrained_tensors
-from roll_batching.huggingface.layer_rules import HEAD
+from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD
 from roll_batching.huggingface.mtp_layer_rules import copies_in_heads
 from roll_batching.huggingface.stored import StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
@@ -50,8 +50,10 @@ class FullTensors:
         return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
 
 
-def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
+def describe_full_tensors(state: ModelState, source: str, *, with_head: bool = False) -> FullTensors:
     """The full tensors of a model, as the model directory `source` has them. Not collective.
+
+    `with_head`: tied embeddings are also there as the output head.
 
     Raises:
         CheckpointError: where the model did not come from that directory.
@@ -65,7 +67,10 @@ def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
     expected = expected_tensors(rules_of(family, architecture), sizes)
     untrained = untrained_tensors(family, architecture, read_json(origin / CONFIG), stored.shapes)
     copies = copies_in_heads(family, architecture, stored.shapes)
-    problems = stored.misfits(expected, [HEAD.theirs[0][0], *untrained, *copies])
+    head, embedding = HEAD.theirs[0][0], EMBEDDING.theirs[0][0]
+    if with_head and tied and embedding in expected:
+        copies[head] = embedding
+    problems = stored.misfits(expected, [head, *untrained, *copies])
     if problems:
         raise CheckpointError(f"{origin} is not the directory that this model came from: {'; '.join(problems)}")
     return FullTensors(

@@ -77,10 +77,12 @@ class ModelIOMixin(OffloadMixin):
 
     # ---- Hugging Face directories
 
-    def export(self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False) -> None:
+    def export(
+        self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False, with_head: bool = False
+    ) -> None:
         """Writes the model as a Hugging Face directory, like the one of `model_args.model_name_or_path`. Collective.
 
-        LoRA adapters are added to the weights.
+        LoRA adapters are added to the weights. `with_head`: tied embeddings are also written as the output head.
 
         As with `save`, `path` appears once it is complete; an existing folder is replaced where `replaces(path)` is
         true.
@@ -90,7 +92,7 @@ class ModelIOMixin(OffloadMixin):
         """
         from roll_batching.strategy.export import export_model
 
-        export_model(self.state, self._source_directory("export"), path, replaces=replaces)
+        export_model(self.state, self._source_directory("export"), path, replaces=replaces, with_head=with_head)
 
     def export_adapters(self, path: str | Path) -> None:
         """Writes the LoRA adapters as a directory in PEFT's format. Collective.

@@ -15,6 +15,7 @@ from roll_batching.errors import EngineError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import reads_engine_log_probs, wrong_log_probs
 from roll_batching.jobs.config.engines import ENGINES
+from roll_batching.jobs.engines.probe import Probe
 from roll_batching.jobs.engines.protocol import (
     Engine,
     GenerationRequest,
@@ -47,7 +48,7 @@ class EngineClient:
         make = ENGINES.load(role.strategy_args.strategy_name)
         self.engine: Engine = make(role.engine_args, layout.device)
         self._replica = replica_group(layout)
-        self._asleep = asleep
+        self._asleep, self._version = asleep, 0
         self._mixture = mixture_of(config)
         model = config.actor_train.model_args.architecture
         self._vision = None if model is None else model.vision
@@ -67,6 +68,20 @@ class EngineClient:
         live = exchange(self.layout.host_group, "sending weights to the engine", load, patience=self.patience)
         self.set_loaded(live[0], version)
 
+    def check_weights(self, probe: Probe) -> None:
+        """Drops replicas whose log-probs of `probe` are not the trainer's.
+
+        Raises RankError, the same on all ranks, when no replica has the trainer's weights.
+        """
+
+        def check() -> Mapping[str, ServerProcess | None]:
+            if self._sends_weights:
+                self.engine.check_weights(probe)
+            return self.engine.live
+
+        live = exchange(self.layout.host_group, "checking the engine's weights", check, patience=self.patience)
+        self.engine.set_live(live[0], self._version)
+
     def _check_log_probs(self) -> None:
         """Raises EngineError when the loss reads the engine's log-probs and a server's --logprobs-mode does not fit."""
         if not reads_engine_log_probs(self.config):
@@ -82,7 +97,7 @@ class EngineClient:
     def set_loaded(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
         """Sets the replicas that are awake and have the weights of `version`."""
         self.engine.set_live(live, version)
-        self._asleep = False
+        self._version, self._asleep = version, False
 
     def sleep(self) -> None:
         """Has the engine free its device memory until the next `load`.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from roll_batching.errors import EngineError
+from roll_batching.jobs.engines.probe import GapLimit, Probe
 from roll_batching.jobs.engines.protocol import GenerationRequest, GenerationResult, check_result
 from roll_batching.strategy.sampling import GenerationSettings
 
@@ -25,6 +26,7 @@ class HFEngine:
         self.device = device
         self.version = 0
         self._model: Any = None
+        self._gap_limit = GapLimit()
 
     @property
     def live(self) -> Mapping[str, None]:
@@ -64,6 +66,13 @@ class HFEngine:
         # The directory's generation_config.json would set parameters that we do not pass (repetition_penalty, min_p).
         model.generation_config = GenerationConfig()
         self._model, self.version = model.to(self.device).eval(), version
+
+    @torch.no_grad()
+    def check_weights(self, probe: Probe) -> None:
+        """Compares the log-probs of `probe`. Raises EngineError when they are of other weights."""
+        tokens = torch.tensor([probe.tokens], device=self.device)
+        log_probs = self._model(input_ids=tokens).logits[0, :-1].float().log_softmax(-1)
+        self._gap_limit.check(probe.gap(log_probs.gather(1, tokens[0, 1:, None])[:, 0].tolist()))
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest], settings: GenerationSettings) -> list[GenerationResult]:

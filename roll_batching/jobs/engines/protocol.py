@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from roll_batching.jobs.engines.probe import Probe
 from roll_batching.strategy.sampling import GenerationSettings
 
 _ANY_VOCABULARY = 1 << 31
@@ -91,6 +92,9 @@ class Engine(Protocol):
 
         `asleep`: the engine sleeps, and is woken up.
         """
+
+    def check_weights(self, probe: Probe) -> None:
+        """Compares the log-probs of `probe` under the last weights. Raises EngineError when no replica has them."""
 
     def sleep(self) -> None:
         """Frees its device memory, weights and cache, until the next weights. Raises EngineError."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import EngineError
+from roll_batching.jobs.engines.probe import GapLimit, Probe
 from roll_batching.jobs.engines.protocol import (
     GenerationRequest,
     GenerationResult,
@@ -71,6 +72,7 @@ class Replicas:
         self.version = 0
         self._live: dict[str, ServerProcess | None] = dict.fromkeys(self.urls)
         self._drop_reasons: dict[str, str] = {}
+        self._gap_limits: dict[str, GapLimit] = {}
         self._counts: Counter[str] = Counter()
 
     @property
@@ -89,10 +91,10 @@ class Replicas:
         return rounds * (self.limits.seconds + HEALTH_SECONDS + _LONGEST_PAUSE) + process_checks
 
     def update_timeout(self) -> float:
-        """Seconds for a weight update, or for going to sleep: all its calls, each up to its limit."""
+        """Seconds for a weight update and its check, or for going to sleep: all calls, each up to its limit."""
         update = [*self.api.before_update(asleep=True), *self.api.after_update(asleep=True)]
         process_checks = 0.0 if self.api.process_path is None else 2 * _PROCESS_SECONDS
-        return max(1 + len(update), len(self.api.sleep_calls())) * self.limits.seconds + process_checks
+        return max(2 + len(update), len(self.api.sleep_calls())) * self.limits.seconds + process_checks
 
     def metrics(self) -> dict[str, float]:
         """Requests, failed attempts and dropped servers since the last call; servers in use."""
@@ -129,6 +131,20 @@ class Replicas:
             errors,
             f"took the weights in {folder}",
             "Servers must run at actor_infer.engine_args.urls and be able to read that folder (weights_folder)",
+        )
+
+    def check_weights(self, probe: Probe) -> None:
+        """Drops servers whose log-probs of `probe` are not the trainer's. Raises EngineError when none has them."""
+        call = self.api.score_call(probe.tokens)
+
+        async def compare(session: Any, url: str) -> None:
+            gap = probe.gap(self.api.parse_scores(await post(session, url, call)))
+            self._gap_limits.setdefault(url, GapLimit()).check(gap)
+
+        self.drop(
+            self.on_each(tuple(self._live), compare),
+            "has the weights that were sent",
+            "See docs/rollout-engines.md, Weight updates",
         )
 
     def sleep(self) -> None:

@@ -14,6 +14,7 @@ from roll_batching.distributed import exchange
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.engines.client import EngineClient, sum_metrics
+from roll_batching.jobs.engines.probe import make_probe
 from roll_batching.jobs.engines.weights import engine_weights
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.samples import SampleBatch
@@ -34,7 +35,7 @@ class EngineSampler(EngineClient):
         self.strategy, self.gap_warning = strategy, config.actor_infer.engine_args.gap_warning
         self._weights = engine_weights(config, strategy, self)
         self._sleeps = sleeps
-        self._version: int | None = None
+        self._sent_version: int | None = None
         self._transfer_seconds = self._sleep_seconds = 0.0
         self._bytes = 0
 
@@ -44,15 +45,17 @@ class EngineSampler(EngineClient):
         return OffloadStats()
 
     def update(self, version: int) -> None:
-        """Sends the strategy's weights, which are those of `version`, to the engine.
+        """Sends the strategy's weights, which are those of `version`, to the engine, and checks that it has them.
 
-        Raises RankError, the same on all ranks, when they cannot be sent or no replica loads them.
+        Raises RankError, the same on all ranks, when they cannot be sent or no replica has them.
         """
-        if version == self._version and not self.asleep:
+        if version == self._sent_version and not self.asleep:
             return
         started = time.perf_counter()
+        probe = make_probe(self.strategy)  # before an engine on the same devices takes memory
         self._bytes += self._weights.send(version)
-        self._version = version
+        self.check_weights(probe)
+        self._sent_version = version
         self._transfer_seconds += time.perf_counter() - started
 
     def release_memory(self) -> None:

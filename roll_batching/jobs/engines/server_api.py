@@ -49,6 +49,12 @@ class ServerApi(Protocol):
     def parse_generation(self, reply: Any, settings: GenerationSettings, version: int) -> GenerationResult:
         """The response in a reply. Raises MalformedReply."""
 
+    def score_call(self, tokens: Sequence[int]) -> Call:
+        """The request for the log-probs of a prompt's tokens, at temperature 1."""
+
+    def parse_scores(self, reply: Any) -> list[float]:
+        """The log-probs in a reply, of all tokens but the first. Raises MalformedReply."""
+
     def parse_experts(self, reply: Any) -> np.ndarray:
         """Integers: the experts of all tokens but the last, in all layers, flat or shaped. Raises MalformedReply."""
 

@@ -79,6 +79,19 @@ class SGLang:
             raise MalformedReply("its log-probs are of other tokens")
         return make_result(tokens, [value for value, _ in pairs], reason, settings)
 
+    def score_call(self, tokens: Sequence[int]) -> Call:
+        """The request for log-probs of a prompt, from its first token on."""
+        sampling = {"temperature": 1.0, "max_new_tokens": 1}
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        return Call("/generate", body)
+
+    def parse_scores(self, reply: Any) -> list[float]:
+        """The log-probs in a reply; the first token has none."""
+        try:
+            return [float(entry[0]) for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise missing_field(error, reply) from None
+
     def count_prompt_tokens(self, reply: Any) -> int:
         """Tokens of the prompt that the server computed. Raises MalformedReply."""
         try:

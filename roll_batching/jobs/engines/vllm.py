@@ -12,6 +12,7 @@ server's configuration, generated at start (`vllm/config/vllm.py`), identifies t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,20 @@ class VLLM:
         except (KeyError, TypeError, ValueError) as error:
             raise missing_field(error, reply) from None
         return make_result(tokens, log_probs, reason, settings)
+
+    def score_call(self, tokens: Sequence[int]) -> Call:
+        """The request for log-probs of a prompt: vLLM has them before temperature, in every mode of log-probs."""
+        return Call(
+            "/v1/completions", {"prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        )
+
+    def parse_scores(self, reply: Any) -> list[float]:
+        """The log-probs in a reply; the first token has none."""
+        try:
+            entries = reply["choices"][0]["prompt_logprobs"][1:]
+            return [float(next(iter(entry.values()))["logprob"]) for entry in entries]
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, StopIteration) as error:
+            raise missing_field(error, reply) from None
 
     def parse_experts(self, reply: Any) -> np.ndarray:
         """The experts in a reply, `[tokens - 1, layers, top-k]`."""

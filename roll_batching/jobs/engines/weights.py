@@ -46,6 +46,15 @@ def shares_weights_folder(config: JobConfig) -> bool:
     return uses_engine(config) and args.weights_folder is not None and args.update_weights_from == "disk"
 
 
+def sends_tied_head(config: JobConfig, device: torch.device) -> bool:
+    """Whether the engine needs tied embeddings as the output head, too.
+
+    vLLM's CPU backend computes with a packed copy of the head, and packs it anew only when it loads `lm_head.weight`
+    (0.32: `dispatch_cpu_unquantized_gemm`, `finalize_layerwise_processing`).
+    """
+    return config.actor_infer.strategy_args.strategy_name == "vllm" and device.type == "cpu"
+
+
 class EngineWeights(Protocol):
     """Sends weights to an engine. Methods are collective."""
 
@@ -71,13 +80,15 @@ class WeightsByDisk:
 
     def __init__(self, config: JobConfig, strategy: MegatronInferStrategy, client: EngineClient) -> None:
         self._strategy, self._client, self._folder = strategy, client, weights_folder(config)
+        self._with_head = sends_tied_head(config, strategy.layout.device)
         self._written: int | None = None
 
     def send(self, version: int) -> int:
         """See `EngineWeights`; returns the bytes of the files."""
         path, written = self._folder / f"{version:06d}", version != self._written
         if written:
-            self._strategy.export(path, replaces=lambda path: True)  # left by an interrupted run
+            # An interrupted run may have left the folder.
+            self._strategy.export(path, replaces=lambda path: True, with_head=self._with_head)
         self._client.load(path, version)
         self._remove_folders(keep=path)
         self._written = version

@@ -26,7 +26,8 @@ from roll_batching.errors import EngineError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.engines.client import sum_metrics
-from roll_batching.jobs.engines.weights import weights_folder
+from roll_batching.jobs.engines.probe import make_probe
+from roll_batching.jobs.engines.weights import sends_tied_head, weights_folder
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.roles.client import SAMPLER, RoleClient
 from roll_batching.jobs.roles.messages import Weights, answer_timeout
@@ -96,14 +97,16 @@ class AsyncRollouts:
         if step == self.config.max_steps and not self.evaluates:
             return {}
         path = self.folder / f"version-{step:06d}"
+        probe = make_probe(self.strategy) if self.uses_engine else None
         if self.uses_engine:
-            self.strategy.export(path, replaces=lambda path: True)
+            with_head = sends_tied_head(self.config, self.strategy.layout.device)
+            self.strategy.export(path, replaces=lambda path: True, with_head=with_head)
         else:
             self.strategy.save(path, optimizer=False, manifest=False)
         self._version = step
         with self._consensus("asking for rollouts"):
             if self.client is not None:
-                self.client.publish(Weights(version=step, path=path.resolve()))
+                self.client.publish(Weights(version=step, path=path.resolve(), probe=probe))
                 allowed = math.floor((step + 1 + self.config.async_generation_ratio) * self.parts)
                 while self._num_requests < min(allowed, self.config.max_steps * self.parts):
                     self._send_request(self.client)

@@ -18,6 +18,8 @@ class Weights:
     version: int
     """RL steps that made them."""
     path: Path
+    probe: Any = None
+    """The `Probe` that shows whether an engine has them; None for other samplers."""
 
 
 class Request(Protocol):

@@ -104,6 +104,7 @@ class _Sampler:
 
         if isinstance(self.source, EngineClient):
             self.source.load(weights.path, weights.version)
+            self.source.check_weights(weights.probe)
         else:
             self.source.load(weights.path)
         self.version = weights.version

@@ -18,6 +18,20 @@ class Model:
     def __init__(self, folder: str) -> None:
         self.load(folder)
 
+    def load_but_the_head(self, folder: str, *, always: bool) -> None:
+        """As vLLM's CPU backend does (0.32): a head that is tied stays, unless the files have a tensor for it.
+
+        `always`: it stays in any case.
+        """
+        from safetensors import safe_open
+
+        head = self.model.get_output_embeddings().weight.data.clone()
+        self.load(folder)
+        names = [name for file in self.folder.glob("*.safetensors") for name in safe_open(file, "pt").keys()]
+        if always or "lm_head.weight" not in names:
+            self.model.set_output_embeddings(torch.nn.Linear(head.shape[1], head.shape[0], bias=False))
+            self.model.get_output_embeddings().weight.data = head
+
     def load(self, folder: str) -> None:
         import json
         from pathlib import Path
@@ -33,6 +47,12 @@ class Model:
             parameter.data = parameter.data.clone()  # a file's places are not memory's, and sums depend on those
         ends = self.model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+    @torch.no_grad()
+    def score(self, tokens: list[int]) -> list[float]:
+        """Log-probs of all tokens but the first."""
+        given = torch.tensor([tokens])
+        return self.model(given).logits[0, :-1].log_softmax(-1).gather(1, given[0, 1:, None])[:, 0].tolist()
 
     def make_room(self, folder: str) -> None:
         """Memory for weights that will come; until then they are no numbers."""

@@ -7,6 +7,7 @@ import collections
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -28,6 +29,8 @@ class Options:
     """As --load-format dummy: without real weights, until it is told otherwise to read some."""
     experts: bool = False
     """As --enable-return-routed-experts."""
+    keeps_head: str = ""
+    """Keeps the output head when it loads weights, and reports success: "tied" where it gets no tensor for it."""
     older: bool = False
     """sglang: /get_server_info, and no /server_info yet."""
 
@@ -115,8 +118,17 @@ class Replica:
     async def load(self, folder: str) -> None:
         self.check_ready()
         async with self.busy:
-            await asyncio.to_thread(self.model.load, folder)
+            load = self.model.load
+            if self.options.keeps_head:
+                load = partial(self.model.load_but_the_head, always=self.options.keeps_head == "always")
+            await asyncio.to_thread(load, folder)
         self.seen["updates"] += 1
+
+    async def scored(self, tokens: list[int]) -> list[float]:
+        """Log-probs of a prompt, once generation goes on. Not counted as a request."""
+        await self.going.wait()
+        async with self.busy:
+            return await asyncio.to_thread(self.model.score, tokens)
 
     async def answered(self, request: web.Request, prompt: Any, how: dict[str, Any], reply: Any) -> web.Response:
         self.seen["requests"] += 1

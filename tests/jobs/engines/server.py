@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that take weights from a process group")
     parser.add_argument("--dummy", action="store_true", help="as --load-format dummy")
     parser.add_argument("--experts", action="store_true", help="as --enable-return-routed-experts")
+    parser.add_argument("--keeps-head", choices=["tied", "always"], default="", help="in weight updates")
     parser.add_argument("--older", action="store_true", help="sglang: /get_server_info, and no /server_info yet")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -75,6 +76,7 @@ def main() -> None:
             ranks=args.tp_size,
             dummy=args.dummy,
             experts=args.experts,
+            keeps_head=args.keeps_head,
             older=args.older,
         )
         asyncio.run(serve(args.model, args.kind, ports, options))

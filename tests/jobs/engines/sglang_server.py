@@ -71,6 +71,10 @@ class SGLangServer(Replica):
             raise web.HTTPBadRequest(
                 text=json.dumps({"error": {"message": f"top_k must be -1 or at least 1: {top_k}"}})
             )
+        if body.get("logprob_start_len") == 0:
+            values = [None, *await self.scored(body["input_ids"])]
+            pairs = [[value, token, None] for value, token in zip(values, body["input_ids"], strict=True)]
+            return web.json_response({"meta_info": {"input_token_logprobs": pairs}})
         how = {
             "most": asked.get("max_new_tokens", 128),
             "stops": asked.get("stop_token_ids") or [],

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.bad_input]
 
 def test_a_round_takes_as_long_as_all_attempts_of_its_requests():
     limits = EngineLimits(seconds=20, in_flight=4, retries=3)
-    for api, requests, check in ((SGLang(), 4, 0), (VLLM(), 5, 30)):  # check: seconds to identify the process
+    for api, requests, check in ((SGLang(), 5, 0), (VLLM(), 6, 30)):  # check: seconds to identify the process
         engine = Replicas(["http://here"], api, limits)
         assert engine.generation_timeout(1) == 30 + 5 * check and engine.generation_timeout(9) == 9 * 30 + 5 * check
         assert engine.update_timeout() == requests * 20 + 2 * check, "to a server that sleeps"

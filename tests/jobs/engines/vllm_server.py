@@ -49,6 +49,12 @@ class VLLMServer(Replica):
         body = await fields(request, COMPLETION)
         if not all(isinstance(token, int) for token in body["prompt"]) or body.get("n", 1) != 1:
             raise web.HTTPBadRequest(text="this server takes one prompt of token ids")
+        if body.get("prompt_logprobs") is not None:
+            values = await self.scored(body["prompt"])
+            entries = [
+                {str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], values, strict=True)
+            ]
+            return web.json_response({"choices": [{"prompt_logprobs": [None, *entries]}]})
         how = {
             "most": body.get("max_tokens", 16),
             "stops": body.get("stop_token_ids") or [],

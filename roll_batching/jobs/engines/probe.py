@@ -1,0 +1,76 @@
+"""Check of a weight update: the engine's log-probs of a few tokens against the trainer's.
+
+An engine can report success and keep a weight: vLLM's CPU backend did so with a tied output head. Only what the engine
+computes shows which weights it has.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_batching.distributed import exchange
+from roll_batching.errors import EngineError
+from roll_batching.samples import SampleBatch, collect, distribute
+from roll_batching.strategy import MegatronInferStrategy
+
+_TOKENS, _SEED = 32, 0
+_SMALLEST_LIMIT, _LARGEST_LIMIT = 1e-4, 0.1
+_GROWTH = 4.0
+"""A gap may be this many times the first one, which shows the rounding of both sides' dtypes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Tokens, and the trainer's log-probs of all but the first, at temperature 1."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+    def gap(self, log_probs: Sequence[float]) -> float:
+        """Median difference to an engine's log-probs: mixtures of experts may have a few outliers.
+
+        Raises EngineError for log-probs of another number of tokens.
+        """
+        if len(log_probs) != len(self.log_probs):
+            raise EngineError(f"it sent {len(log_probs)} log-probs for a prompt of {len(self.tokens)} tokens")
+        return statistics.median(abs(ours - theirs) for ours, theirs in zip(self.log_probs, log_probs, strict=True))
+
+
+def make_probe(strategy: MegatronInferStrategy) -> Probe:
+    """The probe of the strategy's current weights, on all ranks. Collective.
+
+    Its tokens are drawn from the vocabulary with a fixed seed, as many as a micro-batch may have.
+    """
+    layout, limits = strategy.layout, strategy.constraints(forward=True)
+    count = min(_TOKENS, *(size for size in (limits.max_tokens, limits.padded_length) if size is not None))
+    tokens = np.random.default_rng(_SEED).integers(0, strategy.state.vocab_size, count).tolist()
+    # One sample per data-parallel rank, as a rank without one would compute a filler.
+    local_batch = SampleBatch.from_lists({"input_ids": [tokens]}, {"input_ids": "token"}, ids=[layout.dp_rank])
+    plan = strategy.plan(strategy.gather_table(local_batch), forward=True)
+    with strategy.at_temperature(1.0):
+        results = strategy.compute_log_probs(distribute(local_batch, plan), plan)
+    row = collect(results, plan, like=local_batch)["log_probs"].tolist()
+    log_probs = exchange(layout.host_group, "the probe of a weight update", lambda: row)[0][: count - 1]
+    return Probe(tokens=tokens, log_probs=log_probs)
+
+
+class GapLimit:
+    """The largest gap of a probe that rounding explains, from the first gap of a run."""
+
+    def __init__(self) -> None:
+        self._limit: float | None = None
+
+    def check(self, gap: float) -> None:
+        """Raises EngineError when `gap` is not of rounding."""
+        limit = self._limit or min(max(_GROWTH * gap, _SMALLEST_LIMIT), _LARGEST_LIMIT)
+        if not gap <= limit:  # nor nan
+            raise EngineError(
+                f"it has other weights than were sent: its log-probs of a probe differ from the trainer's by "
+                f"{gap:.2g} in the median, and rounding explains {limit:.2g}. "
+                "Look at its log for tensors that it did not load"
+            )
+        self._limit = limit
