@@ -103,8 +103,7 @@ def _pipeline_candidates(balancer: Balancer, share: int) -> list[Packing]:
 def _totals_then_lockstep(balancer: Balancer) -> Packing:
     """Level rank totals to the tolerance, or as far as packs allow; then lower the lockstep cost.
 
-    Where that leaves a lockstep loss, a second search comes from the other side: it lowers the lockstep cost first, and
-    raises it again only as far as level totals need.
+    Where that leaves a lockstep loss, a second search comes from the other side: see `_lockstep_then_totals`.
     """
     start = balancer.starts(lockstep_weight=1, rank_weight=SEARCH_BUDGET.rank_weight)[0]
     search = balancer.begin_search(start)
@@ -116,17 +115,29 @@ def _totals_then_lockstep(balancer: Balancer) -> Packing:
     searches = [search]
     loss = lockstep_cost(search) - balancer.lockstep_bound
     if not balancer.problem.has_home_ranks and loss * SEARCH_BUDGET.lockstep_loss > balancer.lockstep_bound:
-        searches.append(balancer.begin_search(start))
-        balancer.lower_lockstep(searches[1], share=2)
-        for margin in SEARCH_BUDGET.falling_margins:
-            if searches[1].totals.max() > level:
-                balancer.level_within_ceilings(searches[1], level, share=2, margin=margin)
-        if searches[1].totals.max() > level:
-            balancer.level_totals(searches[1], share=2)
-        balancer.lower_lockstep(searches[1], max(level, int(searches[1].totals.max())))
+        searches += _lockstep_then_totals(balancer, start, level, loss)
     search = min(searches, key=lambda search: (max(level, int(search.totals.max())), lockstep_cost(search)))
-    balancer.level_within_ceilings(search, balancer.rank_bound)
+    balancer.level_within_ceilings(search, balancer.rank_bound, share=4)  # what is left is within the tolerance
     return balancer.packing_of(search)
+
+
+def _lockstep_then_totals(balancer: Balancer, start: Packing, level: int, loss: int) -> list[SearchState]:
+    """A search that lowers the lockstep cost first, and raises it only as far as totals of `level` need.
+
+    None where it has no prospect beside a search that ended with `loss`: neither is level near, nor is the lockstep
+    cost much lower before.
+    """
+    search = balancer.begin_search(start)
+    balancer.lower_lockstep(search, share=2)
+    smallest_loss = lockstep_cost(search) - balancer.lockstep_bound
+    if search.totals.max() > level:
+        balancer.level_within_ceilings(search, level, share=2, margin=SEARCH_BUDGET.falling_margin)
+    if search.totals.max() > level:
+        if smallest_loss * SEARCH_BUDGET.lockstep_prospect >= loss:
+            return []
+        balancer.level_totals(search, share=2)
+    balancer.lower_lockstep(search, max(level, int(search.totals.max())))
+    return [search]
 
 
 def _level_totals(balancer: Balancer, starts: list[Packing], share: int = 1) -> SearchState:
