@@ -28,7 +28,6 @@ from roll_batching.losses import PolicyLoss
 from roll_batching.samples import LengthTable, SampleBatch, gather_lengths
 from roll_batching.settings.role import RoleSettings
 from roll_batching.strategy import MegatronTrainStrategy
-from tests.support.experts import let_experts_run
 
 EXPERTS, TOP_K, LAYERS = 16, 4, 4
 
@@ -104,7 +103,6 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     arguments = parser.parse_args()
-    let_experts_run()
     without, with_replay = (
         train(replay, arguments.updates, arguments.learning_rate, arguments.dtype) for replay in (False, True)
     )

@@ -200,10 +200,6 @@ def measure(load: Workload, mode: str, device: str) -> dict[str, Any]:
 
     steps = range(-load.warm_up, load.steps)
     batches = {step: batch_of(load, step, mode) for step in steps}
-    if device == "cpu" and "moe" in load.architecture:
-        from tests.support.experts import let_experts_run
-
-        let_experts_run()
     strategy = MegatronTrainStrategy(worker_config(load, mode), seed=1)
     strategy.initialize()
     if strategy.device.type != device:

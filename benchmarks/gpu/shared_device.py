@@ -79,10 +79,8 @@ def observe(case: Case) -> dict[str, Any]:
     from roll_batching.losses import PolicyLoss
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import fill, random_batch, whole_gradients
 
-    let_experts_run()
     strategy = MegatronTrainStrategy(config_of(case, case.layout))
     strategy.initialize()
     place = strategy.layout

@@ -11,6 +11,7 @@ import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
+from roll_batching.megatron_patches.without_engine import define_router_gemm
 from roll_batching.modeling.experts import draw_experts, freeze_routers, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels
@@ -64,7 +65,6 @@ def build_chunks(
         device=layout.device,
         dtype=dtype,
         head_dim=architecture.head_dim,
-        experts=architecture.moe is not None,
         backend=kernels.attention,
         engine_layers=kernels.layers == "transformer_engine",
         recomputed=recomputed_modules(strategy),
@@ -115,6 +115,7 @@ def build_chunks(
     all_groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     config = transformer_config(architecture, strategy, layout, dtype, kernels=kernels, initialize=initialize)
     if architecture.moe is not None:
+        define_router_gemm()
         auxiliary, z_loss = router_loss_weights(config, all_groups.tp_cp)
         config.moe_aux_loss_coeff /= auxiliary
         config.moe_z_loss_coeff = config.moe_z_loss_coeff and config.moe_z_loss_coeff / z_loss

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.errors import LayoutError
-from roll_batching.megatron_patches.latent_attention import construction_without_engine
+from roll_batching.megatron_patches.without_engine import latent_attention_construction
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.settings import ArchitectureConfig
 
@@ -59,7 +59,7 @@ class PackedLatentAttention(MLASelfAttention):
     def __init__(
         self, *arguments: Any, rotary: RotarySettings, norm: Callable[..., torch.nn.Module], **keywords: Any
     ) -> None:
-        with construction_without_engine():
+        with latent_attention_construction():
             super().__init__(*arguments, **keywords)
         config = self.config
         if config.q_lora_rank is not None:

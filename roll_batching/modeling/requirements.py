@@ -34,20 +34,15 @@ class Installed:
     """Versions of installed distributions, by name."""
     compute_capability: tuple[int, int] | None
     """Compute capability of the CUDA device; None on the CPU."""
-    router_product: bool
-    """Whether Megatron has a GEMM for its routers; before 0.17 only TransformerEngine provides it."""
     weight_gradient_kernel: bool = False
     """Whether APEX's kernel for gradient accumulation fusion is installed."""
 
     @classmethod
     def here(cls, device: torch.device, distributions: Iterable[str] = ()) -> Installed:
         """Those of this process, with the versions of `distributions`."""
-        from megatron.core.transformer.moe import moe_utils
-
         return cls(
             versions=installed_versions(distributions),
             compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            router_product=hasattr(moe_utils, "te_general_gemm"),
             weight_gradient_kernel=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         )
 
@@ -62,7 +57,6 @@ def refusals_here(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    experts: bool,
     backend: AttentionBackend | None,
     engine_layers: bool,
     recomputed: Sequence[str] = (),
@@ -78,7 +72,6 @@ def refusals_here(
         device=device.type,
         dtype=dtype,
         head_dim=head_dim,
-        experts=experts,
         backend=backend,
         engine_layers=engine_layers,
         recomputed=recomputed,
@@ -95,7 +88,6 @@ def refusals(
     device: str,
     dtype: torch.dtype,
     head_dim: int,
-    experts: bool,
     backend: AttentionBackend | None,
     engine_layers: bool,
     recomputed: Sequence[str] = (),
@@ -111,7 +103,6 @@ def refusals(
         device: "cpu" or "cuda".
         dtype: dtype of queries, keys and values.
         head_dim: head dimension.
-        experts: whether the model has a mixture of experts.
         backend: the attention backend; None for a model with its own attention core.
         engine_layers: whether the layers are TransformerEngine's.
         recomputed: selectively recomputed modules.
@@ -122,11 +113,6 @@ def refusals(
         installed: versions and device.
     """
     problems = []
-    if experts and not installed.router_product:
-        problems.append(
-            "this Megatron-Core needs TransformerEngine for the router of a mixture of experts, and it is not "
-            "installed: install transformer-engine, or megatron-core 0.17 or later"
-        )
     if engine_layers:
         problems += _engine_refusals(device, dtype, installed)
     if ENGINE not in installed.versions and (named := sorted(_RECOMPUTED_BY_ENGINE & set(recomputed))):

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.errors import LayoutError
+from roll_batching.megatron_patches.without_engine import define_router_gemm
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
 from roll_batching.modeling.layers import has_replicated_kv_heads, has_window, is_mixture, submodules_of
@@ -101,6 +102,8 @@ def packed_layer_spec(
     if config.normalization not in norms:
         raise LayoutError(f"normalization {config.normalization!r} is not supported: use one of {', '.join(norms)}")
     norm = norms[config.normalization]
+    if config.num_moe_experts is not None:
+        define_router_gemm()
     latent = config.multi_latent_attention
     core = core_attention(config, None if latent else rotary, attention=attention)
     if layers_of == "transformer_engine":

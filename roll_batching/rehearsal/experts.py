@@ -24,12 +24,8 @@ EXPERT_COUNT_READS = "moe/token_dispatcher.py"
 
 def assume_balanced_routing(imbalance: float) -> None:
     """Patch Megatron so that tokens go to experts as assumed, for the rest of the process."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
-    if not hasattr(
-        moe_utils, "te_general_gemm"
-    ):  # missing in Megatron 0.16 without TransformerEngine; None: torch.matmul
-        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
     kind: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
     construct, preprocess, permute = kind.__init__, kind.preprocess, token_dispatcher.permute
 

@@ -185,7 +185,6 @@ def _installation_problems(state: ModelState) -> list[str]:
         device=state.device,
         dtype=config.autocast_dtype if config.enable_autocast else weights.dtype,
         head_dim=config.qk_head_dim + config.qk_pos_emb_head_dim if latent else config.kv_channels,
-        experts=config.num_moe_experts is not None,
         backend=state.attention,
         engine_layers=uses_engine_layers(gpt),
         recomputed=recomputed_modules(config),

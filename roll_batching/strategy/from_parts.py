@@ -15,6 +15,7 @@ from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import describe_layout
 from roll_batching.errors import LayoutError
 from roll_batching.losses.runner import has_router_losses
+from roll_batching.megatron_patches.without_engine import define_router_gemm
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head as defer
@@ -116,6 +117,8 @@ def state_from_parts(
             "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
             "does not"
         )
+    if config.num_moe_experts is not None:
+        define_router_gemm()
     if training is not None and has_router_losses(config):
         _warn_of_router_loss_weights(config, pg_collection or ProcessGroupCollection.use_mpu_process_groups())
     if defer_head:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.experts import let_experts_run
 from tests.support.models import ARCHITECTURE
 from tests.support.ranks import run_ranks
 
@@ -21,7 +20,6 @@ def _started(architecture: dict[str, Any], **megatron: Any) -> Any:
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import worker_config
 
-    let_experts_run()
     shape = ARCHITECTURE | {"init_std": 0.2} | architecture
     config = worker_config("packed", 64, architecture=shape, megatron=megatron, logprob_plan="own")
     strategy = MegatronTrainStrategy(config, seed=5)

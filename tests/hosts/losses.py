@@ -72,11 +72,9 @@ def plainly(payload: tuple[str, str, bool, int]) -> dict[str, Any]:
     host = make_host(host_name)
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
-    from tests.support.experts import let_experts_run
     from tests.support.models import global_name
     from tests.support.reference import stock_model
 
-    let_experts_run()
     make_layout(ParallelDims(), start_processes())
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -119,10 +117,8 @@ def planned(payload: tuple[str, str, dict[str, Any], int]) -> dict[str, Any]:
     experts = megatron.pop("experts", False)
     host = make_host(host_name)
     from tests.losses.steps import make_strategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import fill, whole_gradients
 
-    let_experts_run()
     training = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
     strategy = make_strategy(
         cap=CAP,

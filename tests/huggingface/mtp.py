@@ -115,9 +115,7 @@ def strategy_of(directory: str | Path, layout: Any, **megatron: Any) -> Any:
     """A training strategy with the model in `directory` and its head."""
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.huggingface.ranks import role
-    from tests.support.experts import let_experts_run
 
-    let_experts_run()
     config = role(directory, layout)
     keys = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": FACTOR, **megatron}
     changed = config.strategy_args.strategy_config.model_copy(update=keys)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.experts import let_experts_run
 from tests.support.layouts import Layout
 
 CAP = 64
@@ -29,7 +28,6 @@ def strategy_of(directory: str | Path, layout: Layout | None = None) -> Any:
     """A training strategy with the model in `directory`."""
     from roll_batching.strategy import MegatronTrainStrategy
 
-    let_experts_run()
     strategy = MegatronTrainStrategy(role(directory, layout))
     strategy.initialize()
     return strategy
@@ -139,7 +137,6 @@ def log_probs_by(payload: tuple[str, Layout, str, str]) -> list[torch.Tensor]:
     """Log-probs of this rank's share by an attention backend, in packs or padded."""
     from roll_batching.strategy import MegatronTrainStrategy
 
-    let_experts_run()
     directory, layout, backend, mode = payload
     config = role(directory, layout, mode)
     megatron = config.strategy_args.strategy_config.model_copy(update={"attention_backend": backend})

@@ -25,9 +25,7 @@ def strategy_of(directory: str | Path, layout: Layout, **model_args: Any) -> Any
     """A training strategy with adapters on the model in `directory`."""
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.huggingface.ranks import role
-    from tests.support.experts import let_experts_run
 
-    let_experts_run()
     config = role(directory, layout)
     dumped = config.model_dump(exclude={"model_args"}, exclude_unset=True)
     args = {"model_name_or_path": str(directory), **(model_args or LORA)}

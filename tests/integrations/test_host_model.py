@@ -75,10 +75,7 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
     from roll_batching.losses import PolicyLoss
     from roll_batching.samples import gather_lengths
     from tests.losses.steps import make_strategy, mine, refill, step
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, random_batch, whole_gradients, worst_difference
-
-    let_experts_run()
 
     megatron = {"calculate_per_token_loss": False, **megatron}
     experts = megatron.pop("experts", None)

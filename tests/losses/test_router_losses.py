@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.losses.steps import make_strategy
-from tests.support.experts import let_experts_run
 from tests.support.models import ARCHITECTURE
 from tests.support.ranks import run_ranks
 
@@ -46,7 +45,6 @@ def gradients(
     from tests.losses.steps import mine
     from tests.support.models import whole_gradients
 
-    let_experts_run()
     moe = EXPERTS | dict(zip(("aux_loss_coeff", "z_loss_coeff"), coefficients, strict=True))
     strategy = make_strategy(mode, architecture=ARCHITECTURE | {"num_layers": 4, "moe": moe}, megatron=megatron)
     local = mine(strategy, batch(lengths, pad))

@@ -47,11 +47,9 @@ def times_of_a_strategy(architecture: dict[str, Any]) -> tuple[ArchitectureConfi
     """The architecture and the predicted times of a strategy whose `cluster` keys are RATES, TP 2."""
     from roll_batching.distributed.parallel_layout import start_processes
     from roll_batching.strategy import MegatronInferStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, worker_config
 
     start_processes()
-    let_experts_run()
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": "auto"}
     config = worker_config(
         "packed", 64, architecture=ARCHITECTURE | architecture, megatron=layout | {"cluster": dict(RATES)}
@@ -92,10 +90,8 @@ HYBRID_LAYERS = {
 def cost_of_a_strategy(architecture: dict[str, Any]) -> tuple[ArchitectureConfig, Any]:
     """The architecture and the planner's cost of a strategy with two pipeline stages, the first of one layer."""
     from roll_batching.strategy import MegatronInferStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, worker_config
 
-    let_experts_run()
     layout = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}
     config = worker_config("packed", 64, architecture=ARCHITECTURE | architecture, megatron=layout)
     strategy = MegatronInferStrategy(config, seed=1)

@@ -34,7 +34,7 @@ def test_fusions_follow_device_and_installed_libraries(case: str) -> None:
 
     model, installed, on = CASES[case]
     asked: dict[str, Any] = {"device": "cuda", "layers": "local", "rotates": True, "experts": False, **model}
-    here = Installed(**{"compute_capability": (9, 0), "router_product": True, **installed})
+    here = Installed(**{"compute_capability": (9, 0), **installed})
     found = fusions(**asked, installed=here)
     assert {name for name, reason in found.items() if not reason} == on
     assert {"moe_grouped_gemm", "moe_router_fusion"} <= found.keys() or not asked["experts"]
@@ -49,7 +49,7 @@ def test_the_notice_names_what_is_on_and_why_the_rest_is_off(monkeypatch: pytest
     from tests.support.models import ARCHITECTURE
 
     def notice(versions: dict[str, str], **strategy: Any) -> str:
-        here = Installed(versions=versions, compute_capability=(9, 0), router_product=True)
+        here = Installed(versions=versions, compute_capability=(9, 0))
         monkeypatch.setattr(kernels.Installed, "here", lambda *args: here)
         chosen = kernels.choose_kernels(
             MegatronConfig(**strategy), ArchitectureConfig(**ARCHITECTURE), torch.device("cuda")

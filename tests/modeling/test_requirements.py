@@ -11,13 +11,11 @@ from tests.support.ranks import run_ranks
 A100: dict[str, Any] = {
     "versions": {"torch": "2.10.0+cu130"},
     "compute_capability": (8, 0),
-    "router_product": True,
 }
 FINE: dict[str, Any] = {
     "device": "cuda",
     "dtype": "bfloat16",
     "head_dim": 128,
-    "experts": False,
     "backend": "varlen",
     "engine_layers": False,
 }
@@ -33,7 +31,6 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "fp16": ({"dtype": "float16"}, {}, None),
     "the widest head": ({"head_dim": 256}, {}, None),
     "the narrowest head": ({"head_dim": 8}, {}, None),
-    "experts": ({"experts": True}, {}, None),
     "fp32": ({"dtype": "float32"}, {}, "not in float32: set model_args.dtype"),
     "fp64": ({"dtype": "float64"}, {}, "not in float64: set model_args.dtype"),
     "a head too wide": ({"head_dim": 264}, {}, "not of 264: change kv_channels"),
@@ -47,12 +44,6 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
         {"versions": {}, "compute_capability": None},
         None,
     ),
-    "experts without a product": (
-        {"device": "cpu", "experts": True, "backend": "dense"},
-        {"router_product": False},
-        "install transformer-engine, or megatron-core 0.17 or later",
-    ),
-    "no experts": ({"device": "cpu", "backend": "dense"}, {"router_product": False}, None),
     "norms recomputed": ({"recomputed": ("core_attn", "layernorm")}, {}, "['layernorm'] needs TransformerEngine"),
     "attention recomputed": ({"recomputed": ("core_attn", "mlp", "moe")}, {}, None),
     "flash-attn": ({"backend": "flash_attn"}, FLASH, None),
@@ -157,42 +148,20 @@ def test_errors_of_the_first_forward_pass_are_known_before_it(case: str) -> None
     assert says is None or says in found[0]
 
 
-def made_without_an_engine(_: None) -> list[str]:
-    """What a configured strategy, one for inference and `from_parts` say where Megatron has no product for routers.
-
-    Then what the first two say of norms that are recomputed.
-    """
-    from megatron.core.transformer.moe import moe_utils
-
+def made_with_recomputed_norms(_: None) -> list[str]:
     from roll_batching.errors import LayoutError
     from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-    from tests.strategy.test_from_parts import _batching, _start
-    from tests.support.models import ARCHITECTURE, worker_config
-    from tests.support.own_model import build
-
-    if hasattr(moe_utils, "te_general_gemm"):
-        del moe_utils.te_general_gemm  # as 0.16 is without TransformerEngine
-    config = worker_config("packed", 64, architecture=ARCHITECTURE | {"moe": {"num_experts": 4}})
-
-    def own() -> Any:
-        parts = build("packed", num_moe_experts=4, moe_router_load_balancing_type="none", moe_ffn_hidden_size=24)
-        return MegatronTrainStrategy.from_parts(*parts, _batching("packed"))
+    from tests.support.models import worker_config
 
     norms = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    dense = worker_config("packed", 64, megatron=norms)
-    kinds = MegatronTrainStrategy, MegatronInferStrategy
-    _start()
-    said = []
-    for make in (*(kind(config).initialize for kind in kinds), own, *(kind(dense).initialize for kind in kinds)):
-        try:
-            make()
-            said.append("nothing")
-        except LayoutError as error:
-            said.append(str(error))
-    return said
+    messages = []
+    for kind in (MegatronTrainStrategy, MegatronInferStrategy):
+        with pytest.raises(LayoutError) as caught:
+            kind(worker_config("packed", 64, megatron=norms)).initialize()
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_a_model_that_needs_transformer_engine_is_an_error_at_construction() -> None:
-    said = run_ranks(1, "tests.modeling.test_requirements:made_without_an_engine")[0]
-    assert all("install transformer-engine, or megatron-core 0.17" in one for one in said[:3])
-    assert len(said) == 5 and all("install transformer-engine, or recompute core_attn" in one for one in said[3:])
+    messages = run_ranks(1, "tests.modeling.test_requirements:made_with_recomputed_norms")[0]
+    assert all("install transformer-engine, or recompute core_attn" in message for message in messages)

@@ -189,9 +189,6 @@ def _route_evenly() -> None:
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from tests.support.experts import let_experts_run
-
-    let_experts_run()
     gating: Any = TopKRouter.gating
 
     def evenly(self: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,8 @@ def planner_of_strategy(architecture: dict) -> tuple[FlopsCost, object]:
     from roll_batching.modeling.cost import model_pack_times
     from roll_batching.modeling.head import gpt_of
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import worker_config
 
-    let_experts_run()
     strategy = MegatronTrainStrategy(worker_config("packed", 64, architecture=architecture))
     strategy.initialize()
     config = gpt_of(strategy.chunks[0]).config

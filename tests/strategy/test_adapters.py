@@ -60,13 +60,11 @@ def write_references(payload: tuple[str, list[Case]]) -> None:
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
     from tests.support.adapters import PlainLora
-    from tests.support.experts import let_experts_run
     from tests.support.reference import policy_loss, sequence_statistics, stock_model
 
     folder, cases = payload
     make_layout(ParallelDims(), start_processes())
     model_parallel_cuda_manual_seed(0)
-    let_experts_run()
     for case in cases:
         layers, tied, moe, targets = case
         options: dict[str, Any] = {}
@@ -112,10 +110,8 @@ def settings(layout: Layout, mode: str, targets: tuple[str, ...]) -> Any:
 
 def compare(payload: tuple[str, tuple[str, ...], list[dict[str, Any]]]) -> list[dict[str, dict[str, float]]]:
     """For each layout and mode: relative differences from the reference."""
-    from tests.support.experts import let_experts_run
 
     folder, targets, layouts = payload
-    let_experts_run()
     found = []
     for index, values in enumerate(layouts):
         _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")

@@ -36,10 +36,8 @@ LIMIT = 1e-5
 def compare(payload: tuple[str, list[dict[str, Any]], list[int]]) -> list[str]:
     """Cases whose aligned step differs from the plain one, with how much."""
     from tests.strategy.test_layouts import _meet, _part
-    from tests.support.experts import let_experts_run
 
     folder, layouts, multiples = payload
-    let_experts_run()
     found = []
     for index, layout in enumerate(layouts):
         _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")

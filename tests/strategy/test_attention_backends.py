@@ -149,10 +149,8 @@ def generate_with_shared_experts(backend: str) -> list[list[int]]:
     from dataclasses import replace
 
     from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, fill, random_batch, worker_config
 
-    let_experts_run()
     architecture = {**ARCHITECTURE, "moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}}
     megatron = {"expert_model_parallel_size": 2, "attention_backend": backend}
     strategy = MegatronInferStrategy(worker_config("packed", CAP, architecture=architecture, megatron=megatron))

@@ -18,7 +18,6 @@ import torch
 
 from tests.strategy.test_layouts import _meet, _part
 from tests.strategy.test_shared_prefixes import LogitsLoss
-from tests.support.experts import let_experts_run
 from tests.support.layouts import Layout
 from tests.support.models import ARCHITECTURE, random_batch
 from tests.support.ranks import run_ranks
@@ -67,7 +66,6 @@ def losses() -> dict[str, Any]:
 def compare(payload: tuple[str, list[dict[str, Any]], list[str], int]) -> list[list[str]]:
     """For each layout: the cases that differ, with how much."""
     folder, layouts, names, seeds = payload
-    let_experts_run()
     found = []
     for index, layout in enumerate(layouts):
         _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")

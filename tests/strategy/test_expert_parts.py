@@ -30,11 +30,9 @@ def counted(sizes: dict[str, int]) -> dict[str, list[tuple[int, torch.Tensor, to
     from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_from_parts import _batching, _start
-    from tests.support.experts import let_experts_run
     from tests.support.models import random_batch
     from tests.support.own_model import build
 
-    let_experts_run()
     _start(**sizes)
     found = {}
     for mode in ("packed", "padded"):
@@ -88,11 +86,9 @@ def biases_after(_: None) -> dict[str, Any]:
     from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_from_parts import _batching, _start
-    from tests.support.experts import let_experts_run
     from tests.support.models import random_batch
     from tests.support.own_model import build
 
-    let_experts_run()
     _start()
     batch, found = random_batch(17, 9, 40), {}
     for case in ("made", "skipped", "failed", "failed, own optimizer"):
@@ -127,10 +123,8 @@ def problems(_: None) -> dict[str, str]:
     from roll_batching.errors import LayoutError
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_from_parts import _batching, _start
-    from tests.support.experts import let_experts_run
     from tests.support.own_model import build
 
-    let_experts_run()
     _start()
 
     def said(mode: str = "packed", rows_form: bool = False, **changes: Any) -> str:
@@ -191,10 +185,8 @@ def mixtures(_: None) -> list[tuple[int, bool]]:
     """For each layer of this rank: its number and whether it is a mixture, where every second one is."""
     from roll_batching.modeling.head import gpt_of
     from roll_batching.strategy import MegatronInferStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, worker_config
 
-    let_experts_run()
     shape = ARCHITECTURE | {"num_layers": 8, "moe": {"num_experts": 4, "layer_freq": 2, "ffn_hidden_size": 24}}
     megatron = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     strategy = MegatronInferStrategy(worker_config("packed", 64, architecture=shape, megatron=megatron))

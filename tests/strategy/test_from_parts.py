@@ -313,10 +313,8 @@ def plans_of_an_expert_strategy(_: None) -> tuple[Any, str]:
     from roll_batching.planning import plan_step
     from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, worker_config
 
-    let_experts_run()
     moe = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
     config = worker_config(
         "packed", 64, megatron={"expert_model_parallel_size": 2}, architecture={**ARCHITECTURE, "moe": moe}

@@ -26,10 +26,8 @@ LAYOUTS = [
 def strategy_of(layout: Layout, moe: dict[str, Any] | None = None, **megatron: Any) -> Any:
     """A strategy with weights by their global names."""
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, fill, worker_config
 
-    let_experts_run()
     shape = {**ARCHITECTURE, "num_layers": 4, "moe": EXPERTS | (moe or {})}
     config = worker_config(
         "packed", 64, architecture=shape, megatron=layout.megatron() | megatron, dtype=layout.dtype,

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.experts import let_experts_run
 from tests.support.ranks import run_ranks
 
 
@@ -15,7 +14,6 @@ def _strategy(dtype: str, megatron: Any = None, moe: bool = False, layers: int =
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import ARCHITECTURE, fill, worker_config
 
-    let_experts_run()
     experts = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}} if moe else {}
     architecture = {**ARCHITECTURE, **experts, "num_layers": layers}
     config = worker_config("packed", 256, dtype=dtype, megatron=megatron, architecture=architecture)

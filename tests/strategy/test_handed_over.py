@@ -105,10 +105,8 @@ def noisy_routers(_: None) -> dict[str, str]:
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_expert_parts import _experts
     from tests.strategy.test_from_parts import _batching, _start
-    from tests.support.experts import let_experts_run
     from tests.support.own_model import build
 
-    let_experts_run()
     _start()
     cases = {"jitter": {"moe_input_jitter_eps": 0.1}, "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"}}
     found = {name: refusal(build("packed", **_experts(**options))) for name, options in cases.items()}

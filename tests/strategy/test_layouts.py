@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.experts import let_experts_run
 from tests.support.layouts import (
     EXPERTS,
     MORE_EXPERTS,
@@ -107,7 +106,6 @@ def write_references(payload: tuple[str, list[Variant]]) -> None:
     folder, variants = payload
     make_layout(ParallelDims(), start_processes())
     model_parallel_cuda_manual_seed(0)
-    let_experts_run()
     for variant in variants:
         rows, steps = _reference_steps(variant, torch.float32)
         exact = _reference_steps(variant, torch.float64)[1] if variant[2] else None
@@ -156,7 +154,6 @@ Found = dict[str, dict[str, Any]]
 def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[Found]:
     """For each layout and mode: differences from the reference, relative ones."""
     folder, layouts = payload
-    let_experts_run()
     found = []
     for index, layout in enumerate(layouts):
         _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")

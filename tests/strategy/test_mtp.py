@@ -21,10 +21,8 @@ EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
 def strategy_of(layout: Layout, mode: str = "packed", **changes: Any) -> Any:
     """A training strategy with two heads and the weights that names stand for; `changes` are of the layout."""
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, fill, worker_config
 
-    let_experts_run()
     shape = {
         **ARCHITECTURE,
         "num_layers": layout.layers or 4,

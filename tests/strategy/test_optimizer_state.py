@@ -7,27 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.experts import let_experts_run
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 
-HERE = "tests.strategy.test_optimizer_state:"
 CASES = "tests.strategy.test_checkpoint:"
 STAGES = Layout(pp=2, dp=2, ep=2)
-
-
-def saved(case: dict[str, Any]) -> Any:
-    from tests.strategy.test_checkpoint import save_and_go_on
-
-    let_experts_run()
-    return save_and_go_on(case)
-
-
-def loaded(case: dict[str, Any]) -> Any:
-    from tests.strategy.test_checkpoint import load_and_go_on
-
-    let_experts_run()
-    return load_and_go_on(case)
 
 
 def _case(path: Any, dtype: str, experts_in: list[int], layout: Layout) -> dict[str, Any]:
@@ -46,8 +30,8 @@ def _case(path: Any, dtype: str, experts_in: list[int], layout: Layout) -> dict[
 )
 def test_a_stage_without_experts_loads_its_own_checkpoint(tmp_path: Any, dtype: str, experts_in: list[int]) -> None:
     case = _case(tmp_path, dtype, experts_in, STAGES)
-    before = run_ranks(4, HERE + "saved", case)
-    after = run_ranks(4, HERE + "loaded", case)
+    before = run_ranks(4, CASES + "save_and_go_on", case)
+    after = run_ranks(4, CASES + "load_and_go_on", case)
     for (tensors, expected), (found, again) in zip(before, after, strict=True):
         assert tensors.keys() == found.keys() and len(tensors) > 20
         assert not [name for name in tensors if not torch.equal(tensors[name], found[name])]
@@ -58,8 +42,10 @@ def test_a_stage_without_experts_loads_its_own_checkpoint(tmp_path: Any, dtype: 
 @pytest.mark.parametrize("elsewhere", [Layout(), Layout(dp=2, ep=2, distopt=True), Layout(pp=2, vpp=2)], ids=str)
 def test_it_loads_in_other_layouts(tmp_path: Any, elsewhere: Layout) -> None:
     """Whatever optimizer they have."""
-    expected = run_ranks(4, HERE + "saved", _case(tmp_path, "fp32", [0, 0, 1, 1], STAGES))[0][1]
-    ((_, found), *_) = run_ranks(elsewhere.ranks, HERE + "loaded", _case(tmp_path, "fp32", [0, 0, 1, 1], elsewhere))
+    expected = run_ranks(4, CASES + "save_and_go_on", _case(tmp_path, "fp32", [0, 0, 1, 1], STAGES))[0][1]
+    ((_, found), *_) = run_ranks(
+        elsewhere.ranks, CASES + "load_and_go_on", _case(tmp_path, "fp32", [0, 0, 1, 1], elsewhere)
+    )
     for there, here in zip(found, expected, strict=True):
         assert abs(there[0] - here[0]) < 1e-4 * abs(here[0])
         assert there[2] == here[2]

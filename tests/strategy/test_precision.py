@@ -64,10 +64,8 @@ def precisions_of_routers(_: None) -> dict[str, set[str]]:
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_steps import _mine
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, random_batch, worker_config
 
-    let_experts_run()
     routing: Any = TopKRouter.routing
     seen: set[str] = set()
 

@@ -34,10 +34,8 @@ def _megatron(sizes: dict[str, Any]) -> dict[str, Any]:
 def _strategies(options: dict[str, Any]) -> tuple[Any, Any]:
     """The one that trains, with known weights, and the other, whose parameters are NaN."""
     from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import fill, worker_config
 
-    let_experts_run()
     architecture = {**DEEP, **options.get("architecture", {})}
 
     def config(sizes: dict[str, Any]) -> Any:

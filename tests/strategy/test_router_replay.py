@@ -72,13 +72,11 @@ def write_reference(payload: tuple[str, str]) -> None:
 
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
-    from tests.support.experts import let_experts_run
     from tests.support.reference import gradients, policy_loss, sequence_statistics, stock_model
 
     path, router = payload
     make_layout(ParallelDims(), start_processes())
     model_parallel_cuda_manual_seed(0)
-    let_experts_run()
     moe = ROUTERS[router]
     model = stock_model(
         {**ARCHITECTURE, "num_layers": LAYERS},
@@ -132,10 +130,8 @@ def _replay_with_own(experts: torch.Tensor) -> None:
 def compare(payload: tuple[str, str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """For each layout: differences from the reference by mode, and whether replay of own experts changes nothing."""
     from tests.strategy.test_layouts import _meet, _part
-    from tests.support.experts import let_experts_run
 
     path, router, layouts = payload
-    let_experts_run()
     found = []
     for index, layout in enumerate(layouts):
         _meet(Path(path).parent / f"met-{os.environ['MASTER_PORT']}-{index}")
@@ -229,10 +225,8 @@ def in_some_layers(layout: dict[str, Any]) -> tuple[float, dict[int, torch.Tenso
     """Loss with given experts, and own experts by sample, of a model with experts in its second and third layer."""
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import fill, worker_config
 
-    let_experts_run()
     shape = {**ARCHITECTURE, "num_layers": LAYERS, "moe": ROUTERS["softmax"] | {"layer_freq": [0, 1, 1, 0]}}
     strategy = MegatronTrainStrategy(worker_config("packed", 64, architecture=shape, megatron=layout))
     strategy.initialize()

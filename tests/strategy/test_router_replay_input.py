@@ -18,10 +18,8 @@ ROUTER = "softmax"
 def strategy_of(**options: Any) -> Any:
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_router_replay import LAYERS, ROUTERS
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, fill, worker_config
 
-    let_experts_run()
     shape = {**ARCHITECTURE, "num_layers": LAYERS, "moe": ROUTERS[ROUTER], **options.pop("architecture", {})}
     strategy = MegatronTrainStrategy(worker_config("packed", 64, architecture=shape, **options))
     strategy.initialize()

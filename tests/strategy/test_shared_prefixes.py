@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from tests.strategy.test_layouts import CORE, MATRIX, _meet, _part
-from tests.support.experts import let_experts_run
 from tests.support.layouts import Layout
 from tests.support.models import ARCHITECTURE
 from tests.support.ranks import run_ranks
@@ -123,7 +122,6 @@ def make_model(*, critic: bool, **options: Any) -> Any:
 def compare(payload: tuple[str, list[dict[str, Any]], list[tuple[str, str]], dict[str, Any]]) -> list[list[str]]:
     """For each layout: the cases that differ, with how much."""
     folder, layouts, cases, architecture = payload
-    let_experts_run()
     found = []
     for index, layout in enumerate(layouts):
         _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")

@@ -98,14 +98,12 @@ def write_references(payload: tuple[str, list[Any]]) -> None:
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
     from tests.strategy.test_layouts import EXPERT_FIELDS, Z_LOSS
-    from tests.support.experts import let_experts_run
     from tests.support.models import fill
     from tests.support.reference import gradients, stock_model
 
     folder, variants = payload
     make_layout(ParallelDims(), start_processes())
     model_parallel_cuda_manual_seed(0)
-    let_experts_run()
     for variant in variants:
         options: dict[str, Any] = {}
         if variant[2]:
@@ -146,10 +144,8 @@ def _critic(layout: Layout, mode: str = "packed") -> Any:
 
 
 def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    from tests.support.experts import let_experts_run
 
     folder, layouts = payload
-    let_experts_run()
     found = []
     for index, layout in enumerate(layouts):
         _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")

@@ -137,7 +137,7 @@ def build(
     layer = (
         packed_layer_spec(config, rotary, attention=attention)
         if core == "packed"
-        else get_gpt_layer_local_spec(normalization="RMSNorm")
+        else get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm")
     )
     if core == "rows":
         layer.submodules.self_attention.submodules.core_attention = WholeRowAttention

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from roll_batching.megatron_patches.without_engine import define_router_gemm
 from roll_batching.samples import SampleBatch
 from tests.support.models import ARCHITECTURE, fill, global_name
 
@@ -21,6 +22,8 @@ def stock_model(architecture: dict[str, Any] | None = None, **options: Any) -> A
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    if options.get("num_moe_experts"):
+        define_router_gemm()
     a = {"tie_word_embeddings": False, "qk_layernorm": False, "add_qkv_bias": False, **(architecture or ARCHITECTURE)}
     config = TransformerConfig(
         num_layers=a["num_layers"],

@@ -66,9 +66,7 @@ def strategy_of(directory: str, megatron: dict[str, Any], **settings: Any) -> An
     """A training strategy with TransformerEngine's layers, or with local ones, and the weights of `directory`."""
     from roll_batching.distributed.parallel_layout import start_processes
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
 
-    let_experts_run()
     start_processes()  # the CPU: before anybody is told otherwise
     strategy = MegatronTrainStrategy(role(directory, megatron, **settings))
     with as_if_on_an_h100():

@@ -62,10 +62,8 @@ def compare(layout: Layout) -> tuple[float, float, float]:
     from roll_batching.samples import collect, distribute, gather_lengths
     from tests.losses.steps import make_strategy, mine
     from tests.strategy.test_router_replay import loss_of
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, random_batch, whole_gradients, worst_difference
 
-    let_experts_run()
     shape = {**ARCHITECTURE, "num_layers": MIXTURE.num_layers, "moe": MOE}
     strategy = make_strategy(architecture=shape, megatron=layout.megatron())
     local = mine(strategy, random_batch(40, 9, 40))

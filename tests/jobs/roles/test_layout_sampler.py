@@ -26,10 +26,8 @@ def _models(options: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
     """What trains, what answers in its own way, and the samplers beside it."""
     from roll_batching.jobs.roles.layout_sampler import LayoutSampler
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.experts import let_experts_run
     from tests.support.models import fill
 
-    let_experts_run()
     policy = MegatronTrainStrategy(_worker(options["train"], options), seed=7)
     policy.initialize()
     fill(policy.chunks, 61, policy.layout.tp_rank, policy.layout.tp_size)

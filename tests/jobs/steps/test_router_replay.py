@@ -32,10 +32,8 @@ def trained(payload: dict[str, Any]) -> dict[str, Any]:
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_router_replay import LAYERS, ROUTERS
-    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, fill, random_batch, worker_config
 
-    let_experts_run()
     shape = {**ARCHITECTURE, "num_layers": LAYERS, "moe": ROUTERS["softmax"]}
     config = worker_config(
         "packed", 64, architecture=shape, megatron=payload["layout"], logprob_plan=payload["plan"],
