@@ -53,6 +53,10 @@ class RankError(RollBatchingError, RuntimeError):
     """An error of at least one rank, raised with the same message on all ranks."""
 
 
+class CollectiveError(RollBatchingError, RuntimeError):
+    """A failure of this rank alone inside a library's collectives. The others wait there until this process ends."""
+
+
 _LOST = re.compile(
     r"connection (was likely )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|failed to (recv|send), got"
     r"|remote process exited|failed to pass monitoredBarrier|has died",

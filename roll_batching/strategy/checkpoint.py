@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, digest, exchange
@@ -26,13 +25,23 @@ from roll_batching.strategy.adapter_checkpoint import (
     describe_adapters,
     without_base,
 )
-from roll_batching.strategy.checkpoint_files import check_files, explain_read_errors, hide_future_warnings, load_tensors
+from roll_batching.strategy.checkpoint_files import (
+    alone,
+    check_files,
+    describe_cause,
+    explain_read_errors,
+    hide_future_warnings,
+    load_tensors,
+    read_common,
+)
 from roll_batching.strategy.checkpoint_folder import RECORD, REPLACED, SAVING, atomic_folder
 from roll_batching.strategy.checkpoint_manifest import MANIFEST, check_manifest
 from roll_batching.strategy.checkpoint_writer import CheckpointWriter, bytes_of, check_free_space
 from roll_batching.strategy.model_state import ModelState, TrainingState
 from roll_batching.strategy.optimizer_state import (
     check_optimizer,
+    grad_scaler_state,
+    partial_stacks,
     prepare_optimizer,
     restore_optimizer,
     sharded_optimizer,
@@ -79,29 +88,31 @@ def write_state(
     with consensus(group, SAVING):
         check_saving(model)
     gather_parameters(model.chunks)
-    training = model.training
-    record: dict[str, Any] = {
-        "architecture": _architecture(model),
-        "adapters": describe_adapters(model, group),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "layout": model.layout.to_dict(),
-        "optimizer": None,
-        "manifest": manifest,
-    }
-    if training is not None and training.optimizer is not None:
-        record["optimizer"] = {
-            "steps": prepare_optimizer(training.optimizer),
-            "skipped_steps": training.skipped_steps,
-            "schedule_steps": getattr(training.scheduler, "num_steps", None),
-        }
-    tensors = _sharded_tensors(model, model.optimizer, loading=False)
-    needed = torch.tensor([bytes_of(_shards(tensors))])
-    dist.all_reduce(needed, group=group)
+    progress = exchange(group, SAVING, lambda: _optimizer_progress(model.optimizer))
+    tensors = _sharded_tensors(model, model.optimizer, SAVING, loading=False)
+    if scaler := next((scaler for _, scaler in progress if scaler), None):
+        tensors.setdefault("optimizer", {})["grad_scaler"] = scaler
+    needed = _check_shards(tensors, group, SAVING)
+    adapters, training = describe_adapters(model, group), model.training
     with consensus(group, SAVING):
+        record: dict[str, Any] = {
+            "architecture": _architecture(model),
+            "adapters": adapters,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "layout": model.layout.to_dict(),
+            "optimizer": None,
+            "manifest": manifest,
+        }
+        if training is not None and training.optimizer is not None:
+            record["optimizer"] = {
+                "steps": max(steps for steps, _ in progress),
+                "skipped_steps": training.skipped_steps,
+                "schedule_steps": getattr(training.scheduler, "num_steps", None),
+            }
+        text = json.dumps(record, indent=1) + "\n"
         if dist.get_rank() == 0:
-            check_free_space(folder, int(needed))
-    text = json.dumps(record, indent=1) + "\n"
-    return CheckpointWriter(tensors, text, folder, group, size=int(needed), background=background, manifest=manifest)
+            check_free_space(folder, needed)
+    return CheckpointWriter(tensors, text, folder, group, size=needed, background=background, manifest=manifest)
 
 
 def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: bool = True) -> ModelState:
@@ -140,9 +151,11 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
     gather_parameters(model.chunks)
     training = model.training if optimizer else None
     loaded_optimizer = None if training is None else training.optimizer
-    if loaded_optimizer is not None:
-        prepare_optimizer(loaded_optimizer)
-    tensors = _sharded_tensors(model, loaded_optimizer, loading=True)
+    with consensus(group, LOADING):
+        if loaded_optimizer is not None:
+            prepare_optimizer(loaded_optimizer)
+    tensors = _sharded_tensors(model, loaded_optimizer, LOADING, loading=True)
+    _check_shards(tensors, group, LOADING)
     unread = ("mtp.",) if _leaves_heads(model) else ()
     _check_tensors(tensors, path, group, optimizer=loaded_optimizer is not None, unread=unread)
     with hide_future_warnings():
@@ -171,15 +184,33 @@ def model_shards(model: ModelState) -> Iterator[Any]:
     """This rank's weights as Megatron's ShardedTensors, whose names do not depend on the layout."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    state = _sharded_tensors(model, None, loading=False, whole=True)
-    yield from (shard for shard in _shards(state) if isinstance(shard, ShardedTensor))
+    yield from (shard for shard in _shards(_sharded_weights(model)) if isinstance(shard, ShardedTensor))
 
 
-def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool, whole: bool = False) -> dict[str, Any]:
-    """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout.
+def _sharded_tensors(model: ModelState, optimizer: Any, what: str, *, loading: bool) -> dict[str, Any]:
+    """Weights and state of the prepared optimizer as shards of global tensors, named alike in all layouts. Collective.
 
-    `whole`: also the weights that checkpoints leave out.
+    `what` is the operation, for errors on all ranks.
     """
+    group = model.layout.host_group
+    with consensus(group, what):
+        weights = _sharded_weights(model)
+        state = {key: without_base(model, part) for key, part in weights.items()}
+    if optimizer is not None:
+        stacks = partial_stacks(optimizer, weights, group, what)
+        with consensus(group, what) if loading else alone(what):
+            shards = sharded_optimizer(optimizer, weights, stacks, loading=loading)
+        state |= {"optimizer": shards} if shards else {}
+    return state
+
+
+def _optimizer_progress(optimizer: Any) -> tuple[int, dict[str, Any]]:
+    """(steps, loss scale) after preparing the optimizer's state. On ranks of a frozen stage they are 0 and empty."""
+    return (0, {}) if optimizer is None else (prepare_optimizer(optimizer), grad_scaler_state(optimizer))
+
+
+def _sharded_weights(model: ModelState) -> dict[str, Any]:
+    """The sharded state of each chunk, with the weights that checkpoints leave out."""
     from megatron.core import parallel_state
 
     groups = model.pg_collection
@@ -188,7 +219,7 @@ def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool, whole:
         "dp_cp_group": data,
         "chained_optim_avoid_prefix": True,
     }
-    state: dict[str, Any] = {
+    return {
         f"model{index}": {
             name: piece
             for name, piece in gpt_of(chunk).sharded_state_dict(metadata=dict(metadata)).items()
@@ -196,12 +227,6 @@ def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool, whole:
         }
         for index, chunk in enumerate(model.chunks)
     }
-    if optimizer is not None:
-        shards = sharded_optimizer(optimizer, dict(state), loading=loading)
-        state |= {"optimizer": shards} if shards else {}
-    if whole:
-        return state
-    return {key: part if key == "optimizer" else without_base(model, part) for key, part in state.items()}
 
 
 def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: dict[str, Any]) -> TrainingState:
@@ -280,6 +305,7 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     def local_tensors() -> tuple[dict[str, tuple[int, ...] | None], dict[str, tuple[int, ...]]]:
+        read_common(path)
         expected: dict[str, tuple[int, ...] | None] = {}
         for shard in _shards(state):
             if isinstance(shard, ShardedTensor):  # a vocabulary padded for another layout has another size
@@ -303,8 +329,37 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
         elif (shape := expected[key]) is not None and shape != stored[key]:
             problems.append(f"{key} is {list(stored[key])} there and {list(shape)} here")
     with consensus(group, LOADING):
+        if problems and all(problem.startswith("optimizer.") for problem in problems):
+            raise CheckpointError(
+                f"the checkpoint {path} has the optimizer state of other trained parameters: {_some(problems)}. Freeze "
+                "the same ones, or load it with optimizer=False, which starts a fresh optimizer"
+            )
         if problems:
             raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
+
+
+def _check_shards(state: dict[str, Any], group: Any, what: str) -> int:
+    """Bytes of a checkpoint over all ranks. Raises `RankError` on all unless the shards make whole tensors. Collective.
+
+    Megatron's own call of this check raises on rank 0 alone, inside collectives in which the other ranks then wait.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+    from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+
+    def local_shards() -> tuple[list[Any], int]:
+        shards = [shard for shard in _shards(state) if isinstance(shard, ShardedBase)]
+        return [shard.without_data() for shard in shards], bytes_of(shards)
+
+    shards_by_rank = exchange(group, what, local_shards)
+    with consensus(group, what):
+        try:
+            validate_sharding_integrity([shards for shards, _ in shards_by_rank])
+        except Exception as error:
+            raise CheckpointError(
+                f"the shards of all ranks do not make whole tensors (`sharded_state_dict` of a module): "
+                f"{describe_cause(error)}"
+            ) from None
+    return sum(size for _, size in shards_by_rank)
 
 
 def _shards(state: dict[str, Any]) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from roll_batching.errors import CheckpointError
+from roll_batching.errors import CheckpointError, CollectiveError, RollBatchingError
 from roll_batching.files import cause
 from roll_batching.strategy.checkpoint_pickles import foreign_class, only_weights, read_index
 
@@ -82,19 +82,54 @@ def load_tensors(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Che
     """Megatron's load: (loaded state, None), or ({}, this rank's error). Collective; all ranks fail together.
 
     torch raises the errors of all ranks, with all tracebacks, as a `CheckpointException`, which is not an `Exception`.
+    Any other error is a `CollectiveError`.
+
+    Args:
+        state: shards that make whole tensors; the check is left out here, because it raises on one rank.
+        path: the checkpoint, whose common part can be read.
     """
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint import CheckpointException
 
     try:
-        with explain_read_errors(path), only_weights():
-            return dist_checkpointing.load(state, str(path)), None
+        with alone(f"loading {path}"), only_weights():
+            return dist_checkpointing.load(state, str(path), validate_access_integrity=False), None
     except CheckpointException as failed:
         own = failed.failures.get(dist.get_rank())
         reason = describe_cause(own[0]) if own else f"rank {', '.join(map(str, failed.failures))} could not read it"
         return {}, CheckpointError(f"{path} cannot be read: {reason}")
-    except CheckpointError as error:
-        return {}, error
+
+
+def read_common(path: Path) -> None:
+    """Raises `CheckpointError` where the part of `path` that every rank reads by itself cannot be read.
+
+    Megatron reads it between its collectives, where an error on one rank leaves the others waiting.
+    """
+    from megatron.core.dist_checkpointing import load_common_state_dict
+    from torch.distributed.checkpoint import CheckpointException
+
+    with explain_read_errors(path), only_weights(), hide_future_warnings():
+        try:
+            load_common_state_dict(str(path))
+        except CheckpointException as failed:
+            raise failed.failures[dist.get_rank()][0] from None
+
+
+@contextlib.contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Context around collectives of a library, with code between them that can fail on one rank.
+
+    The other ranks wait inside, and nothing that this rank does can reach them there: the error must end its process,
+    which ends theirs. So it is a `CollectiveError`, which no consensus waits for.
+    """
+    try:
+        yield
+    except RollBatchingError:
+        raise
+    except Exception as error:
+        raise CollectiveError(
+            f"{what} failed on rank {dist.get_rank()}, and the other ranks cannot be told: {describe_cause(error)}"
+        ) from error
 
 
 def describe_cause(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus
-from roll_batching.errors import CheckpointError, RankError, RollBatchingError
+from roll_batching.errors import CheckpointError, CollectiveError, RankError, RollBatchingError
 from roll_batching.files import cause
 
 RECORD = "strategy.json"
@@ -67,13 +67,15 @@ class AtomicFolder:
             failed = None
             try:
                 yield self.folder
-            except RankError:  # raised on all ranks already
+            except (RankError, CollectiveError):  # raised on all ranks already, or the others cannot be waited for
                 raise
             except Exception as error:
                 failed = error
             with consensus(self.group, self.what):
                 if failed is not None:
                     raise failed
+        except CollectiveError:
+            raise
         except RollBatchingError:  # from the consensus above: all ranks get here
             if dist.get_rank() == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)  # a full disk needs its space back

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.megatron_patches.checkpoint_files import file_writes_replaced, write_bucket
-from roll_batching.strategy.checkpoint_files import describe_cause, hide_future_warnings, system_error
+from roll_batching.strategy.checkpoint_files import alone, describe_cause, hide_future_warnings, system_error
 from roll_batching.strategy.checkpoint_folder import RECORD, SAVING, write_text
 from roll_batching.strategy.checkpoint_manifest import MANIFEST, FileDigest, digest_files, listed_files, manifest_text
 
@@ -32,7 +32,7 @@ class CheckpointWriter:
     Construction and `finish` are collective over `group`. `finish` returns when all files are complete.
 
     Args:
-        tensors: the sharded state.
+        tensors: the sharded state, whose shards make whole tensors.
         record: the content of `strategy.json`, which is written last.
         folder: an empty folder, usually of an `AtomicFolder`.
         group: the ranks that write.
@@ -42,6 +42,7 @@ class CheckpointWriter:
 
     Raises:
         RankError: on all ranks, with file and cause, when a file could not be written.
+        CollectiveError: on this rank, for another failure inside Megatron's collectives.
     """
 
     def __init__(
@@ -66,14 +67,16 @@ class CheckpointWriter:
         self._finalizers: list[Callable[[], None]] = []
         if not background:
             with self._errors.collected(), hide_future_warnings():
-                dist_checkpointing.save(tensors, str(folder))
+                dist_checkpointing.save(tensors, str(folder), validate_access_integrity=False)
             return
         # 0.19 deprecates its own asynchronous strategy, and its other one needs the package nvidia-resiliency-ext.
         has_strategies = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-        options = {"async_strategy": "mcore"} if has_strategies else {}
+        options: dict[str, Any] = {"async_strategy": "mcore"} if has_strategies else {}
         request: Any = None
         with self._errors.collected(), hide_future_warnings():
-            request = dist_checkpointing.save(tensors, str(folder), async_sharded_save=True, **options)
+            request = dist_checkpointing.save(
+                tensors, str(folder), validate_access_integrity=False, async_sharded_save=True, **options
+            )
         with consensus(group, SAVING):
             self._errors.raise_first()
             self._finalizers = request.finalize_fns
@@ -156,7 +159,8 @@ class _WriteErrors:
 
         with file_writes_replaced(write, lambda function, name: _collecting(function, folder / name, errors)):
             try:
-                yield
+                with alone(f"writing {folder}"):
+                    yield
             except CheckpointException as failed:  # not an `Exception`; raised on all ranks
                 own = failed.failures.get(dist.get_rank())
                 errors.append((folder, own[0] if own else RuntimeError("another rank could not write")))
@@ -219,7 +223,7 @@ def check_free_space(folder: Path, needed: int) -> None:
         )
 
 
-def bytes_of(shards: Iterator[Any]) -> int:
+def bytes_of(shards: Iterable[Any]) -> int:
     """Bytes of a sharded state that this rank writes."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 

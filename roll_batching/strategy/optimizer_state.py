@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from roll_batching.distributed import exchange
 from roll_batching.distributed.groups import group_device
 from roll_batching.errors import CheckpointError
 from roll_batching.strategy.optimizer_step import optimizer_parts
@@ -64,21 +65,51 @@ def prepare_optimizer(optimizer: Any) -> int:
     return steps
 
 
-def sharded_optimizer(optimizer: Any, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
+    """The loss scale of fp16; empty without one, as on the ranks of a stage that is frozen as a whole."""
+    scalers = _grad_scalers(optimizer)
+    return scalers[0].state_dict() if scalers else {}
+
+
+def partial_stacks(optimizer: Any, model_state: dict[str, Any], group: Any, what: str) -> frozenset[str]:
+    """Keys of stacked layers of which, over all ranks, some are trained and some frozen. Collective; errors on all.
+
+    Megatron stacks equal layers under one key. The state of such a stack would have holes, which it refuses to save: it
+    is saved layer by layer.
+    """
+
+    def local_keys() -> tuple[set[str], set[str]]:
+        trained = {id(parameter) for _, part in _numbered_parts(optimizer) for parameter in _trained_by(part)}
+        shards = _shards_by_parameter(model_state)
+        keys = {True: set[str](), False: set[str]()}
+        for number, shard in shards.items():
+            keys[number in trained].add(shard.key)
+        return keys[True], keys[False]
+
+    keys_by_rank = exchange(group, what, local_keys)
+    return frozenset(
+        {key for trained, _ in keys_by_rank for key in trained} & {key for _, rest in keys_by_rank for key in rest}
+    )
+
+
+def sharded_optimizer(
+    optimizer: Any, model_state: dict[str, Any], stacks: frozenset[str], *, loading: bool
+) -> dict[str, Any]:
     """The state of a prepared optimizer as Megatron's shards, or shards to load into. Collective unless `loading`.
 
-    Except for the loss scale it has shards only, numbered on this rank: ranks step different parameters (a pipeline
-    stage may have no experts), and Megatron merges everything that is not a shard with the state of rank 0.
+    `stacks` are the `partial_stacks`.
+
+    It has shards only, numbered on this rank: ranks step different parameters (a pipeline stage may have no experts),
+    and Megatron merges everything that is not a shard with the state of rank 0.
     """
     shards = {
-        number: _distributed_state(part, model_state, loading=loading)
+        number: _distributed_state(part, model_state, stacks, loading=loading)
         if _is_distributed(part)
-        else _replicated_state(part, model_state)
+        else _replicated_state(part, model_state, stacks)
         for number, part in _numbered_parts(optimizer)
     }
-    scalers = _grad_scalers(optimizer)
-    state = {"parameters": shards, "grad_scaler": scalers[0].state_dict() if scalers else {}}
-    return {name: value for name, value in state.items() if value}  # Megatron warns of empty ones
+    shards = {number: state for number, state in shards.items() if state}  # Megatron warns of empty ones
+    return {"parameters": shards} if shards else {}
 
 
 def restore_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
@@ -113,6 +144,14 @@ def _is_distributed(part: Any) -> bool:
     return any(kind.__name__ == "DistributedOptimizer" for kind in type(part).__mro__)
 
 
+def _trained_by(part: Any) -> Iterator[torch.nn.Parameter]:
+    """The model's parameters that an optimizer steps."""
+    if _is_distributed(part):
+        yield from (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
+    else:
+        yield from (parameter for parameter, _ in _replicated_parameters(part))
+
+
 def _has_step_per_parameter(part: Any) -> bool:
     return isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
@@ -133,8 +172,11 @@ def _shards_by_parameter(model_state: dict[str, Any]) -> dict[int, Any]:
     return {id(item.data): item for item in nested_values(model_state) if isinstance(item, kinds)}
 
 
-def _state_shard(parameter_shard: Any, name: str, flat: torch.Tensor, replica_id: Any) -> Any:
-    """A parameter's state as a shard of a global tensor, cut as the parameter itself is."""
+def _state_shard(parameter_shard: Any, name: str, flat: torch.Tensor, replica_id: Any, stacks: frozenset[str]) -> Any:
+    """A parameter's state as a shard of a global tensor, cut as the parameter itself is.
+
+    In one of `stacks` the tensor is that of one layer.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     values = flat.detach().view(parameter_shard.data.shape)
@@ -145,7 +187,27 @@ def _state_shard(parameter_shard: Any, name: str, flat: torch.Tensor, replica_id
     }
     if isinstance(parameter_shard, ShardedTensor):
         changes["dtype"] = values.dtype
-    return replace(parameter_shard, **changes)
+    shard = replace(parameter_shard, **changes)
+    return _unstacked(shard) if parameter_shard.key in stacks else shard
+
+
+def _unstacked(shard: Any) -> Any:
+    """A shard whose place in a stack of layers (and experts) is part of its key instead of axes."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if isinstance(shard, ShardedTensorFactory):
+        build = shard.build_fn
+        return replace(shard, build_fn=lambda *arguments: dict_list_map_outplace(_unstacked, build(*arguments)))
+    axes = shard.prepend_axis_num
+    return replace(
+        shard,
+        key=".".join([shard.key, *map(str, shard.global_offset[:axes])]),
+        global_shape=shard.global_shape[axes:],
+        global_offset=shard.global_offset[axes:],
+        axis_fragmentations=shard.axis_fragmentations[axes:],
+        prepend_axis_num=0,
+    )
 
 
 def _tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -173,7 +235,9 @@ class _PartitionedParameter:
 
 
 @torch.no_grad()
-def _distributed_state(part: Any, model_state: dict[str, Any], *, loading: bool) -> dict[int, dict[str, Any]]:
+def _distributed_state(
+    part: Any, model_state: dict[str, Any], stacks: frozenset[str], *, loading: bool
+) -> dict[int, dict[str, Any]]:
     """State shards by number of the parameter, of the parameters that this rank assembles.
 
     When `loading`: of the parameters that its share touches, uninitialised on the CPU. Collective over the optimizer's
@@ -182,6 +246,7 @@ def _distributed_state(part: Any, model_state: dict[str, Any], *, loading: bool)
     Args:
         part: a distributed optimizer whose state exists.
         model_state: the sharded state of its model chunks.
+        stacks: the `partial_stacks`.
         loading: as above.
     """
     parameter_shards = _shards_by_parameter(model_state)
@@ -200,7 +265,9 @@ def _distributed_state(part: Any, model_state: dict[str, Any], *, loading: bool)
             continue  # another rank assembles it
         shard = parameter_shards[id(partitioned.parameter)]
         replica_id = _replica_id(part, partitioned, shard)
-        state[partitioned.index] = {name: _state_shard(shard, name, flat, replica_id) for name, flat in values.items()}
+        state[partitioned.index] = {
+            name: _state_shard(shard, name, flat, replica_id, stacks) for name, flat in values.items()
+        }
     return state
 
 
@@ -272,13 +339,15 @@ def _replica_id(part: Any, partitioned: _PartitionedParameter, shard: Any) -> tu
 # ---- other optimizers
 
 
-def _replicated_state(part: Any, model_state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def _replicated_state(part: Any, model_state: dict[str, Any], stacks: frozenset[str]) -> dict[int, dict[str, Any]]:
     """State shards by number of the parameter. They are the optimizer's own tensors, also when loading."""
     parameter_shards = _shards_by_parameter(model_state)
     state: dict[int, dict[str, Any]] = {}
     for index, (parameter, tensors) in enumerate(_replicated_parameters(part)):
         shard = parameter_shards[id(parameter)]
-        state[index] = {name: _state_shard(shard, name, values, shard.replica_id) for name, values in tensors.items()}
+        state[index] = {
+            name: _state_shard(shard, name, values, shard.replica_id, stacks) for name, values in tensors.items()
+        }
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def build(
     wrapped: bool = True,
     bucketed: bool = False,
     frozen: bool = False,
+    trained: str = "",
     learned_positions: int | None = None,
     parallel_output: bool = True,
     ddp: dict[str, Any] | None = None,
@@ -80,8 +82,9 @@ def build(
 ) -> tuple[list[Any], Any]:
     """(chunks, optimizer). `core`: "stock", "packed" (our public spec, with the backend `attention`) or "rows" (above).
 
-    `frozen` takes every parameter of this rank out of training, `optimizer` holds OptimizerConfig's options and `ddp`
-    DistributedDataParallelConfig's. With `learned_positions` there is a table of so many instead of a rotation.
+    `frozen` takes every parameter of this rank out of training, `trained` those whose names it does not match.
+    `optimizer` holds OptimizerConfig's options and `ddp` DistributedDataParallelConfig's. With `learned_positions`
+    there is a table of so many instead of a rotation.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import (
@@ -161,7 +164,8 @@ def build(
         fill([model], a["vocab_size"], mpu.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size)
         if config.fp16:
             model = Float16Module(config, model)
-        model.requires_grad_(not frozen)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen and re.search(trained, name) is not None)
         if wrapped:
             ddp_config = DistributedDataParallelConfig(
                 overlap_grad_reduce=bucketed,
