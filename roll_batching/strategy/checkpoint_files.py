@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from roll_batching.errors import CheckpointError, CollectiveError, RollBatchingError
+from roll_batching.errors import CheckpointError, CollectiveError, RankError
 from roll_batching.files import cause
 from roll_batching.strategy.checkpoint_pickles import foreign_class, only_weights, read_index
 
@@ -124,7 +124,7 @@ def alone(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except RollBatchingError:
+    except (RankError, CollectiveError):
         raise
     except Exception as error:
         raise CollectiveError(

@@ -22,7 +22,7 @@ from roll_batching.files import cause
 from roll_batching.huggingface.directory import INDEX, SINGLE, files_beside_weights
 from roll_batching.huggingface.layer_rules import HEAD
 from roll_batching.huggingface.stored import DERIVED, StoredTensors, torch_dtype
-from roll_batching.strategy.checkpoint_files import describe_cause
+from roll_batching.strategy.checkpoint_files import alone, describe_cause
 from roll_batching.strategy.checkpoint_folder import atomic_folder, write_text
 from roll_batching.strategy.checkpoint_writer import check_free_space
 from roll_batching.strategy.full_tensors import cast_to_file_dtype, describe_full_tensors, gather_full_tensors
@@ -80,11 +80,13 @@ def export_model(
                 check_free_space(folder, sum(full.bytes_of(name) for name in full.shapes) + copied)
         writer = _Writer(folder, largest_file)
         for placed in full.parameters:
-            for name, tensor in (gather_full_tensors(placed, full.sizes, _HOST) or {}).items():
+            with alone(EXPORTING):
+                tensors = gather_full_tensors(placed, full.sizes, _HOST) or {}
+            for name, tensor in tensors.items():
                 writer.add(name, tensor, full.dtypes[name])
                 for copy in (one for one, source in full.copies.items() if source == name):
                     dtype = full.stored.dtypes.get(copy, full.stored.dtypes[name])
-                    writer.add(copy, tensor.clone(), torch_dtype(dtype))
+                    writer.add_copy(copy, tensor, torch_dtype(dtype))
         if dist.get_rank() == 0:
             for name in full.untrained:
                 writer.copy(name, full.stored)
@@ -108,13 +110,23 @@ class _Writer:
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         """Adds a tensor, cast to the dtype of its file."""
+        self._attempt(lambda: self._add(name, tensor, dtype))
+
+    def add_copy(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Adds a tensor that has been added under another name: safetensors refuses two in one memory."""
+        self._attempt(lambda: self._add(name, tensor.clone(), dtype))
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        """Calls `act` unless an earlier call failed, and keeps its error."""
         if self._error is not None:
             return
         try:
-            converted = cast_to_file_dtype(name, tensor, dtype)
-        except CheckpointError as error:
+            act()
+        except Exception as error:
             self._error = error
-            return
+
+    def _add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        converted = cast_to_file_dtype(name, tensor, dtype)
         pending = sum(one.nbytes for one in self._pending.values())
         if self._pending and pending + converted.nbytes > self.largest:
             self._flush()
@@ -122,24 +134,21 @@ class _Writer:
 
     def copy(self, name: str, stored: StoredTensors) -> None:
         """Adds a tensor of the original directory as it is there."""
-        if self._error is not None:
-            return
+        self._attempt(lambda: self._copy(name, stored))
+
+    def _copy(self, name: str, stored: StoredTensors) -> None:
         shape, dtype = stored.shapes[name], torch_dtype(stored.dtypes[name])
         whole = torch.empty(shape, dtype=dtype)
         try:
             for at, values in stored.read(name, slice(0, shape[0])):
                 whole[at].copy_(values)
-        except CheckpointError as error:
-            self._error = error
-            return
         finally:
             stored.close()
-        self.add(name, whole, dtype)
+        self._add(name, whole, dtype)
 
     def finish(self) -> list[_WrittenFile]:
         """The files of this rank. Raises `CheckpointError` if one could not be written."""
-        if self._pending:
-            self._flush()
+        self._attempt(self._flush)
         if self._error is not None:
             raise self._error
         return self.files
@@ -147,13 +156,15 @@ class _Writer:
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
+        if not self._pending:
+            return
         file = self.folder / f"part-{dist.get_rank():05d}-{len(self.files):05d}.safetensors"
         try:
             save_file(self._pending, file, metadata={"format": "pt"})
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         except Exception as error:
-            self._error = CheckpointError(f"{file} cannot be written: {describe_cause(error)}")
+            raise CheckpointError(f"{file} cannot be written: {describe_cause(error)}") from None
         self.files.append(
             _WrittenFile(name=file.name, tensors={name: tensor.nbytes for name, tensor in self._pending.items()})
         )

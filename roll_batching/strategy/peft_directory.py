@@ -20,7 +20,7 @@ from roll_batching.huggingface.families import rules_of
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.parameter_names import global_name
 from roll_batching.modeling.pretrained import family_of
-from roll_batching.strategy.checkpoint_files import describe_cause
+from roll_batching.strategy.checkpoint_files import alone, describe_cause
 from roll_batching.strategy.checkpoint_folder import atomic_folder, write_text
 from roll_batching.strategy.model_state import AdapterState, ModelState
 from roll_batching.strategy.weights import gather_parameters
@@ -81,12 +81,13 @@ def export_adapters(state: ModelState, source: str, path: str | Path) -> None:
         matrices = list(_matrices(state, source))
     gather_parameters(state.chunks)
     with atomic_folder(path, group, what=_WRITING, replaces=lambda folder: (folder / CONFIG).is_file()) as folder:
-        owned = {}
-        for matrix in matrices:
-            if matrix.is_first_replica and (whole := _gather(matrix)) is not None:
-                owned[matrix.name] = whole
-        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(owned, parts, dst=0, group=group)
+        with alone(_WRITING):
+            owned = {}
+            for matrix in matrices:
+                if matrix.is_first_replica and (whole := _gather(matrix)) is not None:
+                    owned[matrix.name] = whole
+            parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(owned, parts, dst=0, group=group)
         with consensus(group, _WRITING):
             if parts is not None:
                 _write(folder, adapters, source, {name: one for part in parts for name, one in part.items()})

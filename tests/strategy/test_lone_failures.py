@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.huggingface import tiny
 from tests.jobs.launch.commands import done, train, write_job
 from tests.support.checkpoints import without_manifest
 from tests.support.layouts import Layout
@@ -193,6 +194,40 @@ def test_a_failure_inside_collectives_ends_its_rank_and_so_the_others(tmp_path: 
     line = next(line for line in outcomes[1].output.splitlines() if "CollectiveError: " in line)
     report(line)
     assert "failed on rank 1, and the other ranks cannot be told: MemoryError: no memory for the plan" in line
+
+
+# ---- model directories
+
+
+def export_alone(folder: str) -> tuple[str, float]:
+    """Rank 0, which writes the files, cannot convert a tensor."""
+    import torch.distributed as dist
+
+    from roll_batching.errors import RankError
+    from roll_batching.strategy import MegatronTrainStrategy, export
+    from tests.te.engine import role
+
+    made = MegatronTrainStrategy(role(folder + "/model", Layout(tp=2).megatron(), dtype="fp32"))
+    made.initialize()
+    if dist.get_rank() == 0:
+
+        def fail(*arguments: Any) -> None:
+            raise MemoryError("no memory for the copy")
+
+        export.cast_to_file_dtype = fail
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        made.export(folder + "/exported")
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.models
+@pytest.mark.bad_input
+def test_an_export_that_one_rank_cannot_write_is_an_error_on_all(tmp_path: Any) -> None:
+    tiny.write_model(tmp_path / "model", "qwen3")
+    first, second = run_ranks(2, HERE + "export_alone", str(tmp_path), timeout=100)
+    assert first[0] == second[0] and "rank 0: MemoryError: no memory for the copy" in first[0]
+    assert max(first[1], second[1]) < SOON and not list(tmp_path.glob("exported*"))
 
 
 @pytest.mark.bad_input

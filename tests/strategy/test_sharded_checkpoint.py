@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_checkpoint import FIRST_LOSS, KINDS, LATER_LOSS, kinds
+from tests.strategy.test_checkpoint import FIRST_LOSS, KINDS, LATER_LOSS
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 
@@ -75,8 +75,6 @@ JOURNEYS: list[tuple[str, Layout, list[Layout]]] = [
 )
 def test_loaded_in_another_layout(tmp_path, report, kind, home, stations):
     """Saved again by each layout on the way and loaded at home, it is what it was, to the bit: no layout lost any."""
-    if kind not in kinds():
-        pytest.skip("0.16 has no experts without TransformerEngine")
     case = case_of(kind, home)
     before = run_ranks(home.ranks, CASES + "save_and_go_on", case | {"path": f"{tmp_path}/{kind}-0"})
     expected = before[0][1]
