@@ -164,7 +164,7 @@ def _run_on_ray(job: JobConfig, options: _LaunchOptions) -> None:
 
 
 def _devices_here(job: JobConfig, count: int, nproc: int | None, *, of_roles: bool = False) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for the ranks on this machine; empty without GPUs.
+    """CUDA_VISIBLE_DEVICES for the ranks on this machine; empty without GPUs, where models are checked instead.
 
     `of_roles`: include the devices of roles that have their own.
     """
@@ -173,7 +173,11 @@ def _devices_here(job: JobConfig, count: int, nproc: int | None, *, of_roles: bo
     _require_torch()
     import torch
 
+    from roll_batching.jobs.run.capabilities import check_capabilities
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:  # on a GPU the ranks ask: this process would keep memory of the device
+        check_capabilities(job, torch.device("cpu"))
     chosen = choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None)
     others = role_gpus(job, chosen, gpus)
     return visible_devices([*chosen, *(device for device in others if of_roles)])

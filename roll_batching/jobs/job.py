@@ -20,6 +20,7 @@ from roll_batching.jobs.rl.grpo import Grpo
 from roll_batching.jobs.roles.layout_sampler import layout_sampler
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts, function_rollouts_of
 from roll_batching.jobs.rollouts.prompts import prompts_by_domain
+from roll_batching.jobs.run.capabilities import check_capabilities
 from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.run.job_digests import shared_settings
 from roll_batching.jobs.run.saved_model import export_final_model
@@ -40,8 +41,10 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
     inputs = load_inputs(config)
     if inputs.prompts is not None and inputs.reward is not None:
         prompts_by_domain(config, inputs.prompts, inputs.reward)  # fails before the model is built
-    start_processes(config.actor_train.backend_timeout)
+    device = start_processes(config.actor_train.backend_timeout)
     _check_settings(config)
+    with consensus(host_group(), "the job's models"):
+        check_capabilities(config, device)
     loss = _loss(config) if config.max_steps else None
     advantages = _advantages(config) if config.max_steps and not supervised(config) else None
     function = _rollout_function(config)

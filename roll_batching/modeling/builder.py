@@ -12,15 +12,15 @@ import torch
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.megatron_patches.without_engine import define_router_gemm
+from roll_batching.modeling.build_problems import build_problems
 from roll_batching.modeling.experts import draw_experts, freeze_routers, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels
 from roll_batching.modeling.layers import layers_of_chunk, mark_shards
-from roll_batching.modeling.requirements import ENGINE_LAYERS, EXPERT_BIASES, recomputed_modules, refusals_here
+from roll_batching.modeling.requirements import adam_problems
 from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.modeling.transformer_config import transformer_config
-from roll_batching.packing.attention_backend import installed_versions
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -61,54 +61,16 @@ def build_chunks(
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.module import Float16Module
 
-    problems = refusals_here(
+    problems = build_problems(
+        architecture,
+        strategy,
+        kernels,
         device=layout.device,
         dtype=dtype,
-        head_dim=architecture.head_dim,
-        backend=kernels.attention,
-        engine_layers=kernels.layers == "transformer_engine",
-        recomputed=recomputed_modules(strategy),
-        latent_attention=architecture.multi_latent_attention is not None,
-        attention_sinks=architecture.attention_sinks,
-        value_dim=architecture.value_dim,
-        has_window=architecture.sliding_window is not None,
+        tp_size=layout.tp_size,
+        cp_size=layout.cp_size,
+        value_head=value_head,
     )
-    if architecture.add_bias_linear and architecture.moe is not None and layout.tp_size > 1:
-        problems.append(EXPERT_BIASES)
-    engine_layers = kernels.layers == "transformer_engine"
-    if architecture.sandwich_norms and engine_layers:
-        problems.append("sandwich norms are built around Megatron's local layers: set transformer_impl: local")
-    if architecture.gated_delta_net is not None and not kernels.attention.rotates:
-        problems.append(
-            "gated delta nets are tested beside attention that rotates only: choose an attention_backend that does "
-            "(dense, varlen or flash_attn)"
-        )
-    if architecture.hybrid is not None and (engine_layers or not kernels.attention.rotates):
-        problems.append(
-            "layers with one part each (architecture.hybrid) are tested beside Megatron's local layers and attention "
-            "that can rotate itself only: set transformer_impl: local, and choose attention_backend dense, varlen or "
-            "flash_attn"
-        )
-    if architecture.mtp_num_layers:
-        from roll_batching.settings.model_parts import problems_of_heads  # few models have heads
-
-        problems += problems_of_heads(
-            architecture,
-            engine_layers=engine_layers,
-            rotates=kernels.attention.rotates,
-            stages=layout.pp_size,
-        )
-    if architecture.vision is not None:
-        from roll_batching.settings.vision_rules import vision_problems  # few models take images
-
-        problems += vision_problems(
-            engine_layers=engine_layers, rotates=kernels.attention.rotates, value_head=value_head, fp8=strategy.fp8
-        )
-    if strategy.fp8 is not None:
-        from roll_batching.modeling.fp8_requirements import fp8_build_problems  # few models train in FP8
-
-        problems += fp8_build_problems(architecture, strategy, layout.device, dtype)
-    problems += _indivisible(architecture, layout)
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
     strategy.chunk_layers(architecture.num_layers)  # raises where they do not divide
@@ -178,22 +140,6 @@ def build_chunks(
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
             keep_expert_biases_in_fp32(gpt)
     return chunks
-
-
-def _indivisible(architecture: ArchitectureConfig, layout: ParallelLayout) -> list[str]:
-    """Units of recurrent layers that tensor- and context-parallel ranks cannot divide."""
-    delta, ranks = architecture.gated_delta_net, layout.tp_size * layout.cp_size
-    if architecture.hybrid is not None:
-        from roll_batching.settings.model_parts import mamba_misfit  # few models need it
-
-        misfit = mamba_misfit(architecture.hybrid, layout.tp_size, layout.cp_size)
-        return [] if misfit is None else [misfit]
-    if delta is None or not delta.num_key_heads % ranks:
-        return []
-    return [
-        f"{delta.num_key_heads} key heads of gated delta nets do not divide among TP x CP = {ranks} ranks: lower "
-        "tensor_model_parallel_size or context_parallel_size"
-    ]
 
 
 @contextlib.contextmanager
@@ -272,8 +218,8 @@ def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: to
     """
     from megatron.core.optimizer import OptimizerConfig
 
-    if strategy.use_precision_aware_optimizer:
-        _require_engine_adam(device)
+    if problems := adam_problems(strategy, device):
+        raise LayoutError("; ".join(problems))
     return OptimizerConfig(
         optimizer="adam",
         lr=training.learning_rate,
@@ -293,15 +239,6 @@ def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: to
         exp_avg_dtype=_STATE_DTYPES[strategy.exp_avg_dtype],
         exp_avg_sq_dtype=_STATE_DTYPES[strategy.exp_avg_sq_dtype],
     )
-
-
-def _require_engine_adam(device: torch.device) -> None:
-    name = "use_precision_aware_optimizer uses TransformerEngine's Adam, which"
-    if device.type == "cpu":
-        raise LayoutError(f"{name} runs on CUDA, not on cpu: leave it out")
-    libraries = [library for library, _ in ENGINE_LAYERS.libraries]
-    if missing := ENGINE_LAYERS.missing(installed_versions(libraries)):
-        raise LayoutError(f"{name} needs {'; '.join(missing)}, or leave it out")
 
 
 def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype) -> Any:

@@ -198,3 +198,15 @@ def _attention_refusals(
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def adam_problems(strategy: Any, device: torch.device) -> list[str]:
+    """Reasons why TransformerEngine's Adam (`use_precision_aware_optimizer`) cannot run here; empty without it."""
+    if not strategy.use_precision_aware_optimizer:
+        return []
+    name = "use_precision_aware_optimizer uses TransformerEngine's Adam, which"
+    if device.type == "cpu":
+        return [f"{name} runs on CUDA, not on cpu: leave it out"]
+    libraries = [library for library, _ in ENGINE_LAYERS.libraries]
+    missing = ENGINE_LAYERS.missing(installed_versions(libraries))
+    return [f"{name} needs {'; '.join(missing)}, or leave it out"] if missing else []
