@@ -19,6 +19,7 @@ from roll_batching.commands.simulate import simulate
 from roll_batching.commands.train import dpo, sft, train
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.known_warnings import hide_known_warnings
+from roll_batching.secret_names import redact_forms
 
 app = typer.Typer(
     help="Plans, packs and balances every training step on Megatron-Core.",
@@ -79,7 +80,7 @@ def _report(error: RollBatchingError) -> None:
     # All ranks read the same file and find the same errors, so one of them reports.
     if place is None or place.rank == 0:
         sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(redact_forms(f"error: {error}"), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -197,6 +197,17 @@ def test_hostile_texts_stay_texts(tmp_path):
 
 
 @pytest.mark.bad_input
+def test_a_page_shows_no_secret_of_a_run(tmp_path):
+    """Of a folder whose config.yaml an older version has written, and of its notices."""
+    folder = write_run(tmp_path / "run", [{"step": 1, "phase": "rl", "loss": 1.0}])
+    hub, password = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZ", "pass-7"
+    settings = f"system_envs: {{LOGIN: {hub}, SORT_KEY: by-length, MY_API_KEY: short-7}}\nurl: http://me:{password}@h\n"
+    (folder / "config.yaml").write_text(settings)
+    path, _ = write_report([folder], tmp_path / "page.html")
+    page = path.read_text()
+    assert "by-length" in page and not any(text in page for text in (hub, password, "short-7"))
+
+
 def test_broken_files_are_read_as_far_as_they_go_and_named(tmp_path, capsys):
     folder = hostile_run(tmp_path / "evil")
     with pytest.raises(SystemExit) as end:

@@ -220,7 +220,8 @@ def _environment(job: JobKeys) -> Iterator[Problem]:
                 yield Problem(path, "is set by torchrun; leave it out")
             owner, before = values.setdefault(variable, (".".join(scope) or "the top level", value))
             if scope and before != value and owner != "the top level":
-                difference = "differs from that" if is_secret(variable) else f"is {value!r}, but {before!r}"
+                hidden = is_secret(variable, value) or is_secret(variable, before)
+                difference = "differs from that" if hidden else f"is {value!r}, but {before!r}"
                 text = f"{difference} in {owner}; the roles share one process and its environment"
                 yield Problem(path, text)
 

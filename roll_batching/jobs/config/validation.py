@@ -17,7 +17,7 @@ from roll_batching.jobs.config.key_paths import all_keys, field_at, given_keys, 
 from roll_batching.jobs.config.notices import collect_notices
 from roll_batching.jobs.config.rules import broken_rules
 from roll_batching.jobs.config.yaml_source import Source
-from roll_batching.secret_names import is_secret, redact
+from roll_batching.secret_names import is_secret, redact, redact_forms
 from roll_batching.settings.fields import nested_settings, registered_name
 from roll_batching.settings.megatron_config import FSDP_STRATEGIES
 
@@ -122,7 +122,9 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
     """Pydantic's error as a problem: value, key, and the valid values."""
     path = _path_in(error["loc"], data, missing=error["type"] == "missing")
     kind = error["type"]
-    given = redact(error["input"], secret=any(map(is_secret, path)) and field_at(path) is None)
+    given = redact_forms(error["input"])
+    if field_at(path) is None:
+        given = redact(given, name=path[-1] if path else "", secret=any(map(is_secret, path)))
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         return Problem(path, _unknown_key(path), unknown_key=True)

@@ -1,4 +1,4 @@
-"""Hides secrets of free-form sections in files and trackers, recognised by their names."""
+"""Hides secrets in files and trackers: by name and value in free-form sections, by value elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from roll_batching.jobs.config.diagnostics import KeyPath, Problem
 from roll_batching.jobs.config.key_paths import field_at, given_keys, settings_at
-from roll_batching.secret_names import REDACTED, is_secret, redact
+from roll_batching.secret_names import REDACTED, redact, redact_forms
 
 
 def without_secrets(data: Mapping[str, Any], prefix: KeyPath = ()) -> dict[str, Any]:
@@ -16,15 +16,15 @@ def without_secrets(data: Mapping[str, Any], prefix: KeyPath = ()) -> dict[str, 
     for key, value in data.items():
         path = (*prefix, key)
         if is_free(path):
-            result[key] = redact(value, secret=is_secret(key))
+            result[key] = redact(value, name=key)
         else:
-            result[key] = without_secrets(value, path) if isinstance(value, dict) else value
+            result[key] = without_secrets(value, path) if isinstance(value, dict) else redact_forms(value)
     return result
 
 
 def withheld_problems(data: Mapping[str, Any]) -> list[Problem]:
     """One problem per value of `data` that `without_secrets` has hidden."""
-    text = "was not saved with the run, since its name looks like a secret's: set it, or remove its line"
+    text = "was not saved with the run, since its name or value looks like a secret's: set it, or remove its line"
     return [Problem(path, text) for top, value in given_keys(data) for path in _withheld(top, value)]
 
 
@@ -40,5 +40,5 @@ def _withheld(path: KeyPath, value: Any) -> Iterator[KeyPath]:
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _withheld((*path, key), item)
-    elif value == REDACTED:
+    elif isinstance(value, str) and REDACTED in value:
         yield path

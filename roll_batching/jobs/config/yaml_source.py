@@ -11,7 +11,7 @@ from typing import Any
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
 from roll_batching.jobs.config.interpolation import resolve
 from roll_batching.jobs.config.yaml_values import DEEPEST, LONGEST_TEXT, YamlFaults, read_values, text_fault
-from roll_batching.secret_names import REDACTED, is_secret
+from roll_batching.secret_names import is_secret, redact
 
 
 @dataclass
@@ -89,8 +89,9 @@ def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
     """Sets `a.b.c=value` in `source`; the value is YAML. Raises ConfigFileError with all bad overrides."""
     problems: list[Problem] = []
     for text in overrides:
-        key, _, _ = text.partition("=")
-        place = Place(f"override '{f'{key}={REDACTED}' if is_secret(key) else shortened(text)}'")
+        key, equals, value = text.partition("=")
+        shown = redact(value, name=key.rpartition(".")[2], secret=any(map(is_secret, key.split("."))))
+        place = Place(f"override '{shortened(key + equals + shown)}'")
         try:
             _apply_override(source, text, place)
             source.overrides.append(place)

@@ -141,7 +141,7 @@ def resolvers() -> Iterator[None]:
             OmegaConf.register_new_resolver(name, function)
 
     def read_variable(name: str, *default: Any) -> Any:
-        if is_secret(name):
+        if is_secret(name) or is_secret(name, oc.env(name, *default)):
             raise ValueError(f"{name} looks like a secret, which no file should hold: set it where the job starts")
         return oc.env(name, *default)
 

@@ -18,7 +18,7 @@ from roll_batching.jobs.config.validation import check_source
 from roll_batching.jobs.config.withheld import is_free
 from roll_batching.jobs.config.yaml_source import Source
 from roll_batching.jobs.conversion.report import Conversion, KeptKey, Kind, LeftOut
-from roll_batching.secret_names import is_secret, redact
+from roll_batching.secret_names import is_secret, redact, redact_forms
 
 _PLACEHOLDERS: Mapping[KeyPath, Any] = {("warmup", "file_name"): "?"}
 """Values of required keys that the user fills in later; with them the loader checks the rest of their section."""
@@ -66,7 +66,7 @@ class Draft:
 
     def leave_out(self, key: str, kind: Kind, why: str) -> None:
         """Records that `key` of the file is not converted. The first reason of a key stays."""
-        self.left_out.setdefault(key, (kind, why))
+        self.left_out.setdefault(key, (kind, redact_forms(why)))
 
 
 def check_draft(draft: Draft) -> Conversion:
@@ -108,7 +108,7 @@ def _known_values(draft: Draft) -> dict[str, Any]:
     for path, value, key in list(given_foreign_keys(data)):
         _drop(data, draft, path, "refused" if key.refuses(value) else "idle", key.reason)
     for path, value in list(_pairs(data)):
-        if is_free(path) and not isinstance(value, dict) and redact(value, secret=any(map(is_secret, path))) != value:
+        if not isinstance(value, dict) and _without_secrets(path, value) != value:
             draft.leave_out(draft.origin(path), "refused", _SECRET)
             _remove(data, path)
             continue
@@ -118,6 +118,12 @@ def _known_values(draft: Draft) -> dict[str, Any]:
             if value == ours and isinstance(value, bool) == isinstance(ours, bool):
                 _remove(data, path)
     return data
+
+
+def _without_secrets(path: KeyPath, value: Any) -> Any:
+    if is_free(path):
+        return redact(value, name=path[-1], secret=any(map(is_secret, path)))
+    return redact_forms(value)
 
 
 def _remove(data: dict[str, Any], path: KeyPath) -> None:

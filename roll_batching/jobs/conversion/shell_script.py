@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from roll_batching.jobs.conversion.shell_words import (
     Word,
     statements,
 )
-from roll_batching.secret_names import is_secret as looks_secret
+from roll_batching.secret_names import is_secret
 
 SECRET = "looks like a secret, which no file should hold: set it where the job starts"
 _LONGEST_VALUE = 1 << 16
@@ -39,8 +38,6 @@ _LARGEST = 1 << 62
 _DEEPEST_SOURCE = 5
 _FOLDERS_ABOVE = 4
 """Folders above the script's in which a relative `source` is looked for."""
-_COUNTS = re.compile(r"(?i)max_tokens?(_len)?|token_len(gth)?")
-"""Parts of names of numbers of tokens, which are no secrets."""
 _OPENING = ("if", "while", "until", "for", "case", "select", "function", "{")
 _CLOSING = ("fi", "done", "esac", "}")
 _BETWEEN = ("then", "else", "do", "elif", "!", "time")
@@ -243,11 +240,7 @@ class _Interpreter:
 
     def _variable(self, part: Variable, path: Path) -> tuple[str | None, str, bool]:
         if is_secret(part.name):
-            return (
-                None,
-                f"{part.name} looks like a secret, which no file should hold: set it where the job starts",
-                False,
-            )
+            return None, f"{part.name} {SECRET}", False
         if part.name.isdigit() and part.name != "0" and part.default is None:
             return None, f"${part.name} is an argument of the script", False
         values = self.variables.get(part.name)
@@ -296,8 +289,3 @@ class _Interpreter:
 
 def _unread(word: Word, why: str) -> Value:
     return Value(None, word.place, word.raw, f"{word.name or word.raw} {why}")
-
-
-def is_secret(name: str) -> bool:
-    """Whether `name`, of a shell variable or an option, looks like a secret's."""
-    return looks_secret(_COUNTS.sub("", name))

@@ -9,8 +9,9 @@ from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
 from roll_batching.jobs.conversion.composing import Composed
-from roll_batching.jobs.conversion.shell_script import SECRET, Value, is_secret, read_script, training_command
+from roll_batching.jobs.conversion.shell_script import SECRET, Value, read_script, training_command
 from roll_batching.jobs.conversion.slime_options import FLAGS, FLOATS, INTEGERS, LISTS, TEXTS, SlimeFile
+from roll_batching.secret_names import is_secret
 
 PROGRAMS = ("train.py", "train_async.py")
 PROGRAM = "program"
@@ -74,7 +75,7 @@ def _read(option: Value, values: list[Value], composed: Composed) -> Problem | N
     composed.failed.pop((name,), None)
     composed.places[(name,)] = place
     composed.data[name] = None
-    if is_secret(name.rpartition("-")[2]) and name not in TEXTS:
+    if any(is_secret(name, value.text) for value in values):
         composed.failed[(name,)] = SECRET
     elif unread is not None and not SlimeFile.is_idle(name):
         composed.failed[(name,)] = f"line {unread.place.line}: {unread.why}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from roll_batching.errors import RankError, RollBatchingError, is_collective_timeout, is_lost_peer
 from roll_batching.jobs.launch.logs import log_notice
 from roll_batching.jobs.processes.rank_variables import FAILURES
+from roll_batching.secret_names import redact_forms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
         message += f". ulimit -n is {limit} here: raise it"
     return Failure(
         rank=rank,
-        message=message,
+        message=redact_forms(message),
         nanoseconds=time.time_ns(),
         frames="" if expected or lost else "".join(traceback.format_tb(error.__traceback__)),
         agreed=isinstance(error, RankError),

@@ -20,6 +20,7 @@ from roll_batching.jobs.observe.run_info import RUN_INFO
 from roll_batching.jobs.report.json_lines import JsonLines, read_json_lines
 from roll_batching.jobs.report.text import clean, number
 from roll_batching.jobs.run.folder import CONFIG
+from roll_batching.secret_names import redact
 
 MOST_ROLLOUTS = 1000
 """Most responses on a page, spread evenly over rollouts.jsonl."""
@@ -202,8 +203,9 @@ def _read_plan(path: Path, problems: list[str]) -> LastPlan | None:
 
 
 def _flat(values: dict[Any, Any]) -> dict[str, str]:
-    """Leaves by dotted key. The number of entries is limited: aliases make a short YAML file an endless tree."""
-    return {key: value for key, value in islice(_leaves(values, ()), _MOST_SETTINGS)}
+    """Leaves by dotted key, without secrets. Their number is limited: aliases make a short file an endless tree."""
+    leaves = islice(_leaves(values, ()), _MOST_SETTINGS)
+    return {key: redact(value, name=key.rpartition(".")[2]) for key, value in leaves}
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:

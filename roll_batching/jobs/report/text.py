@@ -6,6 +6,8 @@ import html
 import re
 from typing import Any
 
+from roll_batching.secret_names import redact_forms
+
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """Terminal escape sequences: colours, cursor movements, titles."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -15,10 +17,10 @@ _LARGEST = 1e300
 
 
 def clean(value: Any, most: int = 2000) -> str:
-    """`value` as text: escape sequences removed, characters that cannot be shown replaced, cut after `most`."""
+    """`value` as text: without secrets and escape sequences, unprintable characters replaced, cut after `most`."""
     text = value if isinstance(value, str) else _written(value)
     left_out = len(text) - most
-    text = _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text[:most].replace("\r\n", "\n")))
+    text = _CONTROLS.sub("\ufffd", _ESCAPES.sub("", redact_forms(text[:most]).replace("\r\n", "\n")))
     return text if left_out <= 0 else f"{text} [... {left_out:,} more characters]"
 
 

@@ -74,6 +74,7 @@ CONVERSIONS = [
         "keys that are secret",
         OF_ROLL + f"track_with: wandb\ntracker_kwargs: {{api_key: {SECRET}}}\nsystem_envs: {{HF_TOKEN: {SECRET}}}\n",
     ),
+    _converted("a URL with a password", OF_ROLL + f"pretrain: https://me:{SECRET}@hub/model\n", UNKNOWN),
     _refused("billion laughs", LAUGHS + "\n" + OF_NEMO_RL, "holds more than 20,000 values", framework="nemo_rl"),
     _refused("defaults that lead back", "defaults: job.yaml\n", "inherit from each other", framework="nemo_rl"),
     _refused(

@@ -9,52 +9,37 @@ import yaml
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import config_from_dict, load_config
-from roll_batching.secret_names import REDACTED, is_secret
+from roll_batching.secret_names import REDACTED
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
 SECRET = "sk-7f3a9"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["WANDB_API_KEY", "HF_TOKEN", "HF_TOKEN_PATH", "PGPASSWORD", "AWS_ACCESS_KEY_ID", "api_key", "apiKey", "x-api-key",
-     "OPENAI_APIKEY", "DB_PASSWD", "client_secret", "Authorization", "aws.credentials", "key", "judge keys"],
-)  # fmt: skip
-def test_names_of_secrets(name):
-    assert is_secret(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["max_tokens", "TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "keyboard", "HF_HOME", "", 3,
-     "tokenizer", "secretary", "PYTHONPATH"],
-)  # fmt: skip
-def test_names_of_no_secrets(name):
-    assert not is_secret(name)
+BY_VALUE = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZ"
+"""A secret under a name that tells nothing."""
 
 
 def job_of(folder, **changes: Any):
     return settings(
         folder,
-        system_envs={"WANDB_API_KEY": SECRET, "NCCL_DEBUG": "WARN"},
+        system_envs={"WANDB_API_KEY": SECRET, "NCCL_DEBUG": "WARN", "HUB_LOGIN": BY_VALUE},
         actor_train__system_envs={"HF_TOKEN": SECRET + "b"},
         track_with="wandb",
         tracker_kwargs={"mode": "offline", "settings": {"api_key": SECRET}},
         reward_function="tests.jobs.run.test_secrets:judged",
-        reward_args={"api_key": SECRET, "headers": [{"Authorization": SECRET}], "max_tokens": 7},
+        reward_args={"api_key": SECRET, "headers": [{"Authorization": SECRET}], "reward_key": "score"},
         **changes,
     )
 
 
-def judged(completion, *, api_key, headers, max_tokens) -> float:
+def judged(completion, *, api_key, headers, reward_key) -> float:
     """A reward that needs a key, as a judge does."""
-    assert (api_key, headers, max_tokens) == (SECRET, [{"Authorization": SECRET}], 7)
+    assert (api_key, headers, reward_key) == (SECRET, [{"Authorization": SECRET}], "score")
     return float(len(completion.response) % 2)
 
 
 def files_with_secrets(folder):
-    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    texts = ((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file())
+    return [path for path, text in texts if SECRET.encode() in text or BY_VALUE.encode() in text]
 
 
 def test_a_run_leaves_no_secret_in_its_folder(tmp_path, report):
@@ -67,8 +52,9 @@ def test_a_run_leaves_no_secret_in_its_folder(tmp_path, report):
     assert list(folder.rglob("job.json")) and (folder / "rollouts.jsonl").exists()
     assert files_with_secrets(folder) == []
     written = yaml.safe_load((folder / "config.yaml").read_text())
-    assert written["reward_args"] == {"api_key": REDACTED, "headers": [{"Authorization": REDACTED}], "max_tokens": 7}
-    assert written["system_envs"] == {"WANDB_API_KEY": REDACTED, "NCCL_DEBUG": "WARN"}
+    kept = {"api_key": REDACTED, "headers": [{"Authorization": REDACTED}], "reward_key": "score"}
+    assert written["reward_args"] == kept
+    assert written["system_envs"] == {"WANDB_API_KEY": REDACTED, "NCCL_DEBUG": "WARN", "HUB_LOGIN": REDACTED}
     assert written["tokenizer"]["eos_token"] == "$", "keys of the schema are no secrets"
     assert "reward_args.api_key" in errors and "was not saved with the run" in errors
     report(errors)
@@ -99,7 +85,12 @@ def test_a_written_configuration_loads_and_trains_only_once_its_secrets_are_give
     with pytest.raises(ConfigError) as caught:
         job.check_runnable()
     for key in (
-        *("system_envs.WANDB_API_KEY", "actor_train.system_envs.HF_TOKEN", "tracker_kwargs.settings.api_key"),
+        *(
+            "system_envs.WANDB_API_KEY",
+            "system_envs.HUB_LOGIN",
+            "actor_train.system_envs.HF_TOKEN",
+            "tracker_kwargs.settings.api_key",
+        ),
         *("reward_args.api_key", "reward_args.headers.0.Authorization"),
     ):
         assert f"{key}: " in str(caught.value).replace("[0]", ".0")
@@ -114,7 +105,7 @@ def test_a_tracker_gets_its_options_whole_and_the_settings_without_secrets(tmp_p
     config = config_from_dict(job_of(tmp_path))
     recorder.RunRecorder(config, enabled=False)._tracker()
     ((_, _, _, shown, options),) = given
-    assert SECRET not in repr(shown) and options["settings"] == {"api_key": SECRET}
+    assert SECRET not in repr(shown) and BY_VALUE not in repr(shown) and options["settings"] == {"api_key": SECRET}
     assert config.environment()["WANDB_API_KEY"] == SECRET and config.to_dict()["reward_args"]["api_key"] == SECRET
 
 
@@ -142,6 +133,24 @@ def test_an_override_of_a_key_is_refused_without_its_value(tmp_path):
     with pytest.raises(ConfigError, match="override 'actor_train.api_key=<secret, not kept>'") as caught:
         load_config(file, [f"actor_train.api_key={SECRET}"])
     assert SECRET not in str(caught.value)
+    with pytest.raises(ConfigError, match="override 'actor_train.login=<secret, not kept>'") as caught:
+        load_config(file, [f"actor_train.login={BY_VALUE}"])
+    assert BY_VALUE not in str(caught.value)
+    with pytest.raises(ConfigError, match="override 'actor_train.sort_key=length'"):
+        load_config(file, ["actor_train.sort_key=length"])
+
+
+def test_a_url_with_a_password_is_neither_written_nor_shown(tmp_path):
+    """Keys of the schema are told by their values too."""
+    from roll_batching.jobs.config.withheld import withheld_problems, without_secrets
+
+    job = settings(tmp_path, pretrain="https://user:pass-7@hub/model", exp_name="9f86d081884c7d659a2feaa0c55ad015")
+    written = without_secrets(config_from_dict(job).to_dict())
+    assert "pass-7" not in repr(written) and written["exp_name"] == job["exp_name"]
+    assert ("pretrain",) in [problem.path for problem in withheld_problems(written)]
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({**job, "task": "https://user:pass-7@hub"})
+    assert "pass-7" not in str(caught.value)
 
 
 def test_what_a_checkpoint_keeps_does_not_depend_on_keys(tmp_path):

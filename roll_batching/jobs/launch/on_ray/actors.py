@@ -142,12 +142,12 @@ def start_actors(
 def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of the command's environment that ranks inherit, without secrets."""
     wanted = {name for name in environment if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)}
-    return {name: environment[name] for name in sorted(wanted) if not is_secret(name)}
+    return {name: environment[name] for name in sorted(wanted) if not is_secret(name, environment[name])}
 
 
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """`variables` split in two: for the runtime environment, which Ray shows to all its users, and secrets."""
-    secrets = {name: value for name, value in variables.items() if is_secret(name)}
+    secrets = {name: value for name, value in variables.items() if is_secret(name, value)}
     return {name: value for name, value in variables.items() if name not in secrets}, secrets
 
 
