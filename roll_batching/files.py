@@ -1,12 +1,17 @@
-"""Atomic file writes: a killed process or a full disk never leaves a half-written file under the final name."""
+"""File writes that lose nothing: atomic, and over no file of the user's."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from roll_batching.errors import ConfigError
+
+_MOST_READ = 16 << 20
+"""Bytes of a file that are read to tell who wrote it. Own files are smaller."""
 
 
 @contextlib.contextmanager
@@ -25,6 +30,27 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_replaceable(
+    path: str | Path, command: str, is_own: Callable[[bytes], bool], cure: str = "Choose another file, or move it away"
+) -> None:
+    """Raises ConfigError if `path` is a folder, or a file that `roll-batching COMMAND` did not write.
+
+    `is_own` tells from a file's content. An empty file may be replaced, and devices and pipes may be written.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder. {cure}")
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_READ)
+    except OSError as error:
+        raise ConfigError(f"{path} is there and cannot be read: {cause(error)}. {cure}") from None
+    if content and not is_own(content):
+        raise ConfigError(f"{path} was not written by `roll-batching {command}`, so it is not overwritten. {cure}")
 
 
 def cause(error: OSError) -> str:

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from roll_batching.errors import ConfigError
-from roll_batching.files import atomic_file
+from roll_batching.files import atomic_file, check_replaceable
 from roll_batching.jobs.conversion import ORIGINS, convert_file, origin_of
+from roll_batching.jobs.conversion.report import is_json_report, is_unedited_yaml
 
 
 class Framework(StrEnum):
@@ -22,6 +23,9 @@ class Framework(StrEnum):
     slime = "slime"
 
 
+_CURE = "Choose another file, or replace it and all edits with --force"
+
+
 def convert_config(
     source: Annotated[
         Path, typer.Argument(help="YAML file of ROLL, NeMo-RL or verl, or shell script of verl or slime.")
@@ -31,8 +35,16 @@ def convert_config(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Output file. Default: print the result.")] = None,
     report: Annotated[Path | None, typer.Option(help="Also write the lists of keys to this JSON file.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace any file, also one that was edited since its conversion.")
+    ] = False,
 ) -> None:
     """Convert a file to our YAML; comments list keys that are kept, changed in meaning, and left out."""
+    if output is not None and report is not None and output.resolve() == report.resolve():
+        raise ConfigError(f"--output and --report are both {output}: name two files")
+    for path, is_own in ((output, is_unedited_yaml), (report, is_json_report)):
+        if path is not None and not force:
+            check_replaceable(path, "convert-config", is_own, _CURE)
     origin = ORIGINS[framework.value] if framework is not None else origin_of(source)
     conversion = convert_file(source, origin)
     if report is not None:

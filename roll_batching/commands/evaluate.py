@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from roll_batching.commands.checkpoints import Checkpoint, Pretrain, Prompts, require_torch
-from roll_batching.commands.generate import write_lines
+from roll_batching.commands.generate import check_responses, write_lines
 from roll_batching.jobs.observe.numbers import fixed
 
 
@@ -29,6 +29,7 @@ def evaluate(
 
     Runs on one process. If the run had one data-parallel rank, they equal those of its evaluation at that step.
     """
+    check_responses(output, "eval")
     require_torch("evaluating")
     from roll_batching.jobs.inputs import read_prompts
     from roll_batching.jobs.run.saved_model import open_checkpoint, tokenizer_of

@@ -11,7 +11,7 @@ import typer
 
 from roll_batching.commands.checkpoints import Checkpoint, Pretrain, Prompts, require_torch
 from roll_batching.errors import ConfigError
-from roll_batching.files import atomic_file, cause
+from roll_batching.files import atomic_file, cause, check_replaceable
 
 
 def generate(
@@ -30,6 +30,7 @@ def generate(
     pretrain: Pretrain = None,
 ) -> None:
     """Sample responses of a checkpoint on one process, on the GPU if there is one."""
+    check_responses(output, "generate")
     require_torch("generating")
     from roll_batching.jobs.inputs import prompt_of, read_prompts
     from roll_batching.jobs.run.saved_model import open_checkpoint, tokenizer_of
@@ -67,6 +68,20 @@ def generate(
     for line in lines:
         end = "" if line["finished"] else " ... (truncated)"
         typer.echo(f"\n> {line['prompt']}\n{line['response']}{end}")
+
+
+def check_responses(path: Path | None, command: str) -> None:
+    """Raises ConfigError if `path` is a file whose first line is no response with the fields that commands write."""
+    if path is not None:
+        check_replaceable(path, command, _has_responses)
+
+
+def _has_responses(content: bytes) -> bool:
+    try:
+        line = json.loads(content.partition(b"\n")[0])
+    except ValueError:
+        return False
+    return isinstance(line, dict) and line.keys() >= {"prompt", "response", "finished", "response_tokens", "version"}
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -150,7 +150,7 @@ def plan(
         if plot is not None:
             from roll_batching.jobs.observe.plan_picture import check_picture
 
-            check_picture(plot)
+            check_picture(plot, "plan")
         if not dynamic_cp and (max_cp is not None or model is not None or cluster):
             raise ConfigError(
                 "--max-cp, --model and --cluster are read with --dynamic-cp only: add it, or leave them out"

@@ -53,7 +53,7 @@ def rehearse(
     if plot is not None:
         from roll_batching.jobs.observe.plan_picture import check_picture
 
-        check_picture(plot)
+        check_picture(plot, "rehearse")
     job = load_config(config, list(overrides or ()))
     if importlib.util.find_spec("torch") is None:
         raise RollBatchingError("a rehearsal needs torch and megatron-core: pip install 'roll-batching[megatron]'")

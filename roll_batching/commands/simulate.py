@@ -11,7 +11,7 @@ import typer
 
 from roll_batching.commands.plan import MOST_RANKS, MOST_SPLITS
 from roll_batching.errors import ConfigError, DataError, LayoutError, PlanError
-from roll_batching.files import atomic_file, cause
+from roll_batching.files import atomic_file, cause, check_replaceable
 from roll_batching.jobs.config import load_config
 from roll_batching.planning import PlanConstraints
 from roll_batching.planning.batching_spec import Oversize
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from roll_batching.planning.pack_times import Cluster
     from roll_batching.simulation import Scenario, SimulatedStep
     from roll_batching.simulation.sweep import Swept
+
+_MARK = {"written_by": "roll-batching simulate"}
+"""First key of the file of --json."""
 
 
 def simulate(
@@ -91,7 +94,9 @@ def simulate(
     if plot is not None:
         from roll_batching.jobs.observe.plan_picture import check_picture
 
-        _as_config_error(check_picture, plot)
+        _as_config_error(check_picture, plot, "simulate")
+    if json_file is not None:
+        check_replaceable(json_file, "simulate", lambda content: json.dumps(_MARK)[1:-1].encode() in content[:200])
     layout = {
         "max_tokens": max_tokens,
         "dp": dp,
@@ -279,13 +284,13 @@ def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]], title: st
     console.print(table)
 
 
-def _write(file: Path | None, value: Any) -> None:
+def _write(file: Path | None, value: dict[str, Any]) -> None:
     if file is None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(file) as partial:
-            partial.write_text(json.dumps(value))
+            partial.write_text(json.dumps(_MARK | value))
     except OSError as error:
         raise ConfigError(f"--json {file} cannot be written: {cause(error)}") from None
     typer.echo(f"figures: {file}")

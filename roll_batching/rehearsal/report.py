@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.critic_rules import uses_critic
+from roll_batching.jobs.observe.plan_picture import save_figure
 from roll_batching.rehearsal.advice import Limit, TriedChange, largest_fitting_caps
 from roll_batching.rehearsal.job import GIB, Rehearsal, StageReport, StepTotals, totals_of
 from roll_batching.rehearsal.task import CRITIC, RankReport
@@ -207,5 +208,4 @@ def draw_memory(report: RankReport, path: str | Path, *, title: str, gpu_memory:
     axes.set(xlabel="operations of a step", ylabel="GiB", xlim=(0, len(moments)), ylim=(0, gpu_memory / GIB * 1.2))
     axes.set_title(title, fontsize=10, pad=8)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, reverse=True)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=110, bbox_inches="tight")

@@ -94,10 +94,11 @@ class ModelIOMixin(OffloadMixin):
 
         export_model(self.state, self._source_directory("export"), path, replaces=replaces, with_head=with_head)
 
-    def export_adapters(self, path: str | Path) -> None:
+    def export_adapters(self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False) -> None:
         """Writes the LoRA adapters as a directory in PEFT's format. Collective.
 
-        As with `save`, `path` appears once it is complete; an earlier export of adapters there is replaced.
+        As with `save`, `path` appears once it is complete; an existing folder is replaced where `replaces(path)` is
+        true.
 
         Raises:
             RankError: on all ranks: `path` exists, the model has no adapters or came from no model directory, or a rank
@@ -105,7 +106,7 @@ class ModelIOMixin(OffloadMixin):
         """
         from roll_batching.strategy.peft_directory import export_adapters
 
-        export_adapters(self.state, self._source_directory("export_adapters"), path)
+        export_adapters(self.state, self._source_directory("export_adapters"), path, replaces=replaces)
 
     def tensor_stream(self) -> TensorStream:
         """Full tensors under Hugging Face names, in buckets, on rank 0. Collective.

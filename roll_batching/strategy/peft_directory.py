@@ -6,7 +6,7 @@ Sources: peft 0.17 for the names of files, keys and tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,11 +65,13 @@ class _Matrix(NamedTuple):
     is_first_replica: bool
 
 
-def export_adapters(state: ModelState, source: str, path: str | Path) -> None:
+def export_adapters(
+    state: ModelState, source: str, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False
+) -> None:
     """Writes the adapters into the folder `path`, under the names of the model directory `source`. Collective.
 
     Rank 0 holds all adapters in host memory. `path`, on a file system that all ranks share, appears once it is
-    complete; an earlier export there is replaced.
+    complete; an existing folder is replaced where `replaces(path)` is true.
 
     Raises:
         RankError: on all ranks: `path` holds something else, a family stores experts together, or a rank could not
@@ -80,7 +82,7 @@ def export_adapters(state: ModelState, source: str, path: str | Path) -> None:
         adapters = _require_adapters(state)
         matrices = list(_matrices(state, source))
     gather_parameters(state.chunks)
-    with atomic_folder(path, group, what=_WRITING, replaces=lambda folder: (folder / CONFIG).is_file()) as folder:
+    with atomic_folder(path, group, what=_WRITING, replaces=replaces) as folder:
         with alone(_WRITING):
             owned = {}
             for matrix in matrices:

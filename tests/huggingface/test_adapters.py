@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from roll_batching.errors import CheckpointError, RankError
 from tests.huggingface import tiny
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
@@ -80,6 +81,8 @@ def continued(payload: tuple[str, Layout, str]) -> dict[str, Any]:
     strategy.start_phase(TrainingArgs(learning_rate=RATE, max_grad_norm=0.0))
     strategy.load(f"{to}/checkpoint")
     strategy.export_adapters(f"{to}/again")
+    with pytest.raises((CheckpointError, RankError), match="adapter exists: give another path"):
+        strategy.export_adapters(f"{to}/adapter")
     return {"log_probs": log_probs(strategy), "after": sft_losses_on(strategy)}
 
 

@@ -293,7 +293,7 @@ def test_only_reports_are_overwritten(tmp_path):
     assert write_report([run, other], None)[0] == run / "report-a_b.html"
     mine = tmp_path / "mine.html"
     mine.write_text("<html>my own page</html>")
-    with pytest.raises(ConfigError, match="is not a report, so it is not overwritten"):
+    with pytest.raises(ConfigError, match="was not written by `roll-batching report`, so it is not overwritten"):
         write_report([run], mine)
     path.write_text("notes")
     with pytest.raises(ConfigError, match="Set --output to another file"):

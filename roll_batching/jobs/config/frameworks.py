@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Literal
@@ -13,6 +14,14 @@ Framework = Literal["roll", "nemo_rl", "verl", "slime"]
 NAMES: Mapping[Framework, str] = {"roll": "ROLL", "nemo_rl": "NeMo-RL", "verl": "verl", "slime": "slime"}
 _ALGORITHMS = {"grpo", "sft", "dpo", "rm", "ppo", "distillation", "loss_fn"}
 _ROLL = {"hydra", "defaults", "sft_train", "student_train", "student", "custom_envs"}
+_VERL = {"trainer", "data"}
+VERLS_OWN_FILES = re.compile(r"(_generated_)?(ppo|sft)_(\w+_)?trainer(_engine)?")
+"""Names of verl's own files in `defaults`."""
+_PROGRAMS: Mapping[Framework, re.Pattern[str]] = {
+    "verl": re.compile(r"\bverl[\w.]*\.(trainer|experimental)\.|\.main_ppo\b|-m\s+recipe\."),
+    "slime": re.compile(r"\btrain(_async)?\.py\b"),
+}
+"""Training programs in scripts of a framework."""
 MOST_BELOW_HINT = 10
 """Problems shown below the hint: a whole file of another framework has many."""
 
@@ -23,10 +32,10 @@ def framework_of(data: Mapping[str, Any]) -> Framework | None:
     Keys without a value do not count: config.yaml of runs before version 0.2 names all keys (`hydra: null`).
     """
     keys = {key for key, value in data.items() if value is not None}
-    if "actor_rollout_ref" in keys:
-        return "verl"
     parents = data.get("defaults")
     named = [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []
+    if "actor_rollout_ref" in keys or keys >= _VERL or any(VERLS_OWN_FILES.fullmatch(str(name)) for name in named):
+        return "verl"
     if ("policy" in keys and keys & _ALGORITHMS) or any(str(name).endswith((".yaml", ".yml")) for name in named):
         return "nemo_rl"
     rewards = data.get("rewards")
@@ -36,10 +45,24 @@ def framework_of(data: Mapping[str, Any]) -> Framework | None:
     return None
 
 
+def script_error(text: str, path: str) -> ConfigFileError:
+    """The error for a shell script that is given as a job's file; `text` is its content."""
+    framework = next((name for name, program in _PROGRAMS.items() if program.search(text)), None)
+    if framework is not None:
+        return ConfigFileError([_hint(framework, path)])
+    why = "is a shell script: give a YAML file. `roll-batching convert-config` converts scripts of verl and slime"
+    return ConfigFileError([Problem((), f"{path} {why}")])
+
+
 def with_hint(error: ConfigFileError, framework: Framework, path: str) -> ConfigFileError:
     """`error`, below a first problem that says how to convert the file at `path`."""
+    own_problems = error.problems[:MOST_BELOW_HINT]
+    left_out = len(error.problems) - len(own_problems) + error.more
+    return ConfigFileError([_hint(framework, path), *own_problems], more=left_out)
+
+
+def _hint(framework: Framework, path: str) -> Problem:
+    """The command that converts the file at `path`."""
     output = "converted.yaml" if PurePath(path).name == "job.yaml" else "job.yaml"  # never the file itself
     command = f"roll-batching convert-config --from {framework} {path} --output {output}"
-    first = Problem((), f"{path} was written for {NAMES[framework]}; convert it: {command}")
-    own = error.problems[:MOST_BELOW_HINT]
-    return ConfigFileError([first, *own], more=len(error.problems) - len(own) + error.more)
+    return Problem((), f"{path} was written for {NAMES[framework]}; convert it: {command}")

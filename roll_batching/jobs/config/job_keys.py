@@ -130,6 +130,12 @@ class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, Rollout
     num_train_epochs: float | None = setting(
         None, help="sft and dpo: passes over the data, instead of max_steps.", gt=0
     )
+    token_budget: int = setting(
+        0,
+        help="TRL's short form. Above 0: actor_train packs up to this many tokens, and a longer sample is alone "
+        "(use_sequence_packing, max_packed_sequence_length_train, planning_args.oversize: alone). 0 or less: "
+        "micro-batches of per_device_train_batch_size samples, or as actor_train says.",
+    )
     save_steps: int = setting(
         0, help="Steps between checkpoints; the last step of each phase writes one, too. 0: no checkpoints.", ge=0
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, NoticeKind, Problem, shortened
-from roll_batching.jobs.config.frameworks import framework_of, with_hint
+from roll_batching.jobs.config.frameworks import framework_of, script_error, with_hint
 from roll_batching.jobs.config.job import JobConfig
 from roll_batching.jobs.config.job_keys import Task
 from roll_batching.jobs.config.plain_data import plain_copy
@@ -24,6 +24,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task |
     Raises ConfigFileError (a ConfigError) with every problem: key, file, line, and what to set instead. For a file of
     another framework it begins with the command that converts it.
     """
+    if Path(path).suffix.lower() in (".sh", ".bash"):
+        raise script_error(read_text(path), str(path))
     toml = Path(path).suffix.lower() == ".toml"
     source = parse_toml(read_text(path), str(path)) if toml else read_yaml(path)
     framework = framework_of(source.data)

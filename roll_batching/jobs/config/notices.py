@@ -208,7 +208,10 @@ def _derived_values(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
         given = data.get(name) or {}
         caps = given.get("sequence_packing_args") or {}
         if role.use_sequence_packing and PASSES_OF_ROLES[name] and job.stream is None:
-            if not any(caps.get(f"max_packed_sequence_length_{kind}") for kind in ("train", "forward")):
+            budgeted = name == "actor_train" and job.token_budget > 0
+            if not budgeted and not any(
+                caps.get(f"max_packed_sequence_length_{kind}") for kind in ("train", "forward")
+            ):
                 cap = role.sequence_packing_args.max_packed_sequence_length_train
                 rows = "per_device_train_batch_size" if name == "actor_train" else "infer_batch_size"
                 text = f"no cap is given: packs hold up to {cap} tokens, {rows} x sequence_length"

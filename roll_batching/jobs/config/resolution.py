@@ -21,6 +21,8 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     train = job.actor_train
     if job.stream is not None:
         train = _batched_by_stream(train, job.stream)
+    if job.token_budget > 0:
+        train = _packed_up_to(train, job.token_budget)
     train = _derive_batching(train, sequence_length, train.training_args.per_device_train_batch_size)
     supervised = job.task in SUPERVISED_TASKS
     if supervised and "response" not in train.data_args.model_fields_set:
@@ -101,6 +103,17 @@ def _batched_by_stream(role: WorkerConfig, stream: TrainSection) -> WorkerConfig
     cap = stream.train_policy.load_balanced_max_tokens_for_batch
     caps = {"max_packed_sequence_length_train": cap, "max_packed_sequence_length_forward": cap}
     return _update(role, "sequence_packing_args", **caps) if stream.sequence_packing else role
+
+
+def _packed_up_to(train: WorkerConfig, budget: int) -> WorkerConfig:
+    """`train` with TRL's `token_budget` as the cap of its packs; its own keys stay, and `rules` compare them."""
+    if "use_sequence_packing" not in train.model_fields_set:
+        train = train.model_copy(update={"use_sequence_packing": True})
+    if train.sequence_packing_args.max_packed_sequence_length_train is None:
+        train = _update(train, "sequence_packing_args", max_packed_sequence_length_train=budget)
+    if "oversize" not in train.planning_args.model_fields_set:
+        train = _update(train, "planning_args", oversize="alone")
+    return train
 
 
 def _default_tokenizer(tokenizer: TokenizerConfig, model: str) -> TokenizerConfig:

@@ -65,7 +65,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += router_replay_problems(job)
     problems += supervised_problems(job)
     problems += [*_chats(job), *image_problems(job)]
-    problems += stream_problems(job)
+    problems += [*stream_problems(job), *_token_budget(job)]
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
     problems += rollout_problems(job)
@@ -83,6 +83,20 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
             problems += cp_per_pack_problems(name, role, job)
     return problems
+
+
+def _token_budget(job: JobKeys) -> Iterator[Problem]:
+    """Keys that say something else than TRL's short form."""
+    train, path = job.actor_train, ("token_budget",)
+    if job.token_budget <= 0:
+        return
+    if job.stream is not None:
+        yield Problem(path, "is the cap of planned packs, but the section train forms its own batches; keep one")
+    elif not train.use_sequence_packing:
+        yield Problem(path, "packs samples, and actor_train.use_sequence_packing is false; leave one of them out")
+    elif (cap := train.sequence_packing_args.max_packed_sequence_length_train) != job.token_budget:
+        text = f"is {job.token_budget}, but actor_train.sequence_packing_args.max_packed_sequence_length_train is {cap}"
+        yield Problem(path, f"{text}: both are the cap of a pack; leave one of them out")
 
 
 def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:

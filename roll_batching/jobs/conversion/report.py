@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -9,6 +10,8 @@ from typing import Any, Literal
 
 import yaml
 
+_COMMAND = "roll-batching convert-config"
+_DIGEST = "# Digest of the lines below, which tells whether they were edited: "
 Kind = Literal["idle", "refused", "unknown"]
 """Why a key is left out: no effect here (idle), not supported (refused), or no such setting (unknown)."""
 
@@ -55,13 +58,14 @@ class Conversion:
 
     def to_yaml(self) -> str:
         """The settings as YAML, below comments with the lists of keys."""
-        return "".join(f"# {line}\n" if line else "#\n" for line in self._comments()) + yaml.safe_dump(
-            self.settings, sort_keys=False, allow_unicode=True, width=110
-        )
+        comments = "".join(f"# {line}\n" if line else "#\n" for line in self._comments())
+        text = comments + yaml.safe_dump(self.settings, sort_keys=False, allow_unicode=True, width=110)
+        return f"# Converted from {' '.join(self.source.split())} by {_COMMAND}.\n{_DIGEST}{_digest(text)}\n{text}"
 
     def to_json(self) -> str:
         """The lists of keys as JSON."""
         lists = {
+            "written_by": _COMMAND,
             "source": self.source,
             "kept": [asdict(one) for one in self.kept],
             "kept_with_another_meaning": [asdict(one) for one in self.changed],
@@ -72,7 +76,6 @@ class Conversion:
         return json.dumps(lists, indent=1, ensure_ascii=False) + "\n"
 
     def _comments(self) -> Iterator[str]:
-        yield f"Converted from {self.source} by roll-batching convert-config."
         yield "Keys in none of these lists have our defaults (docs/configuration.md)."
         for title, lines in (
             ("To be filled in before a run:", self.missing),
@@ -93,6 +96,21 @@ class Conversion:
 
     def _shown(self, kind: Kind) -> list[str]:
         return [f"{one.key}: {one.why}" for one in self.left_out_as(kind)]
+
+
+def is_unedited_yaml(content: bytes) -> bool:
+    """Whether `content` is a file of `to_yaml` that nobody has edited since."""
+    _, digest, text = (*content.decode("utf-8", "replace").split("\n", 2), "", "")[:3]
+    return digest == f"{_DIGEST}{_digest(text)}"
+
+
+def is_json_report(content: bytes) -> bool:
+    """Whether `content` is a file of `to_json`."""
+    return content[:200].startswith(f'{{\n "written_by": "{_COMMAND}"'.encode())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def _explained(one: KeptKey) -> str:

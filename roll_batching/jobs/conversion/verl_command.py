@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, dotted, shortened
+from roll_batching.jobs.config.frameworks import VERLS_OWN_FILES
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.jobs.config.yaml_values import DEEPEST
 from roll_batching.jobs.conversion.composing import Composed, plain_data, require_hydra, resolvers
@@ -20,7 +21,6 @@ GROUPS = "config_groups"
 """Key of the groups of files that a script chooses, such as `model_engine: megatron`."""
 _TRAINER = re.compile(r"verl\.(trainer|experimental)\.[\w.]+")
 _GROUP_NAMES = ("model_engine", "engine", "optim", "model", "actor", "ref", "critic", "rollout", "data", "reward")
-_OWN_FILES = re.compile(r"(_generated_)?(ppo|sft)_(\w+_)?trainer(_engine)?")
 
 
 def is_program(word: str) -> bool:
@@ -51,7 +51,7 @@ def _compose_yaml(path: Path) -> Composed:
         if isinstance(parent, dict) and len(parent) == 1:
             name, value = next(iter(parent.items()))
             groups[str(name).removeprefix("override ").partition("@")[0].strip("/")] = str(value)
-        elif _OWN_FILES.fullmatch(str(parent)):
+        elif VERLS_OWN_FILES.fullmatch(str(parent)):
             groups |= {"model_engine": "megatron"} if "megatron" in str(parent) else {}
         elif parent != "_self_":
             foreign.append(str(parent))

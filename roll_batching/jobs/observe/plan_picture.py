@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from roll_batching.errors import ConfigError, DataError
-from roll_batching.files import atomic_file, cause
+from roll_batching.files import atomic_file, cause, check_replaceable
 from roll_batching.planning import MicroBatch, Plan
 
 MOST_DRAWN_RANKS = 32
 """Most ranks whose sequences are drawn; more are drawn as maps of fill and cost."""
 
 
-def check_picture(path: str | Path) -> None:
-    """Raises DataError when the suffix of `path` is not an image format."""
+_MARK = "roll-batching picture"
+_MARKED: Mapping[str, str] = {"png": "Software", "svg": "Creator", "pdf": "Creator", "ps": "Creator", "eps": "Creator"}
+"""By format, the field of its metadata that holds the mark. matplotlib writes no metadata into other formats."""
+
+
+def check_picture(path: str | Path, command: str) -> None:
+    """Raises DataError for another suffix than an image format's; ConfigError if `path` is no picture of ours."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = FigureCanvasBase.get_supported_filetypes()
@@ -24,6 +30,7 @@ def check_picture(path: str | Path) -> None:
         raise DataError(
             f"{path} has no suffix of an image format: use one of {', '.join(f'.{one}' for one in sorted(formats))}"
         )
+    check_replaceable(path, command, lambda content: _MARK.encode() in content)
 
 
 def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
@@ -57,15 +64,19 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
     return save_figure(figure, path, dpi=130)
 
 
-def save_figure(figure: Any, path: str | Path, *, dpi: int) -> Path:
-    """Write a figure of matplotlib, close it, and return the path. Raises `ConfigError` if it cannot be written."""
+def save_figure(figure: Any, path: str | Path, *, dpi: int, **options: Any) -> Path:
+    """Write a figure of matplotlib with `options` of savefig, close it, and return the path.
+
+    The file has a mark, by which `check_picture` knows it. Raises `ConfigError` if it cannot be written.
+    """
     import matplotlib.pyplot as plt
 
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(target) as partial:
-            figure.savefig(partial, dpi=dpi)
+            field = _MARKED.get(target.suffix[1:].lower())
+            figure.savefig(partial, dpi=dpi, metadata=None if field is None else {field: _MARK}, **options)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {cause(error)}") from None
     finally:

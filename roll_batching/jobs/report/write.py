@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roll_batching.errors import ConfigError, RollBatchingError
-from roll_batching.files import atomic_file, cause
+from roll_batching.files import atomic_file, cause, check_replaceable
 from roll_batching.jobs.report.page import MARK, make_page
 from roll_batching.jobs.report.run_files import RunFiles, read_run
 from roll_batching.jobs.report.text import clean
@@ -31,7 +31,8 @@ def write_report(folders: Sequence[Path], output: Path | None) -> tuple[Path, li
     plotly = _plotly()
     runs = [read_run(folder, label) for folder, label in zip(folders, _labels(folders), strict=True)]
     path = output or folders[0] / _default_name(folders)
-    _check_target(path, is_default=output is None)
+    cure = "Set --output to another file" if output is None else "Choose another file, or move it away"
+    check_replaceable(path, "report", lambda content: MARK.encode() in content[:_HEAD], cure)
     page = make_page(runs, plotly)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,19 +64,3 @@ def _default_name(folders: Sequence[Path]) -> str:
     if len(folders) == 1:
         return "report.html"
     return f"report-{re.sub(r'[^A-Za-z0-9._-]', '_', folders[1].resolve().name)[:80]}.html"
-
-
-def _check_target(path: Path, *, is_default: bool) -> None:
-    """Raises ConfigError when `path` is something else than a report."""
-    cure = "Set --output to another file" if is_default else "Choose another file, or move it away"
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder. {cure}")
-    if not path.is_file():
-        return
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-    except OSError as error:
-        raise ConfigError(f"{path} is there and cannot be read: {cause(error)}. {cure}") from None
-    if head and MARK.encode() not in head:
-        raise ConfigError(f"{path} is there and is not a report, so it is not overwritten. {cure}")

@@ -183,5 +183,5 @@ def export_final_model(config: JobConfig, strategy: MegatronInferStrategy) -> Pa
     path = config.run_folder / MODEL
     strategy.export(path, replaces=lambda path: True)  # a resumed run may have exported there before
     if strategy.state.adapters is not None:
-        strategy.export_adapters(config.run_folder / ADAPTER)
+        strategy.export_adapters(config.run_folder / ADAPTER, replaces=lambda path: True)
     return path

@@ -78,8 +78,8 @@ class _Batcher(IterableDataset, Generic[S]):  # type: ignore[type-arg]
     One process iterates, since a queue gives each sample once: with a DataLoader, `num_workers=0`.
     """
 
-    def __init__(self, samples: Iterable[S], num_processes: int, length_of: LengthOf) -> None:
-        self.samples = samples
+    def __init__(self, dataset: Iterable[S], num_processes: int, length_of: LengthOf) -> None:
+        self.dataset = dataset
         self.num_processes = num_processes
         self.length_of = length_of
         self.metrics = BatcherMetrics()
@@ -95,7 +95,7 @@ class _Batcher(IterableDataset, Generic[S]):  # type: ignore[type-arg]
         raise NotImplementedError
 
     def _arriving(self) -> Iterator[_Waiting[S]]:
-        for number, sample in enumerate(self.samples):
+        for number, sample in enumerate(self.dataset):
             length = self.length_of(sample)
             if length < 1:
                 raise DataError(f"Sample {number} has no tokens (length {length}).")
@@ -122,14 +122,14 @@ class StridedBatcher(_Batcher[S]):
     """
 
     def __init__(
-        self, samples: Iterable[S], num_processes: int, microbatch_size: int, *, length_of: LengthOf = tokens_of
+        self, dataset: Iterable[S], num_processes: int, microbatch_size: int, *, length_of: LengthOf = tokens_of
     ) -> None:
         if num_processes < 1 or microbatch_size < num_processes:
             raise DataError(
                 "Every rank needs a sample in each micro-batch, so 1 <= num_processes <= microbatch_size: "
                 f"{num_processes=}, {microbatch_size=}."
             )
-        super().__init__(samples, num_processes, length_of)
+        super().__init__(dataset, num_processes, length_of)
         self.microbatch_size = microbatch_size
 
     def _micro_batches(self) -> Iterator[list[list[S]]]:
@@ -153,7 +153,7 @@ class FixedCountBatcher(StridedBatcher[S]):
     holds the remaining samples; only there a row can be empty (`Plan.from_bins` puts a filler there).
 
     Args:
-        samples: any iterable; read as far as needed.
+        dataset: any iterable of samples; read as far as needed.
         num_processes: data-parallel ranks.
         microbatch_size: samples per micro-batch, over all ranks; at least `num_processes`.
         length_of: tokens of a sample.
@@ -178,7 +178,7 @@ class TokenBudgetBatcher(_Batcher[S]):
     that waiting never breaks a bound on staleness.
 
     Args:
-        samples: any iterable; read as far as needed.
+        dataset: any iterable of samples; read as far as needed.
         num_processes: data-parallel ranks.
         token_budget: tokens per row.
         length_of: tokens of a sample.
@@ -193,7 +193,7 @@ class TokenBudgetBatcher(_Batcher[S]):
 
     def __init__(
         self,
-        samples: Iterable[S],
+        dataset: Iterable[S],
         num_processes: int,
         token_budget: int,
         *,
@@ -208,7 +208,7 @@ class TokenBudgetBatcher(_Batcher[S]):
             )
         if oversize not in get_args(OversizePolicy):
             raise DataError(f"oversize is one of {', '.join(get_args(OversizePolicy))}; got {oversize!r}.")
-        super().__init__(samples, num_processes, length_of)
+        super().__init__(dataset, num_processes, length_of)
         self.token_budget = token_budget
         self.oversize = oversize
         self.window = window
@@ -305,12 +305,12 @@ class TokenBudgetBatcher(_Batcher[S]):
 
 
 def rollout_batcher(
-    samples: Iterable[S], num_processes: int, *, token_budget: int, microbatch_size: int, **options: Any
+    dataset: Iterable[S], num_processes: int, *, token_budget: int = 0, microbatch_size: int, **options: Any
 ) -> _Batcher[S]:
     """The batcher of TRL's settings: by `token_budget`, or by `microbatch_size` where the budget is 0 or less.
 
     `options` are those of `TokenBudgetBatcher`; a fixed count takes `length_of` only.
     """
     if token_budget > 0:
-        return TokenBudgetBatcher(samples, num_processes, token_budget, **options)
-    return FixedCountBatcher(samples, num_processes, microbatch_size, **options)
+        return TokenBudgetBatcher(dataset, num_processes, token_budget, **options)
+    return FixedCountBatcher(dataset, num_processes, microbatch_size, **options)

@@ -24,7 +24,7 @@ Rows = Sequence[Sequence[Any]]
 _PER_TOKEN = ("input_ids", "completion_mask", "old_log_probs")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataCollatorForRollout:
     """Packs the rows of micro-batches: samples end to end, positions from 0 in each, advantages per token.
 

@@ -8,7 +8,7 @@ import json
 import numpy as np
 
 from tests.campaigns.abuse.adapters import ADAPTERS
-from tests.campaigns.abuse.convert import CONVERSIONS
+from tests.campaigns.abuse.convert import CONVERSIONS, OUTPUTS
 from tests.campaigns.abuse.critics import CRITICS
 from tests.campaigns.abuse.engines import ENGINES
 from tests.campaigns.abuse.hybrids import HYBRIDS
@@ -358,7 +358,7 @@ PLACES = [
 ]
 
 CASES = [
-    *(*REWARDS, *RUNS, *RESUMES, *CRITICS, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *PLANS, *PLACES),
+    *(*REWARDS, *RUNS, *RESUMES, *CRITICS, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *OUTPUTS, *PLANS, *PLACES),
     *(*ENGINES, *PARTS),
     *(*ROLLOUTS, *ADAPTERS, *TEACHERS, *OBJECTIVES, *VERDICTS, *HYBRIDS),
 ]

@@ -26,6 +26,33 @@ def clean(home: Path) -> Iterator[Lost]:
     yield left
 
 
+@contextlib.contextmanager
+def unchanged(home: Path) -> Iterator[Lost]:
+    """The files of the scene are as they were."""
+    before = {path: path.read_bytes() for path in home.iterdir() if path.is_file()}
+
+    def left() -> str:
+        lost = [path.name for path, text in before.items() if path.read_bytes() != text]
+        return f"{', '.join(lost)} was overwritten" if lost else ""
+
+    yield left
+
+
+def _overwrites(name: str, files: dict[str, str | bytes], *arguments: str, words: tuple[str, ...] = ()) -> Abuse:
+    """A command whose output is a file of the user's."""
+    return Abuse(
+        name=f"output: {name}",
+        code=REFUSED,
+        seconds=60,
+        arguments=("-m", "roll_batching.cli", *arguments),
+        files=files,
+        words=("error: ", *(words or ("was not written by", "so it is not overwritten"))),
+        lines=3,
+        memory=2 << 30,
+        scene=unchanged,
+    )
+
+
 def _converted(name: str, text: str | bytes, *words: str, framework: str = "roll", code: int = DONE) -> Abuse:
     command = ("-m", "roll_batching.cli", "convert-config", "--from", framework, "job.yaml", "--output", "out.yaml")
     return Abuse(
@@ -48,6 +75,9 @@ def _refused(name: str, text: str | bytes, *words: str, framework: str = "roll")
 TWO_REWARDS = "rewards: {a: {worker_cls: b.MathRuleRewardWorker}, judge: {worker_cls: b.LLMJudgeRewardWorker}}\n"
 OF_ROLL = "rollout_batch_size: 8\nrewards: {math: {worker_cls: a.MathRuleRewardWorker}}\n"
 OF_NEMO_RL = "policy: {model_name: a, train_global_batch_size: 8}\ngrpo: {num_prompts_per_step: 2}\n"
+SCRIPT = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=/m\n"
+EDITED = "# Converted from run.sh by roll-batching convert-config.\nmax_steps: 7\n"
+LENGTHS = "length\n64\n32\n"
 BINARY = bytes(range(256)) * 16
 UNKNOWN = "left out that matter"
 
@@ -94,5 +124,27 @@ CONVERSIONS = [
         "keys that are secret",
         OF_NEMO_RL + f"logger: {{wandb_enabled: true, wandb: {{project: p, api_key: {SECRET}}}}}\n",
         framework="nemo_rl",
+    ),
+]
+
+OUTPUTS = [
+    _overwrites("the script itself", {"run.sh": SCRIPT}, "convert-config", "run.sh", "--output", "run.sh"),
+    _overwrites("the script, as a report", {"run.sh": SCRIPT}, "convert-config", "run.sh", "--report", "run.sh"),
+    _overwrites(
+        "a job edited since its conversion",
+        {"run.sh": SCRIPT, "job.yaml": EDITED},
+        *("convert-config", "run.sh", "--output", "job.yaml"),
+    ),
+    _overwrites("data under a plot", {"a.csv": LENGTHS, "b.png": BINARY}, "plan", "a.csv", "--plot", "b.png"),
+    _overwrites(
+        "lengths under figures",
+        {"a.csv": LENGTHS},
+        *("simulate", "--model", "qwen3-1.7b", "--lengths", "a.csv", "--json", "a.csv"),
+    ),
+    _overwrites(
+        "a script as a job",
+        {"run.sh": SCRIPT},
+        *("train", "--config", "run.sh"),
+        words=("convert-config --from verl run.sh --output job.yaml",),
     ),
 ]

@@ -185,3 +185,43 @@ def test_packing_switched_off_by_an_override_is_padded():
     config = load_config("configs/demo_grpo.yaml", ["actor_train.use_sequence_packing=false"])
     assert config.actor_train.batching().train.mode == "padded"
     assert [notice.path for notice in config.notices] == ["actor_train.sequence_packing_args"]
+
+
+# ---- TRL's token_budget
+
+
+def test_a_token_budget_packs_softly_up_to_it():
+    """TRL's cap: rows stay within the budget, and a longer sample is alone. 0 and less leave batching as it is."""
+    for budget in (0, -1):
+        assert config_from_dict({"token_budget": budget}).actor_train.mode_of("train") == "padded"
+        capped = {"use_sequence_packing": True, "sequence_packing_args": {"max_packed_sequence_length_train": 7}}
+        assert (
+            config_from_dict({"token_budget": budget, "actor_train": capped}).actor_train.planning_args.oversize
+            == "error"
+        )
+    job = config_from_dict({"token_budget": 8192})
+    spec = job.actor_train.batching().train
+    assert (spec.mode, spec.max_tokens, spec.oversize) == ("packed", 8192, "alone") and not job.notices
+    assert config_from_dict(job.to_dict()).actor_train == job.actor_train, "a run's own file loads again"
+    own = {"planning_args": {"oversize": "error"}, "sequence_packing_args": {"algorithm": "none"}}
+    kept = config_from_dict({"token_budget": 8192, "actor_train": own}).actor_train.batching().train
+    assert (kept.oversize, kept.algorithm, kept.max_tokens) == ("error", "none", 8192)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"actor_train": {"use_sequence_packing": False}}, "use_sequence_packing is false"),
+        ({"actor_train": {"sequence_packing_args": {"max_packed_sequence_length_train": 9}}}, "_train is 9: both are"),
+        ({"actor_train": {"use_dynamic_batching": True, "max_tokens_per_microbatch_in_train": 64}}, "exclude each"),
+        (
+            {"task": "sft", "train": {"max_num_steps": 1, "train_policy": {"enable_dp_load_balancing": True}}},
+            "the section train forms its own batches",
+        ),
+        ({"token_budget": 1.5}, "token_budget: expected a whole number"),
+    ],
+)
+def test_a_token_budget_beside_another_limit_is_refused(theirs, words):
+    with pytest.raises(ConfigError, match=words):
+        config_from_dict({"token_budget": 64, **theirs})

@@ -207,6 +207,47 @@ def test_a_misspelt_key_of_another_frameworks_file_is_named_below_what_to_do(pro
     assert any("max_stepz: unknown key" in one for one in found[1:])
 
 
+SCRIPTS = {
+    "verl": "set -x\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo",
+    "verl under torchrun": "torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer data.train_batch_size=8",
+    "verl, a recipe": "#!/bin/bash\npython3 -m recipe.dapo.main_dapo data.train_batch_size=8",
+    "verl, a fork": "key: value\npython -m verl_tool.trainer.main_ppo a=1",
+    "slime": "ray job submit -- python3 train.py --lr 1e-6",
+    "slime, asynchronous": "PYTHONBUFFERED=16 python train_async.py ${ARGS[@]}",
+}
+OTHER_FILES = {
+    "nemo_rl": "policy: {model_name: a}\ngrpo: {num_prompts_per_step: 2}",
+    "nemo_rl sft": "defaults: sft.yaml\npolicy: {model_name: a}",
+    "verl": "actor_rollout_ref: {actor: {ppo_mini_batch_size: 8}}",
+    "verl sft": "defaults: [{optim@optim: fsdp}, _self_]\ndata: {train_batch_size: 8}\ntrainer: {seed: 1}",
+    "verl, over its own file": "defaults: [ppo_trainer, {override model_engine: megatron}]",
+    "roll": "hydra: {}\nmax_stepz: 3",
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("command", ["train", "sft", "dpo", "rehearse", "simulate --lengths data"])
+@pytest.mark.parametrize("case", [*(f"{name}.sh" for name in SCRIPTS), *(f"{name}.yaml" for name in OTHER_FILES)])
+def test_every_command_says_how_a_foreign_file_is_converted(case, command, tmp_path, capsys):
+    from roll_batching.cli import main
+
+    name, _, suffix = case.rpartition(".")
+    file = tmp_path / f"run.{suffix}"
+    file.write_text((SCRIPTS if suffix == "sh" else OTHER_FILES)[name] + "\n")
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--config", str(file)])
+    convert = f"roll-batching convert-config --from {name.split()[0].rstrip(',')} {file} --output job.yaml"
+    assert caught.value.code == 2 and convert in capsys.readouterr().err
+
+
+@pytest.mark.bad_input
+def test_another_script_is_no_job(tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text("make all\n")
+    with pytest.raises(ConfigFileError, match="is a shell script: give a YAML file"):
+        load_config(file)
+
+
 @pytest.mark.bad_input
 def test_a_misspelt_key_in_a_runs_own_file_is_named(tmp_path):
     """Before version 0.2, a run's config.yaml has keys of other frameworks with null: it is none of their files."""

@@ -158,6 +158,9 @@ def test_a_budget_of_zero_means_a_fixed_count():
     for budget in (0, -1):
         batcher = rollout_batcher([1, 2], 1, token_budget=budget, microbatch_size=2, length_of=int)
         assert type(batcher) is FixedCountBatcher and batcher.microbatch_size == 2
+    assert type(rollout_batcher([1, 2], 1, microbatch_size=2)) is FixedCountBatcher, "TRL's default"
+    for kind, size in ((FixedCountBatcher, "microbatch_size"), (TokenBudgetBatcher, "token_budget")):
+        assert next(iter(kind(dataset=["ab", "c"], num_processes=2, **{size: 2}))) == [["ab"], ["c"]]
     batcher = rollout_batcher([1, 2], 1, token_budget=9, microbatch_size=2, length_of=int, window=2)
     assert type(batcher) is TokenBudgetBatcher and (batcher.token_budget, batcher.window) == (9, 2)
 

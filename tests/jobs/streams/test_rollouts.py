@@ -171,7 +171,8 @@ def batches_of(lengths, ranks=2, budget=8):
 def test_rows_are_concatenated_with_positions_of_their_own():
     """Sizes, positions, advantages and paddings of one micro-batch, on paper."""
     rows = [[sample(1, 3), sample(2, 2)], [asdict(sample(3, 4))]]
-    tensors = DataCollatorForRollout(pad_token_id=9, num_processes=2)([rows])
+    tensors = DataCollatorForRollout(9, 2)([rows])  # positional, as in TRL
+    assert DataCollatorForRollout(9) == DataCollatorForRollout(pad_token_id=9, num_processes=1)
     assert tensors["input_ids"].tolist() == [[2, 2, 2, 3, 3], [4, 4, 4, 4, 9]]
     assert tensors["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
     assert tensors["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
