@@ -213,7 +213,7 @@ def _sums(mismatch: Mismatch, settings: TrainInferCorrection) -> tuple[float, ..
         share = torch.ones_like(own)
         if settings.is_weight.weight_type in ("geometric", "sequence"):
             share = 1 / mismatch.spread(counted.double(), "sequence").clamp(min=1)
-        weights, count = total(own * share), total(share)
+        weights, count = total(torch.where(weighted, own, 0.0) * share), total(share)
     return (
         total(counted),
         total(-mismatch.log_ratio),

@@ -149,6 +149,24 @@ def test_turns_are_runs_of_counted_tokens() -> None:
         position += len(mask)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalised_weights_have_the_mean_1_with_those_that_are_zeroed(level: str) -> None:
+    """verl's IcePop: weights outside of two bounds are 0, and count in the mean that the others are divided by."""
+    from roll_batching.samples.token_masks import counted_positions, sample_of
+
+    filters = [{"agg_type": level, "ratio_low": 0.8, "ratio_high": 1.4, "effect": "zero"}]
+    weight = {"weight_type": level, "upper_bound": None, "batch_normalize": True}
+    data, _ = corrected(is_weight=weight, filters=filters)
+    weights, counted = data["train_infer_is_weight"].double(), counted_positions(data)
+    assert (weights[counted] == 0).any() and (weights[counted] > 0).any()
+    owner = sample_of(data)[counted]
+    of_samples = {int(row): weights[counted][owner == row] for row in owner.unique()}
+    mean = (
+        weights[counted].mean() if level == "token" else torch.stack([one.mean() for one in of_samples.values()]).mean()
+    )
+    assert float(mean) == pytest.approx(1.0, abs=1e-6)
+
+
 def test_the_loss_is_weighted_for_any_placement_of_samples() -> None:
     """The surrogate has the weights; the KL penalty and the entropy bonus have not."""
     from roll_batching.losses import PolicyLoss

@@ -6,8 +6,9 @@ The loader decides: keys that it refuses are left out with its message, and so a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, NoticeKind, Problem, dotted
@@ -80,10 +81,14 @@ def check_draft(draft: Draft) -> Conversion:
         del data[str(path[0])][path[1]]
     missing = [*draft.missing, *(f"{dotted(path)}: is missing" for path in absent)]
     if job is not None:
-        try:
-            job.check_runnable()
-        except ConfigFileError as error:
-            missing += [f"{dotted(problem.path)}: {problem.message}" for problem in error.problems]
+        checks: list[Callable[[], Any]] = [job.check_runnable]
+        if job.world_size is not None:
+            checks.append(partial(job.dp_size, job.world_size))
+        for check in checks:
+            try:
+                check()
+            except ConfigFileError as error:
+                missing += [f"{dotted(problem.path)}: {problem.message}" for problem in error.problems]
     result = Conversion(draft.source, data, framework=draft.framework, missing=missing)
     for path, _ in given_keys(data):
         origin, meaning = draft.origin(path), _meaning(draft, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll_batching.jobs.conversion.nemo_rl_file import RL_TASKS, STOP, NemoRlFile
+from roll_batching.jobs.conversion.train_infer import SECTION
 
 _SECTION = "policy.generation"
 _ROLE = ("actor_infer", "strategy_args")
@@ -165,6 +166,8 @@ def _ahead_of_training(file: NemoRlFile) -> None:
     key = f"{section}.max_trajectory_age_steps" if file.peek(f"{section}.enabled") else "async_rl.sampler"
     if ahead:
         text = "rollouts are trained on in the order of their requests"
+        if "engine_ratio_cap" not in file.draft.values.get("loss_args", {}) and SECTION not in file.draft.values:
+            text += "; old log-probs are the sampler's, NeMo-RL computes them with the weights in training"
         file.draft.put(("async_generation_ratio",), ahead, key, text)
     if ahead and file.take(f"{section}.in_flight_weight_updates"):
         text = "a response is sampled with the weights of one step; newer weights wait until it is complete"

@@ -70,11 +70,18 @@ def _roll_filter(given: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def verl_weight(kind: str, limit: Any, normalize: bool) -> dict[str, Any]:
-    """`is_weight` of verl's `rollout_is` and `rollout_is_threshold`. Raises ValueError for others than numbers."""
+def verl_weight(kind: str, limit: Any, normalize: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(`is_weight`, `filters`) of verl's `rollout_is` and `rollout_is_threshold`.
+
+    One number truncates weights. Two, such as 0.5_2.0, set the weights outside to 0, as IcePop does, and truncate none.
+    Raises ValueError for others than numbers.
+    """
     low, _, high = str(limit).rpartition("_")
-    weight = {"weight_type": kind, "upper_bound": float(high)}
-    return weight | ({"lower_bound": float(low)} if low else {}) | ({"batch_normalize": True} if normalize else {})
+    weight = {"weight_type": kind, "upper_bound": None if low else float(high)}
+    weight |= {"batch_normalize": True} if normalize else {}
+    if not low:
+        return weight, []
+    return weight, [{"agg_type": kind, "ratio_low": float(low), "ratio_high": float(high), "effect": "zero"}]
 
 
 def verl_filters(modes: str, thresholds: Any) -> list[dict[str, Any]]:

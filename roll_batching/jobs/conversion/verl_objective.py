@@ -32,9 +32,13 @@ _CORRECTION = "algorithm.rollout_correction"
 def convert_advantages(file: VerlFile) -> None:
     """Converts the estimator, its normalisation, and the KL term in the reward."""
     name = file.take("algorithm.adv_estimator")
-    name = _ESTIMATORS.get(str(name), name)
     scaled = file.take("algorithm.norm_adv_by_std_in_grpo")
-    if name == "grpo" and scaled is False:
+    single = file.draft.values.get("num_return_sequences_in_group") == 1 and name in ("grpo", "grpo_vectorized", "rloo")
+    name = _ESTIMATORS.get(str(name), name)
+    if single:
+        text = "a group of one has no other to compare with: the advantage is the reward, as verl's is"
+        file.put(("adv_estimator",), "reinforce", "algorithm.adv_estimator", text)
+    elif name == "grpo" and scaled is False:
         file.put(("adv_estimator",), "reinforce", "algorithm.adv_estimator")
         file.put(("norm_mean_type",), "group", "algorithm.norm_adv_by_std_in_grpo")
     else:
@@ -101,7 +105,12 @@ def convert_loss(file: VerlFile) -> None:
         if aggregation not in (None, chosen) and f"{ACTOR}.loss_agg_mode" not in file.draft.defaults:
             file.draft.leave_out(f"{ACTOR}.loss_agg_mode", "idle", f"verl's {mode} sets it to {chosen}")
     else:
-        file.put(("loss_agg_mode",), aggregation, f"{ACTOR}.loss_agg_mode")
+        text = ""
+        if aggregation == "seq-mean-token-sum-norm" and file.peek(f"{ACTOR}.loss_scale_factor") is None:
+            text = (
+                "divided by response_length; verl: by the longest response of a micro-batch (loss_scale_factor: null)"
+            )
+        file.put(("loss_agg_mode",), aggregation, f"{ACTOR}.loss_agg_mode", text)
     file.move(f"{ACTOR}.loss_scale_factor", ("loss_agg_length",))
     _clip(file, mode or "vanilla")
     file.move(f"{ACTOR}.entropy_coeff", ("entropy_loss_coef",))
@@ -175,17 +184,20 @@ def _correction(file: VerlFile) -> None:
         if bypassed and given is not None:
             text = "bypass_mode takes the engine's log-probs for old ones: there is no ratio before the update"
             file.draft.leave_out(f"{_CORRECTION}.{name}", "refused", text)
+    filters: list[dict[str, Any]] = []
     if kind is not None and not bypassed:
         try:
-            weight = verl_weight(kind, limit, normalize)
+            weight, filters = verl_weight(kind, limit, normalize)
             file.put((SECTION, "is_weight"), weight, f"{_CORRECTION}.rollout_is")
         except ValueError:
             text = f"{limit!r}: write a number, or two as 0.5_2.0"
             file.draft.leave_out(f"{_CORRECTION}.rollout_is_threshold", "refused", text)
     if modes is not None and not bypassed:
         try:
-            file.put((SECTION, "filters"), verl_filters(str(modes), bounds), f"{_CORRECTION}.rollout_rs")
+            filters = [*filters, *verl_filters(str(modes), bounds)]
         except (ValueError, ZeroDivisionError) as error:
             file.draft.leave_out(f"{_CORRECTION}.rollout_rs", "refused", str(error))
+    if filters:
+        file.put((SECTION, "filters"), filters, f"{_CORRECTION}.{'rollout_is' if modes is None else 'rollout_rs'}")
     if file.take(f"{ROLLOUT}.calculate_log_probs") is False:
         file.draft.leave_out(f"{ROLLOUT}.calculate_log_probs", "idle", "log-probs of the engine are always kept")

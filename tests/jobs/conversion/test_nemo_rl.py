@@ -243,7 +243,21 @@ def test_rollouts_ahead_of_training_on_devices_of_their_own(tmp_path):
     assert settings["async_generation_ratio"] == 2 and "is_offload_states" not in settings
     assert settings["loss_args"]["engine_ratio_cap"] > 4.9e8, "there is no cap there: exp(20) stays below this one"
     assert "logprob_plan" not in settings["actor_train"], "the ratio is to the weights that drew them"
+    (ahead,) = [one.meaning for one in done.changed if one.to == "async_generation_ratio"]
+    assert "old log-probs" not in ahead, "they are those of the weights in training, as in NeMo-RL"
     assert "grpo.async_grpo.in_flight_weight_updates" in {one.key for one in done.left_out_as("refused")}
+
+
+@pytest.mark.config
+def test_rollouts_ahead_without_a_correction_have_the_samplers_log_probs_and_the_report_says_so(tmp_path):
+    text = RL.replace("use_importance_sampling_correction: AHEAD", "use_importance_sampling_correction: false")
+    for name, value in (("BACKEND", "vllm"), ("BATCH", "128"), ("SHARED", "false"), ("AHEAD", "true")):
+        text = text.replace(name, value)
+    done = converted(tmp_path, text)
+    loads_quietly(done, tmp_path)
+    assert load_config(tmp_path / "job.yaml").actor_train.logprob_plan == "rollout"
+    (ahead,) = [one.meaning for one in done.changed if one.to == "async_generation_ratio"]
+    assert "old log-probs are the sampler's" in ahead
 
 
 @pytest.mark.config

@@ -125,8 +125,33 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sapo": (f"{A}.policy_loss.loss_mode=sapo {A}.tau_neg=1.1", {"loss_args.temperature_negative": 1.1}),
     "token weights": (
         "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_3.0",
-        {"train_infer_correction.is_weight": {"weight_type": "token", "upper_bound": 3.0, "lower_bound": 0.5}},
+        {
+            "train_infer_correction.is_weight": {"weight_type": "token", "upper_bound": None},
+            "train_infer_correction.filters": [
+                {"agg_type": "token", "ratio_low": 0.5, "ratio_high": 3.0, "effect": "zero"}
+            ],
+        },
     ),
+    "sequences outside two bounds, and rejection": (
+        "algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=0.2_4.0 "
+        "algorithm.rollout_correction.rollout_rs=token_k1 algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+        {
+            "train_infer_correction.filters": [
+                {"agg_type": "sequence", "ratio_low": 0.2, "ratio_high": 4.0, "effect": "zero"},
+                {"agg_type": "token", "ratio_low": 0.5, "ratio_high": 2.0},
+            ],
+        },
+    ),
+    "a group of one": (
+        f"algorithm.adv_estimator=grpo {R}.n=1",
+        {"adv_estimator": "reinforce", "norm_mean_type": None},
+    ),
+    "a group of one without the deviation": (
+        f"algorithm.norm_adv_by_std_in_grpo=False {R}.n=1",
+        {"adv_estimator": "reinforce", "norm_mean_type": None},
+    ),
+    "a group of one of rloo": (f"algorithm.adv_estimator=rloo {R}.n=1", {"adv_estimator": "reinforce"}),
+    "a group of two": (f"algorithm.adv_estimator=grpo {R}.n=2", {"adv_estimator": "grpo"}),
     "sequence weights and rejection": (
         "algorithm.rollout_correction.rollout_is=sequence "
         "algorithm.rollout_correction.rollout_is_batch_normalize=true "
@@ -386,3 +411,15 @@ def test_sizes_per_pack_without_packs_are_refused_by_name(tmp_path):
     off = f"model_engine=megatron {A}.megatron.max_seqlen_per_dp_cp_rank=4096 {A}.ppo_micro_batch_size_per_gpu=2"
     idle = left_out(converted(tmp_path, off), "idle")
     assert "with dynamic context parallelism only" in idle[f"{A}.megatron.max_seqlen_per_dp_cp_rank"]
+
+
+@pytest.mark.parametrize("experts, fits", [(8, False), (4, True)])
+def test_a_layout_that_the_devices_do_not_fit_is_said(tmp_path, experts, fits):
+    """Experts lie on data-parallel ranks here; in verl also on tensor-parallel ones."""
+    done = converted(
+        tmp_path,
+        f"model_engine=megatron {A}.megatron.tensor_model_parallel_size=2 "
+        f"{A}.megatron.expert_model_parallel_size={experts} {A}.megatron.expert_tensor_parallel_size=1",
+    )
+    told = [text for text in done.missing if f"ep_size={experts} does not divide dp_size" in text]
+    assert len(told) == (0 if fits else 1), done.missing
