@@ -34,6 +34,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("jobs.observe", "jobs.seeds", "jobs.processes"),
     ("jobs.config", "jobs.texts"),
     ("jobs.streams", "jobs.conversion", "jobs.rewards", "jobs.vocabularies"),
+    ("jobs.text_sets",),
     ("jobs.inputs", "jobs.engines"),
     ("jobs.objectives",),
     ("jobs.steps",),

@@ -189,6 +189,14 @@ def _chats(job: JobKeys) -> Iterator[Problem]:
     for key in ("query", "system"):
         if getattr(data, key) is not None and not data.chat:
             yield Problem((*path, key), "is a part of a chat: set chat to true, or leave it out")
+    if "tools" in data.chat_template_columns:
+        yield Problem(
+            (*path, "chat_template_columns", "tools"), f"is set by {'.'.join(path)}.tools: name the key there"
+        )
+    has_chats = data.chat or data.messages is not None or (job.warmup is not None and job.warmup.messages is not None)
+    for key in ("chat_template_columns", "chat_template_kwargs"):
+        if getattr(data, key) and not has_chats:
+            yield Problem((*path, key), "is for chats: set messages or chat, or leave it out")
 
 
 def _roles(job: JobKeys) -> Iterator[Problem]:

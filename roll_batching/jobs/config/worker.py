@@ -54,6 +54,21 @@ class DataArgs(Settings):
     system: str | None = setting(
         None, help="chat: key of the system message. Default, and for an empty text: that of the template."
     )
+    tools: str | None = setting(
+        "tools",
+        help="Key of a chat's tools, for the chat template: a list of objects, as in requests of OpenAI's API, or its "
+        "JSON text. Records without it have none. null: tools are not shown.",
+    )
+    chat_template_columns: dict[str, str] = setting(
+        default_factory=dict,
+        help="Other variables of the chat template, each with the key of a record that holds its value, such as "
+        "`{enable_thinking: thinking}`. A record without the key leaves the template's default.",
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        default_factory=dict,
+        help="Variables of the chat template with one value for all records, such as `{enable_thinking: false}`. A "
+        "record's own key `chat_template_kwargs`, an object, adds to them and precedes them.",
+    )
     images: str | None = setting(
         None,
         help="Key of a record's images, for a model that reads images: a list of paths relative to the data file, "

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from roll_batching.errors import DataError
+from roll_batching.jobs.texts.template_arguments import SETTINGS, variables_of
 from roll_batching.jobs.texts.tokenizers import HFTokenizer, Tokenizer
 
 Message = Mapping[str, Any]
 """`role`, `content`, and other keys that the template reads."""
 ASSISTANT = "assistant"
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NONE: Mapping[str, Any] = {}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+_FOLLOWERS: Mapping[bool, tuple[Message, Message]] = {
+    False: ({"role": ASSISTANT, "content": "a"}, {"role": "user", "content": "b"}),
+    True: (
+        {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "content": "b", "name": "f", "tool_call_id": _CALL["id"]},
+    ),
+}
+"""A turn without and with a call of a tool, and the message that follows it."""
 
 
 class ChatTemplate:
@@ -31,19 +44,30 @@ class ChatTemplate:
                 "to its folder, or write prompts as texts"
             )
         self._tokenizer = tokenizer
-        self._has_markers = _MARKER.search(str(tokenizer.tokenizer.chat_template)) is not None
+        template = tokenizer.tokenizer.chat_template
+        templates = list(template.values()) if isinstance(template, dict) else [template]  # named ones: `tool_use`
+        self._has_markers = any(_MARKER.search(text) for text in templates)
+        self.variables: frozenset[str] = frozenset().union(*map(variables_of, templates))
+        """Names that the template reads, beside the messages."""
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] = _NONE) -> str:
         """The text before the assistant's next turn. Raises DataError if it spoke last, or the template fails."""
         if messages[-1]["role"] == ASSISTANT:
             raise DataError("the last message is the assistant's: a prompt ends with a message of another role")
-        return self._text(messages, open_turn=True)
+        return self._text(messages, variables, open_turn=True)
 
-    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def conversation(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = _NONE
+    ) -> tuple[list[int], list[bool]]:
         """The tokens of a whole conversation, and a mask of the assistant's, which are trained.
 
         Where the template marks the assistant's turns (`{% generation %}`), these are the turns. Otherwise a turn is
         the difference between the conversation that ends with it and the prompt before it, up to its last stop token.
+        A stop token that opens the next message (GLM's `<|user|>`) belongs to the turn; a last turn gets it appended.
+
+        Args:
+            messages: of the conversation.
+            variables: what the template reads beside them, such as `tools`.
 
         Raises:
             DataError: without a turn of the assistant; and, without markers, when the template's text or tokens of the
@@ -51,34 +75,77 @@ class ChatTemplate:
         """
         if not any(message["role"] == ASSISTANT for message in messages):
             raise DataError("no message is the assistant's: there is no token to train")
-        return self._by_markers(messages) if self._has_markers else self._by_prefixes(messages)
+        split = self._by_markers if self._has_markers else self._by_prefixes
+        tokens, mask = split(messages, variables)
+        for place in [place for place in range(1, len(tokens)) if mask[place - 1] and not mask[place]]:
+            mask[place] = tokens[place] in self._stops and tokens[place - 1] not in self._stops
+        if mask[-1] and tokens[-1] not in self._stops:
+            opening = self._openings[bool(messages[-1].get("tool_calls"))]
+            return tokens + opening, mask + [True] * len(opening)
+        return tokens, mask
 
-    def _by_markers(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        encoded = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    def lacks_stops(self, messages: Sequence[Message], tokens: Sequence[int], mask: Sequence[bool]) -> bool:
+        """Whether a turn of a `conversation` trains no stop token: fewer are trained than the assistant has turns."""
+        trained = sum(marked and token in self._stops for token, marked in zip(tokens, mask, strict=True))
+        return trained < sum(message["role"] == ASSISTANT for message in messages)
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return self._tokenizer.stop_token_ids
+
+    @cached_property
+    def _openings(self) -> dict[bool, list[int]]:
+        """The stop token that opens the message after a turn, without and with a call of a tool; empty for none."""
+        return {calls: self._opening(*followers) for calls, followers in _FOLLOWERS.items()}
+
+    def _opening(self, turn: Message, follower: Message) -> list[int]:
+        before: list[Message] = [{"role": "user", "content": "a"}, turn]
+        try:
+            text, longer = self._text(before, _NONE), self._text([*before, follower], _NONE)
+        except DataError:  # a template without tools
+            return []
+        following = self._tokenizer.encode(longer.removeprefix(text)) if longer.startswith(text) else []
+        return [token for token in following[:1] if token in self._stops]
+
+    def _by_markers(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        encoded = self._apply(messages, variables, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = [bool(value) for value in encoded["assistant_masks"]]
         if not any(mask):
             raise DataError("the chat template marks no token of it as the assistant's ({% generation %})")
         return list(encoded["input_ids"]), mask
 
-    def _by_prefixes(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        whole = self._text(messages)
+    def _by_prefixes(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        whole = self._text(messages, variables)
         tokens = self._tokenizer.encode(whole)
         mask = [False] * len(tokens)
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            before, after = self._text(messages[:number], open_turn=True), self._text(messages[: number + 1])
+            before = self._text(messages[:number], variables, open_turn=True)
+            after = self._text(messages[: number + 1], variables)
             if not (whole.startswith(after) and after.startswith(before)):
-                raise DataError(
-                    f"the chat template renders message {number + 1}, or the messages before it, differently when "
-                    "more messages follow: mark the assistant's turns in the template ({% generation %}), or give "
-                    "conversations whose only assistant turn is the last"
-                )
+                raise DataError(self._difference(messages[:number], variables, before, after))
             start, end = self._length(before, tokens, number), self._length(after, tokens, number)
-            stops = [at for at in range(start, end) if tokens[at] in self._tokenizer.stop_token_ids]
+            stops = [at for at in range(start, end) if tokens[at] in self._stops]
             end = stops[-1] + 1 if stops else end  # the template's text after it, such as a newline, is not trained
             mask[start:end] = [True] * (end - start)
         return tokens, mask
+
+    def _difference(self, earlier: Sequence[Message], variables: Mapping[str, Any], before: str, after: str) -> str:
+        """Why the text `after` a turn, or the prompt `before` it, is no prefix of the conversation's text."""
+        number, text = len(earlier) + 1, self._text(earlier, variables)
+        if before.startswith(text) and after.startswith(text) and not after.startswith(before):
+            return (
+                f"the chat template opens the turn of message {number} with {before[len(text) :]!r}, and the message "
+                "does not begin so: give it the thoughts that the template expects (reasoning_content), or set "
+                f"variables of the template, such as {{enable_thinking: false}}, in {SETTINGS} (it reads: "
+                f"{', '.join(sorted(self.variables)) or 'none'})"
+            )
+        return (
+            f"the chat template renders message {number}, or the messages before it, differently when more messages "
+            "follow: mark the assistant's turns in the template ({% generation %}), or give conversations whose only "
+            "assistant turn is the last"
+        )
 
     def _length(self, beginning: str, tokens: list[int], number: int) -> int:
         """Number of tokens of `beginning`, which must be a prefix of `tokens`."""
@@ -90,12 +157,30 @@ class ChatTemplate:
             )
         return len(prefix)
 
-    def _text(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
-        text: str = self._apply(messages, tokenize=False, add_generation_prompt=open_turn)
+    def _text(self, messages: Sequence[Message], variables: Mapping[str, Any], *, open_turn: bool = False) -> str:
+        text: str = self._apply(messages, variables, tokenize=False, add_generation_prompt=open_turn)
         return text
 
-    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
+    def _apply(self, messages: Sequence[Message], variables: Mapping[str, Any], **options: Any) -> Any:
+        read = {name: value for name, value in variables.items() if name in self.variables}
         try:
-            return self._tokenizer.tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+            return self._tokenizer.tokenizer.apply_chat_template(list(map(_plain, messages)), **read, **options)
         except Exception as error:  # a template is code, which may raise anything
             raise DataError(f"the chat template fails on it ({type(error).__name__}: {error})") from None
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """`message` with arguments of calls as objects: templates iterate over them, or write them as JSON themselves."""
+    calls = message.get("tool_calls")
+    return dict(message) if not calls else {**message, "tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

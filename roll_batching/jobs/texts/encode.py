@@ -62,8 +62,9 @@ def encode_documents(
             character that the tokenizer does not know, a conversation that the chat template refuses.
     """
     input_ids, masks = [], []
+    template = ChatTemplate(tokenizer) if isinstance(documents[0], Conversation) else None
     for document in documents:
-        tokens, mask = _encode_with_mask(document, tokenizer)
+        tokens, mask = _encode_with_mask(document, tokenizer, template)
         if len(tokens) > max_length:
             fault = too_long(document, len(tokens), max_length, "sequence_length")
             raise DataError(f"{document.source}: {fault}. Shorten it.")
@@ -129,11 +130,14 @@ def _last_turn(mask: torch.Tensor) -> torch.Tensor:
     return last
 
 
-def _encode_with_mask(document: Document | Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _encode_with_mask(
+    document: Document | Conversation, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> tuple[list[int], list[bool]]:
     """The tokens of a document, and a mask of the trained ones."""
     if isinstance(document, Conversation):
+        assert template is not None
         try:
-            tokens, mask = ChatTemplate(tokenizer).conversation(document.messages)
+            tokens, mask = template.conversation(document.messages, document.variables)
         except DataError as error:
             raise DataError(f"{document.source}: {error}") from None
         return _expand_with_mask(tokens, mask, document, tokenizer)

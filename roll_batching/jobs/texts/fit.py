@@ -14,6 +14,7 @@ from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.image_references import ImageError, ImageReference
 from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer
 from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt, Text
+from roll_batching.jobs.texts.token_count_cache import TokenCounts
 from roll_batching.jobs.texts.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.planning.arrays import Ints
 
@@ -38,32 +39,32 @@ class Fit:
     reward_fault: Callable[[Prompt], str] = lambda prompt: ""
     """Returns the fault of a prompt without a reward; empty for others."""
 
-    def check(self, items: Sequence[Text], faults: Faults) -> Ints:
+    def check(self, items: Sequence[Text], faults: Faults) -> TokenCounts:
         """Add the faults of `items` to `faults`, with file, line, key and cure.
 
-        Returns `token_counts` of `items`; meaningless if there are faults.
+        Returns the counts of `items`; meaningless if there are faults.
         """
         counts = [
             self._check_batch(items[start : start + BATCH_SIZE], faults) for start in range(0, len(items), BATCH_SIZE)
         ]
-        return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
+        return join_counts(counts)
 
-    def _check_batch(self, items: Sequence[Text], faults: Faults) -> Ints:
+    def _check_batch(self, items: Sequence[Text], faults: Faults) -> TokenCounts:
         samples = _split_pairs(items)
         try:
             counts = _count_tokens(samples, self.tokenizer)
         except Exception:  # of at least one text: check one by one to name it
             for item in samples:
                 self._check_one(item, faults)
-            return np.zeros(len(items), dtype=np.int64)
-        for item, (prompt, rest) in zip(samples, counts.tolist(), strict=True):
+            return TokenCounts(np.zeros(len(items), dtype=np.int64))
+        for item, (prompt, rest, _) in zip(samples, counts.tolist(), strict=True):
             self._check_lengths(item, prompt, rest, faults)
         return _merge_pairs(counts, items)
 
     def _check_one(self, item: Text, faults: Faults) -> None:
         try:
             if isinstance(item, Conversation):
-                tokens = ChatTemplate(self.tokenizer).conversation(item.messages)[0]
+                tokens = ChatTemplate(self.tokenizer).conversation(item.messages, item.variables)[0]
                 (prompt,) = _expanded_lengths([tokens], [item.images], self.tokenizer)
                 self._check_lengths(item, prompt, 0, faults)
                 return
@@ -101,11 +102,14 @@ def token_counts(items: Sequence[Text], tokenizer: Tokenizer) -> Ints:
 
     Raises the errors of the tokenizer or chat template, which do not name the text.
     """
-    counts = [
-        _merge_pairs(_count_tokens(_split_pairs(batch), tokenizer), batch)
-        for batch in (items[start : start + BATCH_SIZE] for start in range(0, len(items), BATCH_SIZE))
-    ]
-    return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
+    batches = (items[start : start + BATCH_SIZE] for start in range(0, len(items), BATCH_SIZE))
+    return join_counts([_merge_pairs(_count_tokens(_split_pairs(batch), tokenizer), batch) for batch in batches]).tokens
+
+
+def join_counts(counts: Sequence[TokenCounts]) -> TokenCounts:
+    """The counts of several lists of texts, as of one."""
+    tokens = np.concatenate([part.tokens for part in counts]) if counts else np.zeros(0, dtype=np.int64)
+    return TokenCounts(tokens, sum(part.without_stop for part in counts))
 
 
 def _split_pairs(items: Sequence[Text]) -> list[Any]:
@@ -113,21 +117,25 @@ def _split_pairs(items: Sequence[Text]) -> list[Any]:
     return [text for item in items for text in (item.documents if isinstance(item, Pair | Judged) else (item,))]
 
 
-def _merge_pairs(counts: Ints, items: Sequence[Text]) -> Ints:
-    """From int64[m, 2] of `_count_tokens` to the result of `token_counts`."""
-    totals = counts.sum(axis=1)
-    return totals.reshape(-1, 2) if isinstance(items[0], Pair) else totals
+def _merge_pairs(counts: Ints, items: Sequence[Text]) -> TokenCounts:
+    """From int64[m, 3] of `_count_tokens` to the counts of `items`."""
+    totals, lacks = counts[:, :2].sum(axis=1), counts[:, 2]
+    if not isinstance(items[0], Pair):
+        return TokenCounts(totals, int(lacks.sum()))
+    return TokenCounts(totals.reshape(-1, 2), int(lacks.reshape(-1, 2).max(axis=1).sum()))
 
 
 def _count_tokens(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
-    """Tokens of prompt and response, int64[n, 2]; of a conversation all tokens, and 0."""
+    """Tokens of prompt and response, and whether a turn lacks its stop token: int64[n, 3].
+
+    Of a conversation all tokens, and 0.
+    """
     if isinstance(items[0], Conversation):
         template = ChatTemplate(tokenizer)
-        conversations = [template.conversation(item.messages)[0] for item in items]
-        return np.array(
-            [(count, 0) for count in _expanded_lengths(conversations, [item.images for item in items], tokenizer)],
-            dtype=np.int64,
-        )
+        conversations = [template.conversation(item.messages, item.variables) for item in items]
+        lacks = [template.lacks_stops(item.messages, *both) for item, both in zip(items, conversations, strict=True)]
+        lengths = _expanded_lengths([both[0] for both in conversations], [item.images for item in items], tokenizer)
+        return np.array([lengths, [0] * len(items), lacks], dtype=np.int64).T
     prompts = _expanded_lengths(
         encode_many(tokenizer, [item.prompt for item in items]), [item.images for item in items], tokenizer
     )
@@ -135,7 +143,7 @@ def _count_tokens(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
     if isinstance(items[0], Document):
         responses = encode_many(tokenizer, [item.response for item in items])
         rest = [count + 1 for count in _expanded_lengths(responses, [()] * len(items), tokenizer)]
-    return np.array([prompts, rest], dtype=np.int64).T
+    return np.array([prompts, rest, [0] * len(items)], dtype=np.int64).T
 
 
 def _expanded_lengths(

@@ -232,7 +232,7 @@ def _messages(value: dict[str, Any], key: str, with_images: bool) -> str:
             isinstance(part, dict) and "image" in str(part.get("type")) for part in content
         ):
             raise _BadLineError(f"message {number} of {key!r} has an image", _IMAGES)
-        if not isinstance(content, str):
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise _BadLineError(f"message {number} of {key!r} has no text as content", _MESSAGES)
     text = json.dumps(messages, ensure_ascii=False)
     return _require_encodable(text, key)

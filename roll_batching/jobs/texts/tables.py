@@ -33,7 +33,7 @@ class Table:
     is_array: bool = False
 
     def rows(self, read: Callable[[int], None] = lambda size: None) -> Iterator[Any]:
-        """The rows as plain data, without null keys of messages. `read` is called with bytes read.
+        """The rows as plain data, without null keys of messages and tools. `read` is called with bytes read.
 
         Raises TableError: without pyarrow, for a folder of several splits, for an invalid file.
         """
@@ -119,4 +119,6 @@ def _drop_null_keys(value: Any) -> Any:
 
 
 def _non_null(item: Any) -> Any:
-    return {key: inner for key, inner in item.items() if inner is not None} if isinstance(item, dict) else item
+    if isinstance(item, dict):
+        return {key: _non_null(inner) for key, inner in item.items() if inner is not None}
+    return [_non_null(inner) for inner in item] if isinstance(item, list) else item

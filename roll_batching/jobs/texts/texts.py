@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
@@ -14,6 +14,7 @@ from roll_batching.jobs.texts.chat import ASSISTANT, ChatTemplate, Message
 from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.image_references import MARKER, ImageError, ImageFields, ImageReference
 from roll_batching.jobs.texts.jsonl import PathLike, Record, iterate_records
+from roll_batching.jobs.texts.template_arguments import NO_ARGUMENTS, TemplateArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Conversation:
     extra: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
     images: tuple[ImageReference, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template reads beside the messages, such as `tools`."""
 
     @property
     def prompt(self) -> str:
@@ -68,6 +71,8 @@ class Pair:
     """Whether the prompt is a list of messages, and the answers are the assistant's next message."""
     extra: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """As those of a conversation."""
 
     @property
     def documents(self) -> tuple[Document, Document] | tuple[Conversation, Conversation]:
@@ -76,7 +81,8 @@ class Pair:
             return tuple(Document(self.prompt, one, source=self.source) for one in (self.chosen, self.rejected))  # type: ignore[return-value]
         before = json.loads(self.prompt)
         answers = ({"role": ASSISTANT, "content": one} for one in (self.chosen, self.rejected))
-        return tuple(Conversation((*before, one), source=self.source) for one in answers)  # type: ignore[return-value]
+        made = (Conversation((*before, one), source=self.source, variables=self.variables) for one in answers)
+        return tuple(made)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class Judged:
     """Whether the prompt is a list of messages, and the answer is the assistant's next message."""
     extra: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """As those of a conversation."""
 
     @property
     def documents(self) -> tuple[Document | Conversation]:
@@ -98,7 +106,7 @@ class Judged:
         if not self.chat:
             return (Document(self.prompt, self.response, source=self.source),)
         messages = (*json.loads(self.prompt), {"role": ASSISTANT, "content": self.response})
-        return (Conversation(messages, source=self.source),)
+        return (Conversation(messages, source=self.source, variables=self.variables),)
 
 
 Text = Prompt | Document | Conversation | Pair | Judged
@@ -117,7 +125,7 @@ def second_text(item: Text) -> str:
 
 
 class Fingerprint:
-    """Incremental digest of texts and their order, without other keys and file names."""
+    """Incremental digest of texts, their template variables and their order, without other keys and file names."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -125,7 +133,9 @@ class Fingerprint:
     def add(self, item: Text) -> None:
         """Add the next text."""
         images = () if isinstance(item, Pair | Judged) else item.images
-        for text in (item.prompt, second_text(item), *(image.digest() for image in images)):
+        variables = {} if isinstance(item, Prompt | Document) else item.variables  # a prompt's text has them
+        beside = [json.dumps(variables, default=repr)] if variables else []
+        for text in (item.prompt, second_text(item), *beside, *(image.digest() for image in images)):
             raw = text.encode("utf-8", "surrogatepass")
             self._digest.update(len(raw).to_bytes(8, "little") + raw)
 
@@ -177,6 +187,7 @@ def iterate_texts(
     template: ChatTemplate | None = None,
     instruction: Instruction | None = None,
     images: ImageFields | None = None,
+    arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> Iterator[T]:
     """Prompts, documents, conversations, pairs or judged answers of data files, in order, with texts under `keys`.
 
@@ -184,7 +195,7 @@ def iterate_texts(
     or stay messages in a pair or judged answer; with `instruction` it holds a text that becomes part of a chat's
     messages. The last key of a judged answer holds its verdict. Without a second key the second text is empty. Unusable
     lines, such as an empty prompt, are added to `faults` and skipped; see `jsonl.iterate_records`. With `images`
-    prompts, documents and conversations have images.
+    prompts, documents and conversations have images. `arguments` are the template's, beside the messages.
     """
     chat = instruction is None and (kind is Conversation or template is not None)
     own = () if instruction is None else instruction.keys
@@ -202,20 +213,25 @@ def iterate_texts(
                 faults.add(record.source, f"{keys[0]}: {error.what}", error.cure)
                 continue
         first, extra, shown = record.texts[0], record.extra, {} if not record.images else {"images": record.images}
+        try:
+            variables = arguments.of(extra) if kind is Conversation or template is not None else {}
+        except DataError as error:
+            faults.add(record.source, str(error), "Remove the line, or correct it.")
+            continue
         if kind is Conversation and first:
-            yield made(tuple(json.loads(first)), extra, record.source, **shown)
+            yield made(tuple(json.loads(first)), extra, record.source, **shown, variables=variables)
             continue
         if kind is Pair or kind is Judged:
             faults_before = len(faults)
             _check_pair(record, keys, faults)
             verdict = () if kind is Pair else (_verdict(record, label, faults),)
             if len(faults) == faults_before:
-                yield made(*record.texts, *verdict, template is not None, extra, record.source)
+                yield made(*record.texts, *verdict, template is not None, extra, record.source, variables)
             continue
         if template is not None and first:
             messages = json.loads(first)
             try:
-                first = template.prompt(messages)
+                first = template.prompt(messages, variables)
             except DataError as error:
                 faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or correct it.")
                 continue

@@ -86,7 +86,7 @@ def _half_a_file(folder, job):
 
 def _other_counts(folder, job):
     (file,) = (folder / "runs" / "token_counts").iterdir()
-    np.savez(file, counts=np.full(TEXTS, 3))
+    np.savez(file, counts=np.full(TEXTS, 3), without_stop=0)
 
 
 @pytest.mark.parametrize("change", [_another_text, _another_tokenizer, _half_a_file, _other_counts])
