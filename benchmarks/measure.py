@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 import weakref
@@ -69,25 +70,38 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
     return live.peak
 
 
-def seconds(runs: Mapping[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
-    """Smallest time of each candidate; candidates alternate, so that all meet the same load of the machine.
+def times(runs: Mapping[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, list[float]]:
+    """Times of each candidate by round; candidates alternate, so that all meet the same load of the machine.
 
     On the CPU the process's own CPU time on one thread, which other programs disturb least; on CUDA the time
     on the clock with the device drained before and after.
     """
-    best = dict.fromkeys(runs, float("inf"))
+    found: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
-        for name, run in runs.items():
+        # Every other round backwards: the first of a round would always meet the other's caches.
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
             if device == "cuda":
                 torch.cuda.synchronize()
             clock = time.perf_counter if device == "cuda" else time.process_time
             start = clock()
-            run()
+            runs[name]()
             if device == "cuda":
                 torch.cuda.synchronize()
             if turn:  # the first round is a warm-up
-                best[name] = min(best[name], clock() - start)
-    return best
+                found[name].append(clock() - start)
+    return found
+
+
+def seconds(runs: Mapping[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
+    """Smallest time of each candidate; see `times`."""
+    return {name: min(values) for name, values in times(runs, device, rounds).items()}
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
+    """Median of the rounds' ratios, and its spread: half of their interquartile range."""
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+    return median, (upper - lower) / 2
 
 
 def relative(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -116,13 +130,13 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def arguments(description: str | None) -> argparse.Namespace:
+def arguments(description: str | None, rounds: int = 3) -> argparse.Namespace:
     """Parse the command line of a benchmark; set one thread on the CPU."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--check", action="store_true", help="exit 1 if a figure exceeds its limit")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each candidate; the fastest counts")
+    parser.add_argument("--rounds", type=int, default=rounds, help="runs of each candidate")
     parser.add_argument("--tokens", type=int, help="number of tokens, to shorten the run")
     parser.add_argument("--vocabulary", type=int, help="vocabulary size, to shorten the run")
     given = parser.parse_args()

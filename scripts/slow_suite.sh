@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Slow tests, which scripts/test.sh skips. Further arguments go to pytest:
 #
-#   ./scripts/slow_suite.sh cluster      one whole suite: layouts, models, streams, rehearse, cluster, rest, te, pages
+#   ./scripts/slow_suite.sh cluster      one whole suite: layouts, models, streams, rehearse, cluster,
+#                                        benchmarks, rest, te, pages
 #   ./scripts/slow_suite.sh              the turn selected by the number of commits, as in .ci/run
 #   ./scripts/slow_suite.sh --turn 3     another turn
 #   ./scripts/slow_suite.sh --turns      lists all turns
@@ -14,10 +15,10 @@ set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
-suites=(layouts models streams rehearse cluster pages)
+suites=(layouts models streams rehearse cluster benchmarks pages)
 turns=("layouts 1/6" "cluster 1/4" "rest 1/4" "models 1/2" "layouts 2/6" "rehearse 1/2" "cluster 2/4" "rest 2/4"
     "streams 1/2" "layouts 3/6" "models 2/2" "cluster 3/4" "layouts 4/6" "rest 3/4" "rehearse 2/2" "layouts 5/6"
-    "cluster 4/4" "streams 2/2" "rest 4/4" "layouts 6/6")
+    "cluster 4/4" "streams 2/2" "rest 4/4" "layouts 6/6" "benchmarks 1/2" "benchmarks 2/2")
 if [ -x .venv-te/bin/python ]; then turns+=("te 1/1"); fi
 
 suite="" turn="" arguments=()
@@ -33,10 +34,10 @@ while [ $# -gt 0 ]; do
         [[ $turn =~ ^[0-9]+$ ]] || { say "--turn needs a number, not '$turn'"; exit 2; }
         shift
         ;;
-    layouts | models | streams | rehearse | cluster | pages | rest | te) suite=$1 ;;
+    layouts | models | streams | rehearse | cluster | benchmarks | pages | rest | te) suite=$1 ;;
     *)
         if [[ $1 != -* && ${#arguments[@]} -eq 0 ]]; then
-            say "There is no suite '$1': layouts, models, streams, rehearse, cluster, pages, rest, te"
+            say "There is no suite '$1': layouts, models, streams, rehearse, cluster, benchmarks, pages, rest, te"
             exit 2
         fi
         arguments+=("$1")

@@ -179,12 +179,17 @@ class Balancer:
             if not refine or refine_totals(search, refine_ceilings, cap, floor):
                 return
 
-    def lower_lockstep(self, search: SearchState, bound: int = UNBOUNDED, share: int = 1) -> None:
-        """Lower the lockstep cost, with rank totals of at most `bound`, or no higher than before."""
+    def lower_lockstep(
+        self, search: SearchState, bound: int = UNBOUNDED, share: int = 1, *, is_final: bool = True
+    ) -> None:
+        """Lower the lockstep cost, with rank totals of at most `bound`, or no higher than before.
+
+        `is_final`: without a bound, a search of very many units takes the long budget.
+        """
         constraints = self.problem.constraints
         cap, floor = constraints.usable_tokens, self.lockstep_bound
         only_lockstep = bound == UNBOUNDED
-        steps = self._steps(share, SEARCH_BUDGET.lockstep_factor if only_lockstep else 0)
+        steps = self._steps(share, SEARCH_BUDGET.lockstep_factor if only_lockstep and is_final else 0)
 
         def run(seed: int) -> int:
             lower_lockstep(search, bound, cap, floor, steps, constraints.seed + seed)

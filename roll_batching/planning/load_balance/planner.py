@@ -128,7 +128,7 @@ def _lockstep_then_totals(balancer: Balancer, start: Packing, level: int, loss: 
     cost much lower before.
     """
     search = balancer.begin_search(start)
-    balancer.lower_lockstep(search, share=2)
+    balancer.lower_lockstep(search, share=2, is_final=False)
     smallest_loss = lockstep_cost(search) - balancer.lockstep_bound
     if search.totals.max() > level:
         balancer.level_within_ceilings(search, level, share=2, margin=SEARCH_BUDGET.falling_margin)
