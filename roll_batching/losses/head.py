@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from roll_batching.losses.vocab_parallel import token_log_probs
 from roll_batching.modeling.head import gpt_of, head_input, head_weight, is_deferred
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.collectives import gather_results
+
+if TYPE_CHECKING:
+    from roll_batching.losses.vocabulary import Vocabulary
 
 
 def check_temperature(value: Any) -> float:
@@ -180,6 +183,15 @@ class HeadContext:
         padded = torch.arange(shard, device=logits.device) >= real
         # Half of the smallest number, so that differences stay finite.
         return logits.masked_fill(padded, torch.finfo(logits.dtype).min / 2)
+
+    def vocabulary_of(self, logits: torch.Tensor) -> Vocabulary:
+        """The vocabulary of which the result of `logits` has this rank's columns."""
+        from roll_batching.losses.vocabulary import Vocabulary  # few losses read logits
+
+        shard = logits.shape[-1]
+        return Vocabulary(
+            size=self.vocab_size or shard * self.layout.tp_size, shard=shard, group=self.layout.tp_group
+        )
 
     def statistics_of(
         self, logits: torch.Tensor, pack: PackedBatch, *, gather_cp: bool

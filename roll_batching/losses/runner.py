@@ -185,7 +185,8 @@ class LossRunner:
     def _by_token(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
-        needs, log_probs, entropy, logits, values, several = self._spec.needs, None, None, None, None, None
+        needs, log_probs, entropy, values, several = self._spec.needs, None, None, None, None
+        logits = vocabulary = None
         if self._spec.candidates is not None:
             several, entropy = self._head.candidate_log_probs(
                 output, pack, chunk, self._spec.candidates, entropy="entropy" in needs
@@ -195,6 +196,7 @@ class LossRunner:
             log_probs, entropy = self._head.log_probs(output, pack, chunk, entropy="entropy" in needs)
         if "logits" in needs:
             logits = self._head.gather(self._head.logits(output, chunk), pack)
+            vocabulary = self._head.vocabulary_of(logits)
         if VALUES in needs:
             values = self._head.values(output, pack)
         view = TokenView(
@@ -205,6 +207,7 @@ class LossRunner:
             logits=logits,
             values=values,
             candidate_log_probs=None if several is None else several[:, 1:],
+            vocabulary=vocabulary,
         )
 
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:

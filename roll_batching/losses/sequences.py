@@ -84,6 +84,7 @@ class SequenceParts:
         # Without context parallelism a gather only repeats shared positions.
         gather = gather_cp or (shares and cp_size == 1)
         local = head.logits(output, chunk)
+        self.vocabulary = head.vocabulary_of(local)
         self.logits = self._cut(self._repeat(head.gather(local, pack) if gather else local))
         self._cached: dict[str, Sequence[torch.Tensor]] = {}
         if statistics:
@@ -129,14 +130,15 @@ class SequenceView(View):
     """
 
     def __init__(self, counts: StepCounts, parts: SequenceParts, place: int) -> None:
-        super().__init__(parts.pack, counts)
+        super().__init__(parts.pack, counts, parts.vocabulary)
         self._parts, self._place = parts, place
         self.id = int(parts.pack.ids[place])
         """The sample's global id."""
         self.length = int(parts.pack.layout.unshared.lengths[place])
         """Tokens of the whole sequence."""
         self.logits = parts.logits[place]
-        """[positions, vocabulary / tp] after temperature; padded vocabulary columns have probability 0."""
+        """[positions, vocabulary / tp] after temperature; padded columns have probability 0. `vocabulary` reduces
+        them, `full_logits` gathers whole rows."""
         self.tp_group, self.cp_group = parts.tp_group, parts.cp_group
 
     def __getitem__(self, name: str) -> Any:
@@ -165,6 +167,10 @@ class SequenceView(View):
         """[positions] int64: index of each position in the sequence."""
         make = lambda: torch.from_numpy(self._pack.layout.unshared.position_ids).to(self.logits.device)  # noqa: E731
         return self._parts.field(":positions", make)[self._place]
+
+    def full_logits(self) -> torch.Tensor:
+        """[positions, vocabulary] after temperature, without padded columns; memory as of `Vocabulary.rows`."""
+        return self.vocabulary.rows(self.logits)
 
     def log_probs(self) -> torch.Tensor:
         """[positions] fp32 log-probability of each position's label; 0 without gradient where no mask counts.

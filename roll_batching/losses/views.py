@@ -8,7 +8,7 @@ single sequences with logits see `losses.sequences`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,12 +19,15 @@ from roll_batching.losses.denominators import StepCounts
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.pack_layout import BoolArray, IntArray
 
+if TYPE_CHECKING:
+    from roll_batching.losses.vocabulary import Vocabulary
+
 
 class View:
-    """Common base of the views: masks, fields and counts of the step."""
+    """Common base of the views: masks, fields, vocabulary and counts of the step."""
 
-    def __init__(self, pack: PackedBatch, counts: StepCounts) -> None:
-        self._pack, self._counts = pack, counts
+    def __init__(self, pack: PackedBatch, counts: StepCounts, vocabulary: Vocabulary | None) -> None:
+        self._pack, self._counts, self._vocabulary = pack, counts, vocabulary
 
     def __contains__(self, name: str) -> bool:
         return name in self._pack.fields
@@ -45,6 +48,13 @@ class View:
         if name not in self._counts.sums:
             raise LossError(f"the loss reads the total of {name!r}: add it to the loss's `sums`")
         return self._counts.sums[name]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Sums, maxima and gathers over the columns of `logits` on all tensor-parallel ranks."""
+        if self._vocabulary is None:
+            raise LossError("the loss reads vocabulary, which it does not declare: add 'logits' to the loss's `needs`")
+        return self._vocabulary
 
     def _mask_name(self, name: str | None) -> str:
         mask = next(iter(self._pack.masks)) if name is None else name
@@ -86,8 +96,9 @@ class TokenView(View):
         logits: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
         candidate_log_probs: torch.Tensor | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
-        super().__init__(pack, counts)
+        super().__init__(pack, counts, vocabulary)
         self._candidate_log_probs = candidate_log_probs
         self._log_probs, self._entropy, self._logits, self._values = log_probs, entropy, logits, values
         self.segment_ids = pack.segment_ids
@@ -112,6 +123,10 @@ class TokenView(View):
         As a `sequence_loss`, with this rank's positions only, such a loss takes cp times less memory.
         """
         return self._needed("logits", self._logits)
+
+    def full_logits(self) -> torch.Tensor:
+        """[tokens, vocabulary] after temperature, without padded columns; memory as of `Vocabulary.rows`."""
+        return self.vocabulary.rows(self.logits)
 
     @property
     def values(self) -> torch.Tensor:
