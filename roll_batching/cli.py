@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
+from roll_batching.commands.check_loss import check_loss
 from roll_batching.commands.convert_config import convert_config
 from roll_batching.commands.evaluate import evaluate
 from roll_batching.commands.export import export
@@ -38,6 +39,7 @@ app.command()(export)
 app.command()(generate)
 app.command()(report)
 app.command("eval")(evaluate)
+app.command()(check_loss)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,7 +26,7 @@ PLUGIN: tuple[tuple[str, ...], ...] = (
     ("modeling",),
     ("losses",),
     ("strategy",),
-    ("integrations",),
+    ("integrations", "loss_check"),
 )
 """The plugin's rooms from the bottom up: a room imports rooms of lower floors only."""
 

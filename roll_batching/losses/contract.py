@@ -105,6 +105,23 @@ class LossSpec:
     """Heads of multi-token prediction whose losses the step adds, over the tokens of the first mask."""
 
     @property
+    def prepare_hint(self) -> str:
+        """End of an error about a missing field: `prepare` may add it, and only jobs call it by themselves."""
+        if self.prepare is None:
+            return ""
+        return (
+            f". {self.name} has a `prepare`, which adds fields: in a loop of your own call "
+            "local = loss.prepare(local, strategy.layout, seed) on all ranks before train_step, with one seed for all"
+        )
+
+    def require_prepared(self, batch: SampleBatch) -> None:
+        """Raises `LossError` where the batch lacks a declared field and `prepare` may not have been called."""
+        names = (*self.masks, *self.sums, *([] if self.candidates is None else [self.candidates]))
+        missing = [name for name in names if name not in batch.schema]
+        if missing and self.prepare is not None:
+            raise LossError(f"the batch lacks {', '.join(missing)}, which {self.name} declares{self.prepare_hint}")
+
+    @property
     def description(self) -> str:
         """The declarations as text, equal on ranks that run the same loss."""
         method = "sequence_loss" if self.by_sequence else "token_loss"

@@ -189,9 +189,7 @@ class HeadContext:
         from roll_batching.losses.vocabulary import Vocabulary  # few losses read logits
 
         shard = logits.shape[-1]
-        return Vocabulary(
-            size=self.vocab_size or shard * self.layout.tp_size, shard=shard, group=self.layout.tp_group
-        )
+        return Vocabulary(size=self.vocab_size or shard * self.layout.tp_size, shard=shard, group=self.layout.tp_group)
 
     def statistics_of(
         self, logits: torch.Tensor, pack: PackedBatch, *, gather_cp: bool

@@ -41,7 +41,7 @@ class PolicyLoss(PolicySettings, PolicyGradient):
             return token_ratio(policy)
         log_ratio = policy.tokens.expand(policy.tokens.segment_mean(policy.log_ratio))
         if self.ratio == "sequence_token":
-            log_ratio = log_ratio.detach() + policy.log_probs - policy.log_probs.detach()
+            log_ratio = log_ratio.detach() + (policy.log_probs - policy.log_probs.detach())
         return log_ratio.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp(), log_ratio > SEQUENCE_LOG_RATIO_BOUND
 
 

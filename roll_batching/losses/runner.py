@@ -7,6 +7,8 @@ of the step.
 
 from __future__ import annotations
 
+import re
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from roll_batching.losses.contract import VALUES, LossOutput, LossSpec, Max, Mea
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
 from roll_batching.losses.metric_kinds import metric_tensors
-from roll_batching.losses.views import TokenView
+from roll_batching.losses.views import MissingField, TokenView
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.pack_layout import IntArray
 
@@ -166,6 +168,8 @@ class LossRunner:
                     "called once per micro-batch, and ranks may have different numbers of them: remove the collective, "
                     "and return sums as metrics"
                 ) from error
+            if isinstance(error, MissingField):
+                error = LossError(f"{error}{self._spec.prepare_hint}")
             if self.error is None:
                 self.error = error if isinstance(error, LossError) else self._failure(error, pack)
         parts = [(x.nan_to_num(0, 0, 0) * 0).sum() for x in computed if x is not None]
@@ -173,14 +177,25 @@ class LossRunner:
 
     def _failure(self, error: Exception, pack: PackedBatch) -> LossError:
         """The error for an exception of the user's loss, with its line and the pack's samples."""
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)[::-1]  # functions of torch pass the CPU platform, too
+        frame = next((frame for frame in frames if not _is_library(frame.filename)), frames[0])
         samples = ", ".join(map(str, pack.ids[:8])) + (", ..." if pack.samples > 8 else "")
         failure = LossError(
             f"{self._spec.name} failed on the pack of samples {samples} with {type(error).__name__}: {error} "
-            f"({frame.filename}, line {frame.lineno})"
+            f"({frame.filename}, line {frame.lineno}){self._kinds_hint(error, pack)}"
         )
         failure.__cause__ = error
         return failure
+
+    def _kinds_hint(self, error: Exception, pack: PackedBatch) -> str:
+        """End of an error where a loss combines tensors of as many values as a pack has samples, and tokens."""
+        sizes, fields = set(re.findall(r"\d+", str(error))), [n for n, k in pack.kinds.items() if k == "sample"]
+        if self._spec.by_sequence or not fields or not {str(pack.samples), str(len(pack.segment_ids))} <= sizes:
+            return ""
+        return (
+            f". {', '.join(fields)} have one value per sample ({pack.samples}), and the pack has "
+            f'{len(pack.segment_ids)} tokens: tokens.per_token("{fields[0]}") has one value per token'
+        )
 
     def _by_token(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
@@ -272,9 +287,15 @@ def _own_collective(error: Exception) -> str:
     """File and line where the user's loss called the collective that raised `error`; empty if it did not."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     outside_torch = [place for place in frames if "torch" not in place[0].parts]
-    if len(outside_torch) == len(frames) or {"roll_batching", "megatron"} & set(outside_torch[-1][0].parts):
+    if len(outside_torch) == len(frames) or _is_library(str(outside_torch[-1][0])):
         return ""
     return f"{outside_torch[-1][0]}, line {outside_torch[-1][1]}"
+
+
+def _is_library(file: str) -> bool:
+    """Whether a source file belongs to torch, Megatron or this package."""
+    packages = [sys.modules[name] for name in ("torch", "megatron.core", "roll_batching") if name in sys.modules]
+    return any(Path(file).is_relative_to(folder) for package in packages for folder in package.__path__)
 
 
 def _reaches(loss: torch.Tensor, output: torch.Tensor) -> bool:

@@ -67,7 +67,8 @@ class ValueLoss:
         per_token = error
         if self.clip is not None:
             old = tokens["old_values"]
-            clipped = (old + (values - old).clamp(-self.clip, self.clip) - returns).square()
+            # Not old + (values - old).clamp(...): its rounding inside the range would count as clipped.
+            clipped = (values.clamp(old - self.clip, old + self.clip) - returns).square()
             metrics["clip_share"] = tokens.mean_metric((clipped > error).float())
             per_token = torch.maximum(error, clipped)
         return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token / 2), dict(metrics))

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from roll_batching.losses.vocabulary import Vocabulary
 
 
+class MissingField(LossError):
+    """A loss reads a field that the batch lacks."""
+
+
 class View:
     """Common base of the views: masks, fields, vocabulary and counts of the step."""
 
@@ -69,7 +73,7 @@ class View:
             return self._pack.fields[name]
         except KeyError:
             have = ", ".join(sorted(self._pack.fields))
-            raise LossError(f"the loss reads the field {name!r}; the batch has {have}") from None
+            raise MissingField(f"the loss reads the field {name!r}; the batch has {have}") from None
 
 
 def counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

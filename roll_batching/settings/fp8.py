@@ -30,13 +30,20 @@ def token_multiple(fp8: str | None, recipe: Any) -> int:
     return 1 if not fp8 else TOKEN_MULTIPLES.get(getattr(recipe, "value", recipe), 1)
 
 
+def idle_options(megatron: Any) -> Iterator[tuple[str, str]]:
+    """(key, problem) of the FP8 keys of a `MegatronConfig` that nothing reads."""
+    for key in ("fp8_recipe", "first_last_layers_bf16"):
+        if getattr(megatron, key) and megatron.fp8 is None:
+            yield key, "is read with fp8: e4m3 or hybrid only; set that, or leave it out"
+    for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if getattr(megatron, key) != 1 and not megatron.first_last_layers_bf16:
+            yield key, "is read with first_last_layers_bf16: true only; set that, or leave it out"
+
+
 def layout_problems(megatron: Any) -> Iterator[tuple[str, str]]:
     """(key, problem) of the FP8 keys of a `MegatronConfig` among each other and beside its other keys."""
+    yield from idle_options(megatron)
     if megatron.fp8 is None:
-        if megatron.fp8_recipe is not None:
-            yield "fp8_recipe", "is read with fp8: e4m3 or hybrid only; set that, or leave it out"
-        if megatron.first_last_layers_bf16:
-            yield "first_last_layers_bf16", "is read with fp8: e4m3 or hybrid only; set that, or leave it out"
         return
     if megatron.fp8_recipe is None:
         yield "fp8_recipe", "is missing: fp8 needs it; set tensorwise, blockwise (Hopper) or mxfp8 (Blackwell)"

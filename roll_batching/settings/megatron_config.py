@@ -224,13 +224,14 @@ class MegatronConfig(Settings):
         "NVTE_FLASH_ATTN and the like in system_envs do.)",
     )
     calculate_per_token_loss: bool = setting(
-        True, help="Which of Megatron's two loss scalings is used underneath. Results do not depend on it."
+        True,
+        help="Megatron's loss scaling underneath. Results do not depend on it, except for losses of a mixture's "
+        "routers: true weighs those of a micro-batch by its tokens, false all micro-batches equally.",
     )
     microbatch_group_size_per_vp_stage: int | Literal["auto"] | None = setting(
         None,
-        help="Micro-batches per group of the interleaved schedule (VPP > 1). Default: PP. auto: the "
-        "smallest that Megatron "
-        "accepts for the number of micro-batches at hand.",
+        help="Micro-batches per group of the interleaved schedule (VPP > 1). Default: PP. auto: the smallest that "
+        "Megatron accepts for the number of micro-batches at hand.",
     )
     pipeline_shapes: Literal["planned", "exchanged", "shared"] = setting(
         "planned",

@@ -6,10 +6,11 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from roll_batching.errors import LayoutError
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
 from roll_batching.settings.fields import TRAINED, Roles, Settings, setting
 from roll_batching.settings.megatron_config import StrategyArgs
-from roll_batching.settings.model import ModelArgs
+from roll_batching.settings.model import ArchitectureConfig, ModelArgs
 from roll_batching.settings.training import TrainingArgs
 
 POLICY = Roles(names=("actor_train",), otherwise="the policy in training alone reads it")
@@ -58,6 +59,15 @@ class RoleSettings(RoleBatching):
         """A copy whose `training_args` have the given values, checked. Raises pydantic's ValidationError."""
         values = {**self.training_args.model_dump(), **changes}
         return self.model_copy(update={"training_args": TrainingArgs.model_validate(values)})
+
+    def require_fit(self, architecture: ArchitectureConfig, layers: str, *, trains: bool) -> None:
+        """Raises `LayoutError` for adapters that do not fit, and for options of a role that trains without effect."""
+        self.model_args.require_adapters_fit(architecture, layers, self.strategy_args.strategy_config)
+        if trains:
+            from roll_batching.settings.idle_options import idle_options_of_role
+
+            if problems := idle_options_of_role(self):
+                raise LayoutError("; ".join(problems))
 
     def batching(self) -> BatchingConfig:
         """Batching of this role's passes. Raises ConfigError when caps are missing."""

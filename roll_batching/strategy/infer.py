@@ -42,8 +42,8 @@ class MegatronInferStrategy(ModelIOMixin):
     in the caller's order, on every rank of a replica.
     """
 
-    builds_heads = False
-    """Whether `initialize` builds the heads of multi-token prediction (mtp_num_layers)."""
+    builds_heads = trains = False
+    """Whether `initialize` builds the heads of multi-token prediction (mtp_num_layers); whether the model trains."""
 
     def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         self.config, self.seed = config, seed
@@ -163,7 +163,7 @@ class MegatronInferStrategy(ModelIOMixin):
         with consensus(host_group(), "initialize") as facts:
             # Both may import a user's modules, which one machine may lack.
             kernels = choose_kernels(megatron, architecture, device)
-            config.model_args.require_adapters_fit(architecture, kernels.layers, megatron)
+            config.require_fit(architecture, kernels.layers, trains=self.trains)
             batching = config.batching()
             batching.load_algorithms()
             settings = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
@@ -388,8 +388,10 @@ class MegatronInferStrategy(ModelIOMixin):
         facts.equal("the loss", spec.description)
         self._head().require(spec.needs, spec.name)
         check_candidates(local, spec.candidates, self.state)
+        if has_fields := local.origin is None or self.layout.is_last_stage:
+            spec.require_prepared(local)
         packs = self._pack(facts, local, plan, spec.masks)
-        if spec.check is not None and (local.origin is None or self.layout.is_last_stage):
+        if spec.check is not None and has_fields:
             micro_batches = [mb for mb in plan.micro_batches[self.layout.dp_rank] if not mb.is_filler]
             spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in micro_batches])
         return packs

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 class MegatronTrainStrategy(MegatronInferStrategy):
     """Trains a Megatron model over planned micro-batches; for your own loss, define `token_loss` in a subclass."""
 
-    builds_heads = True
+    builds_heads = trains = True
 
     def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         super().__init__(config, seed=seed, temperature=temperature)
@@ -196,6 +196,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             spec = loss_spec(self._loss(loss), self.state.heads)
             facts.equal("the loss", spec.description)
             require_batch("count", local)
+            spec.require_prepared(local)
             if spec.check is not None:
                 spec.check(local, [])
             local_counts = count_local(self.layout, local, None, spec)

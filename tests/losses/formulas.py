@@ -73,7 +73,9 @@ def run(
     from roll_batching.planning import Plan, PlanConstraints
 
     spec = loss_spec(loss)
-    plan = Plan.from_bins([bins], data.lengths.numpy(), PlanConstraints(dp_size=1, max_tokens=64), ids=data.ids.numpy())
+    plan = Plan.from_bins(
+        [bins], data.lengths.numpy(), PlanConstraints(dp_size=1, max_tokens=1024), ids=data.ids.numpy()
+    )
     packs = pack_step(data, plan, dp_rank=0, device=torch.device("cpu"), masks=spec.masks)
     if spec.check:
         spec.check(data, [data.rows_of(pack.ids).numpy() for pack in packs if pack.samples])

@@ -107,9 +107,28 @@ def check(ranks: int, function: str, payload: Any, report: Any) -> None:
     report(f"router losses, {function} on {ranks}: differ by {difference:.1e}")
 
 
+def micro_batches_of_other_sizes(_: None) -> tuple[float, float, float, float]:
+    """Differences of the added gradient, of 13 and of 53 tokens: between the scalings; of each from its weights."""
+    lengths, joint = [13, 53], [[[0], [1]]]
+    tokens, equal = (added(joint, lengths, calculate_per_token_loss=per_token) for per_token in (True, False))
+    single = [added([[[0]]], lengths[:1]), added([[[0]]], lengths[1:])]
+    by_tokens = (lengths[0] * single[0] + lengths[1] * single[1]) / sum(lengths)
+    plain = [gradients(joint, lengths, NONE, "packed", 0, calculate_per_token_loss=x) for x in (True, False)]
+    of_loss = max(relative(plain[0][n], plain[1][n]) for n in plain[0] if n != "spread")
+    return relative(tokens, equal), relative(tokens, by_tokens), relative(equal, sum(single) / 2), of_loss
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_router_losses_weigh_the_same_in_both_scalings(ranks: int, report) -> None:
     check(ranks, "both_scalings", ranks, report)
+
+
+def test_the_scalings_weigh_micro_batches_of_other_sizes_as_documented(report) -> None:
+    """By tokens or equally, as docs/configuration.md says; the loss itself depends on neither."""
+    between, by_tokens, equally, of_loss = run_ranks(1, HERE + "micro_batches_of_other_sizes")[0]
+    assert between > 1e-2, "the scalings weigh micro-batches of 13 and 53 tokens alike: say so in the reference"
+    assert of_loss < 1e-5
+    report(f"router losses, 13 and 53 tokens: scalings {between:.1%}, weights {by_tokens:.1e} and {equally:.1e}")
 
 
 def test_padding_adds_nothing_to_router_losses(report) -> None:

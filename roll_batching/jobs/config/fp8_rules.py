@@ -35,9 +35,6 @@ def _role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             yield ("model_args", "dtype"), text
         if model.trains_part:
             found.append(("fp8", "is not supported with lora_target or freeze_module_prefix; leave it out"))
-    for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        if getattr(layout, key) != 1 and not layout.first_last_layers_bf16:
-            found.append((key, "is read with first_last_layers_bf16: true only; set that, or leave it out"))
     for key, text in found:
         yield ("strategy_args", "strategy_config", key), text
 

@@ -8,7 +8,8 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.megatron_config import OPTIMIZER_DTYPES, SPLIT_KEYS, MegatronConfig
+from roll_batching.settings.idle_options import idle_options
+from roll_batching.settings.megatron_config import SPLIT_KEYS, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig
 from roll_batching.settings.model_parts import mamba_misfit
 from roll_batching.settings.pipeline_split import split_problems
@@ -50,11 +51,11 @@ def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
     """Problems of the layout of the role `name`, which trains."""
     yield from size_problems(name, role)
     layout, path = role.strategy_args.strategy_config, (name, "strategy_args", "strategy_config")
-    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
-        text = "needs use_distributed_optimizer: true and overlap_grad_reduce: true"
-        yield Problem((*path, "overlap_param_gather"), text)
-    yield from _precision_of_the_optimizer(path, layout)
-    yield from _recompute(path, layout)
+    for key, text in idle_options(layout):
+        yield Problem((*path, key), text)
+    if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
+        text = "is true, but main_grads_dtype is bf16: gradients are summed in one precision; leave one of them out"
+        yield Problem((*path, "grad_reduce_in_fp32"), text)
 
 
 def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
@@ -66,10 +67,7 @@ def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
         text = f"{layout.vpp_size} chunks per stage need pipeline_model_parallel_size of at least 2, which is 1"
         yield Problem((*path, "virtual_pipeline_model_parallel_size"), text)
     group = layout.microbatch_group_size_per_vp_stage
-    if group is not None and layout.vpp_size == 1:
-        text = "is read only with virtual_pipeline_model_parallel_size above 1; leave it out"
-        yield Problem((*path, "microbatch_group_size_per_vp_stage"), text)
-    elif isinstance(group, int) and group < pp:
+    if isinstance(group, int) and group < pp and layout.vpp_size > 1:
         yield Problem((*path, "microbatch_group_size_per_vp_stage"), f"is {group}; it must be at least PP = {pp}")
     if role.device_mapping is not None and len(role.device_mapping) % layout.model_size:
         yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
@@ -147,28 +145,6 @@ def cp_per_pack_problems(name: str, role: WorkerConfig, job: JobKeys) -> Iterato
     if layout.transformer_impl == "transformer_engine":
         text = "auto needs transformer_impl: local; TransformerEngine's layers have one context-parallel group"
         yield Problem(path, text)
-
-
-def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
-    if layout.use_precision_aware_optimizer and not layout.use_distributed_optimizer:
-        yield Problem((*path, "use_precision_aware_optimizer"), "needs use_distributed_optimizer: true")
-    for key in OPTIMIZER_DTYPES:
-        if (dtype := getattr(layout, key)) != "fp32" and not layout.use_precision_aware_optimizer:
-            text = f"is {dtype}; other precisions than fp32 need the optimizer of use_precision_aware_optimizer: true"
-            yield Problem((*path, key), f"{text}; set that, or leave this out")
-    if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
-        text = "is true, but main_grads_dtype is bf16: gradients are summed in one precision; leave one of them out"
-        yield Problem((*path, "grad_reduce_in_fp32"), text)
-
-
-def _recompute(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
-    for key, needed in (
-        ("recompute_method", "full"),
-        ("recompute_num_layers", "full"),
-        ("recompute_modules", "selective"),
-    ):
-        if getattr(layout, key) is not None and layout.recompute_granularity != needed:
-            yield Problem((*path, key), f"is read only with recompute_granularity: {needed}; leave it out")
 
 
 def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> Iterator[Problem]:

@@ -10,11 +10,10 @@ from roll_batching.huggingface.families import load_family
 from roll_batching.huggingface.mtp_layer_rules import mtp_heads_problem
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.settings.megatron_config import MegatronConfig
+from roll_batching.settings.idle_options import idle_options_of_model
 from roll_batching.settings.model_parts import problems_of_heads
 
 _LAYOUT = ("actor_train", "strategy_args", "strategy_config")
-_SETTINGS = ("mtp_loss_scaling_factor", "mtp_detach_heads")
 
 
 def mtp_problems(job: JobKeys) -> Iterator[Problem]:
@@ -24,10 +23,10 @@ def mtp_problems(job: JobKeys) -> Iterator[Problem]:
     heads = layout.mtp_num_layers
     if heads is None and model.architecture is not None:
         path, heads = ("actor_train", "model_args", "architecture", "mtp_num_layers"), model.architecture.mtp_num_layers
+    if model.architecture is not None and not model.value_head:
+        for key, text in idle_options_of_model(layout, model.architecture):
+            yield Problem((*_LAYOUT, key), text)
     if not heads:
-        for key in _SETTINGS:
-            if getattr(layout, key) != MegatronConfig.model_fields[key].default:
-                yield Problem((*_LAYOUT, key), "has no effect without heads: set mtp_num_layers, or leave it out")
         return
     if model.lora_target is not None:
         yield Problem(path, "is set, and lora_target freezes the model, heads too; leave one of them out")

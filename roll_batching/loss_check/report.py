@@ -1,0 +1,141 @@
+"""What a check found: per run the differences of loss, gradient and metrics, as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from roll_batching.loss_check.worker import Outcome
+
+TOLERANCE = 1e-4
+"""Largest relative difference that is rounding, in fp32; measured: below 3e-6 for the package's losses."""
+_SMALL = 1e-2
+"""Loss and metrics below this are compared absolutely: sums may cancel."""
+EQUAL = "equal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One run against the first: for loss, gradient and each metric that changed, how."""
+
+    changed: str
+    """What the run changed."""
+    loss: str = EQUAL
+    gradient: str = EQUAL
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """By name, those that changed."""
+    error: str | None = None
+    """Why the run has no result."""
+    hint: str = ""
+    """What usually is the cause."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing changed."""
+        return self.error is None and self.loss == self.gradient == EQUAL and not self.metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCheck:
+    """The result of `check_loss`."""
+
+    name: str
+    """Name of the loss's class."""
+    loss: float
+    metrics: Mapping[str, float]
+    gradient_norm: float
+    """Loss, metrics and gradient norm of the first run."""
+    rows: tuple[Comparison, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether loss, gradient and metrics are those of the first run in every other run."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What the loss depends on and must not: names of runs."""
+        return tuple(row.changed for row in self.rows if not row.ok)
+
+    def __str__(self) -> str:
+        metrics = "".join(f", {name} {value:.6g}" for name, value in self.metrics.items())
+        lines = [f"{self.name}: loss {self.loss:.6g}, gradient norm {self.gradient_norm:.6g}{metrics}", ""]
+        lines += _table(self.rows)
+        lines += [f"{row.changed}: {row.error}" for row in self.rows if row.error is not None]
+        if self.ok:
+            return "\n".join([*lines, "", "The loss is the same in every run."])
+        hints = dict.fromkeys(f"- {row.changed}: usually {row.hint}" for row in self.rows if not row.ok and row.hint)
+        return "\n".join([*lines, "", f"The loss depends on {len(self.changes)} of {len(self.rows)} changes.", *hints])
+
+
+def _table(rows: Sequence[Comparison]) -> list[str]:
+    cells = [("changed", "loss", "gradient", "metrics")]
+    for row in rows:
+        metrics = "; ".join(f"{name} {text}" for name, text in row.metrics.items()) or EQUAL
+        cells.append((row.changed, *(("failed", "", "") if row.error else (row.loss, row.gradient, metrics))))
+    widths = [max(len(line[column]) for line in cells) for column in range(3)]
+    shown = ["  ".join((*(text.ljust(w) for text, w in zip(line, widths, strict=False)), line[3])) for line in cells]
+    return [line.rstrip() for line in shown]
+
+
+def compare(changed: str, hint: str, found: Outcome, first: Outcome) -> Comparison:
+    """The comparison of an outcome with that of the first run."""
+    if found.error is not None:
+        return Comparison(changed=changed, error=found.error, hint="")
+    assert found.metrics is not None and first.metrics is not None
+    metrics = {}
+    for name in [*first.metrics, *(name for name in found.metrics if name not in first.metrics)]:
+        if name not in found.metrics or name not in first.metrics:
+            metrics[name] = "missing" if name in first.metrics else "added"
+        elif (text := _number(found.metrics[name], first.metrics[name])) != EQUAL:
+            metrics[name] = text
+    return Comparison(
+        changed=changed,
+        loss=_number(found.loss, first.loss),
+        gradient=_gradient(found, first),
+        metrics=metrics,
+        hint=hint,
+    )
+
+
+def _number(found: float, first: float) -> str:
+    if found == first or (math.isnan(found) and math.isnan(first)):
+        return EQUAL
+    if abs(found - first) <= TOLERANCE * max(abs(first), _SMALL):
+        return EQUAL
+    factor = _factor(found / first) if abs(first) > _SMALL * TOLERANCE else ""
+    return f"{first:.6g} -> {found:.6g}{factor and f' ({factor})'}"
+
+
+def _factor(ratio: float) -> str:
+    """The text "x 2" or "x 1/2" for a ratio that is a small number or its inverse, else empty."""
+    for number, form in ((ratio, "x {}"), (1 / ratio if ratio else 0.0, "x 1/{}")):
+        if 1.5 < abs(number) < 64.5 and abs(number / round(number) - 1) < TOLERANCE:
+            return form.format(round(number))
+    return ""
+
+
+def _gradient(found: Outcome, first: Outcome) -> str:
+    assert found.gradients is not None and first.gradients is not None
+    gaps = {
+        name: float((found.gradients[name] - right).norm() / right.norm().clamp(min=1e-9 * gradient_norm(first)))
+        for name, right in first.gradients.items()
+        if bool(right.any()) or bool(found.gradients[name].any())
+    }
+    worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf, default=None)
+    if worst is None or gaps[worst] <= TOLERANCE:
+        return EQUAL
+    a, b = (torch.cat([x.flatten() for x in one.gradients.values()]) for one in (found, first) if one.gradients)
+    ratio = float(a @ b / (b @ b)) if bool(b.any()) else math.nan
+    if float((a - ratio * b).norm() / a.norm().clamp(min=1e-30)) <= TOLERANCE:
+        return _factor(ratio) or f"x {ratio:.4g}"
+    return f"off by {gaps[worst]:.1%} ({worst})"
+
+
+def gradient_norm(outcome: Outcome) -> float:
+    """Norm over all gradients."""
+    assert outcome.gradients is not None
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in outcome.gradients.values()))
