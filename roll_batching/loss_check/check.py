@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll_batching.errors import DataError, LossError
+from roll_batching.loss_check.process import run_request
 from roll_batching.loss_check.report import LossCheck, compare, gradient_norm
 from roll_batching.loss_check.samples import PAIR_FIELDS, random_samples
-from roll_batching.loss_check.scenarios import PACKS, REFERENCE, LayoutRuns, scenarios
-from roll_batching.loss_check.worker import Outcome, Request, run_layouts
+from roll_batching.loss_check.scenarios import PACKS, REFERENCE, LayoutRuns, Outcome, Request, scenarios
 from roll_batching.losses.contract import loss_spec
 from roll_batching.samples import FieldKind, SampleBatch
 
@@ -109,7 +109,7 @@ def _outcomes(request: Request) -> dict[str, Outcome]:
     """Outcomes of all runs, by name. Raises `LossError` if the first has none."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_layouts, args=(pickle.dumps(request), sender, os.getpid()))
+    process = context.Process(target=run_request, args=(pickle.dumps(request), sender, os.getpid()))
     process.start()
     sender.close()
     outcomes: dict[str, Outcome] = {}

@@ -45,7 +45,7 @@ def role_settings(
     )
 
 
-def _split(name: str, parameter: torch.Tensor) -> tuple[int | None, int]:
+def _split(name: str, parameter: Any) -> tuple[int | None, int]:
     """(dimension that tensor parallelism splits, or None; parts that it splits each, two in the gated layer)."""
     is_split = getattr(parameter, "tensor_model_parallel", False)
     return parameter.partition_dim if is_split else None, 2 if "linear_fc1" in name else 1
@@ -81,7 +81,7 @@ def whole_gradients(chunks: Sequence[Any], vocabulary: int, tp_group: Any) -> di
     return gradients
 
 
-def _parameters(chunks: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+def _parameters(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
     return [entry for chunk in chunks for entry in gpt_of(chunk).named_parameters()]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from roll_batching.loss_check.worker import Outcome
+from roll_batching.loss_check.scenarios import Outcome
 
 TOLERANCE = 1e-4
 """Largest relative difference that is rounding, in fp32; measured: below 3e-6 for the package's losses."""

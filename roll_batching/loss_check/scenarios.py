@@ -1,10 +1,14 @@
-"""The runs of a check: what each changes against the first one, and how it places the samples."""
+"""The runs of a check: what each changes against the first one, how it places the samples, and its outcome."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+
+from roll_batching.samples import SampleBatch
 
 PACKS = 4
 REFERENCE = "reference"
@@ -31,6 +35,30 @@ class LayoutRuns:
     scenarios: tuple[Scenario, ...]
     processes: int = 1
     strategy_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A loss, its samples and the runs."""
+
+    loss: bytes
+    """Pickled: each run has a new copy, so that none sees the state that another left."""
+    samples: SampleBatch
+    layouts: tuple[LayoutRuns, ...]
+    seed: int
+    seconds: float
+    """Longest time of the runs of one layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Result of one run."""
+
+    loss: float = 0.0
+    metrics: dict[str, float] | None = None
+    gradients: dict[str, torch.Tensor] | None = None
+    error: str | None = None
+    """Instead of a result."""
 
 
 _MICRO_BATCHES = (

@@ -10,7 +10,6 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,49 +20,23 @@ from roll_batching.errors import RollBatchingError
 from roll_batching.lifetime import die_with_parent
 from roll_batching.loss_check.model import fill_weights, role_settings, whole_gradients
 from roll_batching.loss_check.samples import VOCABULARY
-from roll_batching.loss_check.scenarios import LayoutRuns, Scenario
+from roll_batching.loss_check.scenarios import LayoutRuns, Outcome, Request, Scenario
 from roll_batching.losses.contract import VALUES, loss_spec
 from roll_batching.planning import Plan
-from roll_batching.samples import SampleBatch, distribute, gather_lengths
+from roll_batching.registry import printable
+from roll_batching.samples import distribute, gather_lengths
 from roll_batching.strategy import MegatronTrainStrategy
 
 _GRACE_SECONDS = 10
 """What the other ranks have after one has failed, to report the same error."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A loss, its samples and the runs."""
-
-    loss: bytes
-    """Pickled: each run has a new copy, so that none sees the state that another left."""
-    samples: SampleBatch
-    layouts: tuple[LayoutRuns, ...]
-    seed: int
-    seconds: float
-    """Longest time of the runs of one layout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Result of one run."""
-
-    loss: float = 0.0
-    metrics: dict[str, float] | None = None
-    gradients: dict[str, torch.Tensor] | None = None
-    error: str | None = None
-    """Instead of a result."""
-
-
-def run_layouts(pickled: bytes, answers: Connection, parent: int) -> None:
+def run_layouts(pickled: bytes, answers: Connection) -> None:
     """Sends the outcomes of each layout's runs of a pickled `Request`, by name; then ends.
 
     Messages are bytes: multiprocessing would send tensors as handles of shared memory, which end with their process.
     """
-    die_with_parent(parent)
     request = pickle.loads(pickled)
-    # Before CUDA is asked for anything: the check runs on the CPU, beside a job as well.
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     for layout in request.layouts:
         answers.send_bytes(pickle.dumps(_run_layout(request, layout)))
@@ -82,36 +55,41 @@ def _run_layout(request: Request, layout: LayoutRuns) -> dict[str, Outcome]:
             ranks[-1].start()
         sender.close()
         try:
-            outcomes = _receive(receiver, [rank.sentinel for rank in ranks], request.seconds)
+            outcomes, is_late = _receive(receiver, [rank.sentinel for rank in ranks], request.seconds)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-        if outcomes is None:
-            outcomes = {}
-        last = (Path(folder) / "0").read_text(errors="replace").strip().splitlines()[-3:]
-    ended = f"its process ended early: {' | '.join(last)}" if last else "its process ended early"
-    late = f"it did not end within {request.seconds:g} s: a collective call that not every rank makes?"
-    return {
-        one.name: outcomes.get(one.name) or Outcome(error=late if ranks[0].exitcode == -9 else ended)
-        for one in layout.scenarios
-    }
+        last = [line for rank in range(layout.processes) for line in _last_lines(Path(folder) / str(rank))]
+    text = "a process of the run ended early"
+    if is_late:
+        text = f"the run did not end within {request.seconds:g} s: a collective call that not every rank makes?"
+    elif last:
+        text = f"{text}: {printable(' | '.join(last))}"
+    return {one.name: outcomes.get(one.name) or Outcome(error=text) for one in layout.scenarios}
 
 
-def _receive(receiver: Connection, sentinels: list[Any], seconds: float) -> dict[str, Outcome] | None:
-    """What rank 0 sends before it ends; None if it does not within `seconds`, or long after another rank has failed."""
+def _last_lines(path: Path) -> list[str]:
+    """The last two lines of the end of a file."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 2000, 0))
+        return file.read().decode(errors="replace").strip().splitlines()[-2:]
+
+
+def _receive(receiver: Connection, sentinels: list[Any], seconds: float) -> tuple[dict[str, Outcome], bool]:
+    """(what rank 0 sends before it ends, whether it has not ended within `seconds` although no rank failed)."""
     outcomes: dict[str, Outcome] = {}
-    end = time.monotonic() + seconds
+    end, has_ended = time.monotonic() + seconds, False
     while (left := end - time.monotonic()) > 0:
         if receiver.poll(min(left, 0.2)):
             try:
                 name, outcome = pickle.loads(receiver.recv_bytes())
             except EOFError:  # rank 0 has ended
-                break
+                return outcomes, False
             outcomes[name] = outcome
-        if len(wait(sentinels, 0)) > 0:
-            end = min(end, time.monotonic() + _GRACE_SECONDS)
-    return outcomes
+        if not has_ended and wait(sentinels, 0):
+            has_ended, end = True, min(end, time.monotonic() + _GRACE_SECONDS)
+    return outcomes, not has_ended
 
 
 def _free_port() -> int:

@@ -38,7 +38,7 @@ BOTH, Z_ALONE, NONE = (0.1, 0.1), (0.0, 0.1), (0.0, 0.0)
 def gradients(
     bins: list[list[list[int]]], lengths: list[int], coefficients: Coefficients, mode: str, pad: int, **megatron: Any
 ) -> Any:
-    """Whole gradients of SFT over the given micro-batches."""
+    """Whole gradients of SFT over the samples of the given micro-batches."""
     from roll_batching.losses import SFTLoss
     from roll_batching.planning import Plan
     from roll_batching.samples import distribute, gather_lengths
@@ -47,7 +47,8 @@ def gradients(
 
     moe = EXPERTS | dict(zip(("aux_loss_coeff", "z_loss_coeff"), coefficients, strict=True))
     strategy = make_strategy(mode, architecture=ARCHITECTURE | {"num_layers": 4, "moe": moe}, megatron=megatron)
-    local = mine(strategy, batch(lengths, pad))
+    named = sorted(i for rank in bins for micro_batch in rank for i in micro_batch)
+    local = mine(strategy, batch(lengths, pad).select(named))
     table = gather_lengths(local)
     at = {sample: i for i, sample in enumerate(table.ids.tolist())}
     placed = [[[at[i] for i in b] for b in rank] for rank in bins]
@@ -111,7 +112,7 @@ def micro_batches_of_other_sizes(_: None) -> tuple[float, float, float, float]:
     """Differences of the added gradient, of 13 and of 53 tokens: between the scalings; of each from its weights."""
     lengths, joint = [13, 53], [[[0], [1]]]
     tokens, equal = (added(joint, lengths, calculate_per_token_loss=per_token) for per_token in (True, False))
-    single = [added([[[0]]], lengths[:1]), added([[[0]]], lengths[1:])]
+    single = [added([[[sample]]], lengths) for sample in (0, 1)]
     by_tokens = (lengths[0] * single[0] + lengths[1] * single[1]) / sum(lengths)
     plain = [gradients(joint, lengths, NONE, "packed", 0, calculate_per_token_loss=x) for x in (True, False)]
     of_loss = max(relative(plain[0][n], plain[1][n]) for n in plain[0] if n != "spread")
@@ -127,7 +128,7 @@ def test_the_scalings_weigh_micro_batches_of_other_sizes_as_documented(report) -
     """By tokens or equally, as docs/configuration.md says; the loss itself depends on neither."""
     between, by_tokens, equally, of_loss = run_ranks(1, HERE + "micro_batches_of_other_sizes")[0]
     assert between > 1e-2, "the scalings weigh micro-batches of 13 and 53 tokens alike: say so in the reference"
-    assert of_loss < 1e-5
+    assert max(by_tokens, equally) < 1e-4 and of_loss < 1e-5
     report(f"router losses, 13 and 53 tokens: scalings {between:.1%}, weights {by_tokens:.1e} and {equally:.1e}")
 
 

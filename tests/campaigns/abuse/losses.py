@@ -53,10 +53,10 @@ def _checked(
 LOSSES = [
     _checked("a right one", "The loss is the same in every run", code=DONE),
     _checked("a mean per micro-batch", "changes with 1 micro-batch", loss="-tokens.log_probs.mean()"),
-    _checked("leaves the process", "its process ended early", line="sys.exit(3)"),
-    _checked("kills the process", "its process ended early", line="os.kill(os.getpid(), 9)"),
+    _checked("leaves the process", "ended early", line="sys.exit(3)"),
+    _checked("kills the process", "ended early", line="os.kill(os.getpid(), 9)"),
     _checked("never returns", "did not end within 60 s", line="time.sleep(10**6)"),
-    _checked("not a number", "not finite", loss=f"{_MEAN} * float('nan')"),
+    _checked("not a number", "the loss is nan", loss=f"{_MEAN} * float('nan')"),
     _checked("prints much", "The loss is the same in every run", code=DONE, line="print('x' * 10**6)"),
     _checked("a field without values", "reads the field 'margin'", "--field", loss="tokens.mean(tokens['margin'])"),
     _checked("a kind that is none", "give token, next_token or sample", more=("--field", "margin=tensor")),
