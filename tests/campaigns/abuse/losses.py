@@ -72,6 +72,7 @@ LOSSES = [
         code=REFUSED,
         settings={"actor_train.strategy_args.strategy_config.freeze_moe_router": True},
         words=("freeze_moe_router", "no mixture of experts"),
+        lines=2,
     ),
     _lost("no weight reaches it", "without a gradient to the model", loss="torch.tensor(1.0, requires_grad=True)"),
     _lost("a mask of fractions", "'response_mask' of sample", "neither 0 nor 1", mask="mask * 0.5"),
