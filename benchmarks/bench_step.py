@@ -237,7 +237,7 @@ def measure(load: Workload, mode: str, device: str) -> dict[str, Any]:
         "seconds_per_step": seconds / load.steps,
         "real_tokens": real,
         "computed_tokens": computed,
-        "padding_share": 1 - real / computed,
+        "padding_share": sum(r.padding_tokens for r in reports) / computed,
         "micro_batches": sum(r.num_micro_batches for r in reports),
         "losses": [r.loss for r in results],
         "device_name": name,

@@ -19,6 +19,7 @@ from roll_batching.packing.prefetch import copy_to_cuda, prefetch
 from roll_batching.planning import MicroBatch, Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import ROUTED_EXPERTS
+from roll_batching.samples.model_inputs import inputs_of
 from roll_batching.samples.token_masks import mask_of
 
 
@@ -152,7 +153,7 @@ class StepPacks:
         _check_samples(local, plan, self._micro_batches)
         self.layouts = [PackLayout.of(mb, mb.cp_size, tokens) for mb in self._micro_batches]
         """Layout of each pack, known before the pack is made."""
-        self._local, self._plan, self._device = local, plan, device
+        self._local, self._inputs, self._plan, self._device = local, inputs_of(local), plan, device
         self._cp_ranks = [cp_rank if plan.blocks is None else dp_rank - mb.ranks.start for mb in self._micro_batches]
         self._context_groups: Mapping[int, Any] | None = None
         self._masks = {name: mask_of(local, name) for name in names} if is_last_stage else {}
@@ -177,7 +178,10 @@ class StepPacks:
         return len(self.layouts)
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        static = {name: self._local.fields[name] for name, spec in self._local.schema.items() if spec.kind == "static"}
+        static = {}  # for losses: unchanged, on whatever device they are
+        if self._is_last_stage:
+            schema = self._local.schema
+            static = {name: self._local.fields[name] for name, spec in schema.items() if spec.kind == "static"}
         move = None if self._packing_device == self._device else functools.partial(copy_to_cuda, device=self._device)
         packs = prefetch(self._take, len(self), move)
         next_pack = self._timer(functools.partial(next, packs, None))
@@ -185,8 +189,7 @@ class StepPacks:
             while (pack := next_pack()) is not None:
                 if self._context_groups is not None:
                     pack.params.set_context_group(self._context_groups.get(pack.layout.cp_size))
-                if self._is_last_stage:
-                    pack.fields.update(static)  # unchanged, on whatever device they are
+                pack.fields.update(static)
                 yield pack
 
     def _take(self, number: int) -> PackedBatch:
@@ -197,10 +200,10 @@ class StepPacks:
 
     def _make(self, number: int) -> PackedBatch:
         """Pack `number`, on the device of its fields; `prefetch` copies it to the device of the schedule."""
-        local, pack_layout, device = self._local, self.layouts[number], self._packing_device
+        inputs, pack_layout, device = self._inputs, self.layouts[number], self._packing_device
         ids = self._plan.ids[self._micro_batches[number].samples]
-        sample_indices = local.rows_of(ids)
-        source = torch.from_numpy(pack_layout.source(local.offsets[sample_indices].numpy()))
+        sample_indices = inputs.rows_of(ids)
+        source = torch.from_numpy(pack_layout.source(inputs.offsets[sample_indices].numpy()))
         real = torch.from_numpy(pack_layout.real)
         cp_rank = self._cp_ranks[number]
         local_tokens = torch.from_numpy(pack_layout.local_tokens(cp_rank))
@@ -210,8 +213,8 @@ class StepPacks:
             params.axes, params.images = self._images.inputs(source, real, local_tokens, device)
         reads_tokens = self._is_first_stage or self._is_last_stage
         if reads_tokens:
-            pad = local.schema["input_ids"].pad
-            input_ids = _gather_tokens(local.fields["input_ids"], source, real, pad, device).long()
+            pad = inputs.schema["input_ids"].pad
+            input_ids = _gather_tokens(inputs["input_ids"], source, real, pad, device).long()
             local_ids = input_ids if has_all_tokens else input_ids[local_tokens.to(device)]
         else:
             input_ids = local_ids = params.positions  # placeholder of the right shape
@@ -228,7 +231,7 @@ class StepPacks:
             params=params,
             input_ids=local_ids[None],
             padding_mask=(~real if has_all_tokens else (~real)[local_tokens]).to(device)[None],
-            kinds={name: spec.kind for name, spec in local.schema.items()},
+            kinds={name: spec.kind for name, spec in self._local.schema.items()},
             ids=np.asarray(ids),
             routed_experts=self._route(source, real, local_tokens),
             **vars(loss_inputs),

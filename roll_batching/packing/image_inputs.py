@@ -9,7 +9,8 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.image_fields import PIXELS, ImageFormat, ImageTokens, find_images, has_images
+from roll_batching.samples.fields import PIXELS
+from roll_batching.samples.image_fields import ImageFormat, ImageTokens, find_images, has_images
 from roll_batching.samples.ragged import row_indices, starts_of
 from roll_batching.settings.vision import VisionConfig
 

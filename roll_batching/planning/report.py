@@ -25,12 +25,14 @@ class PlanReport:
     """Tokens that all ranks compute, including alignment, tail filler and filler micro-batches."""
     shared_tokens: int
     """Tokens of placed samples that another sample of the micro-batch computes."""
+    padding_tokens: int
+    """Computed tokens that belong to no sample: alignment, tail filler and fillers."""
     padding_share: float
-    """1 - (real - shared) / computed."""
+    """Padding / computed tokens, between 0 and 1."""
     tokens_before: int
     """Tokens of all samples padded to `padded_length`, or to the longest sample."""
     share_removed: float
-    """1 - computed / before, the figure of ROLL's documentation."""
+    """1 - computed / before, the figure of ROLL's documentation; below 0 where a step has more fillers than that."""
     fill: float
     """Computed tokens / cap of all micro-batches, without fillers; 1.0 without a cap."""
     imbalance: float
@@ -62,6 +64,9 @@ class PlanReport:
     fixed_seconds: float | None
     """Predicted time of the step with `fixed_cp_size`."""
 
+    def __post_init__(self) -> None:
+        assert 0 <= self.padding_tokens <= self.computed_tokens, "a token is a sample's or padding, and computed once"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name."""
         return asdict(self)
@@ -72,6 +77,7 @@ def make_report(plan: PlanArrays) -> PlanReport:
     constraints = plan.constraints
     real = int(plan.used[plan.samples].sum())
     computed, shared = int(plan.tokens.sum()), int(plan.shared.sum())
+    padding = computed - (real - shared)
     width = constraints.padded_length or int(plan.lengths.max())
     before = -(-width // constraints.rectangle_alignment) * constraints.rectangle_alignment * len(plan.samples)
     capacity = int(plan.cp_sizes[~plan.fillers].sum()) // constraints.cp_size * (constraints.max_tokens or 0)
@@ -86,7 +92,8 @@ def make_report(plan: PlanArrays) -> PlanReport:
         real_tokens=real,
         computed_tokens=computed,
         shared_tokens=shared,
-        padding_share=1 - (real - shared) / computed,
+        padding_tokens=padding,
+        padding_share=padding / computed,
         tokens_before=before,
         share_removed=1 - computed / before,
         fill=int(plan.tokens[~plan.fillers].sum()) / capacity if capacity else 1.0,

@@ -15,7 +15,8 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.packing.prefetch import map_tensors
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.image_fields import GRIDS, IMAGE_SCHEMA, IMAGES, PATCHES, PIXELS
+from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS
+from roll_batching.samples.image_fields import IMAGE_SCHEMA
 from roll_batching.settings.vision import VisionConfig
 
 _AROUND = 3

@@ -165,7 +165,7 @@ class Passes:
         return TrainingBatch(
             samples=len(rehearsed.samples) // micro_batches,
             model_flops=(plan_flops(rehearsed, policy.cost, policy.layout) or 0.0) / micro_batches,
-            padding=1 - float(step.used[step.samples].sum()) / float(step.tokens.sum()),
+            padding=step.report.padding_share,
             in_step=None if self.lengths is None else in_step,
         )
 

@@ -13,6 +13,17 @@ from roll_batching.errors import DataError
 
 ROUTED_EXPERTS = "routed_experts"
 """A token field [tokens, layers with experts, top-k]: routers take these experts instead of their own choice."""
+PIXELS = "pixel_values"
+"""rows, uint8 [patches, 3 * patch_size ** 2]: each patch as [channel, y, x], before rescaling and normalisation, in the
+order of transformers' `pixel_values`, and once where a still image has `temporal_patch_size` equal frames there."""
+GRIDS = "image_grid_thw"
+"""rows, int64 [images, 3]: 1, height and width of each image in patches."""
+PATCHES = "image_patches"
+"""sample, int64: rows of `PIXELS`."""
+IMAGES = "images"
+"""sample, int64: rows of `GRIDS`."""
+MODEL_INPUTS = frozenset({"input_ids", ROUTED_EXPERTS, PIXELS, GRIDS, PATCHES, IMAGES})
+"""Fields that enter the forward pass; all others are for losses. Samples share a position only where these agree."""
 FieldKind = Literal["token", "next_token", "sample", "rows", "static"]
 
 

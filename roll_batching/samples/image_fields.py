@@ -9,18 +9,9 @@ from torch import Tensor
 
 from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
-from roll_batching.samples.fields import FieldSpec
+from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS, FieldSpec
 from roll_batching.samples.ragged import row_indices, starts_of
 
-PIXELS = "pixel_values"
-"""rows, uint8 [patches, 3 * patch_size ** 2]: each patch as [channel, y, x], before rescaling and normalisation, in the
-order of transformers' `pixel_values`, and once where a still image has `temporal_patch_size` equal frames there."""
-GRIDS = "image_grid_thw"
-"""rows, int64 [images, 3]: 1, height and width of each image in patches."""
-PATCHES = "image_patches"
-"""sample, int64: rows of `PIXELS`."""
-IMAGES = "images"
-"""sample, int64: rows of `GRIDS`."""
 RESPONSE = "response_mask"
 """token, bool, where a batch has it: image tokens that a model sampled are text wherever they are. It is cleared for
 masked samples (`mask_overlong`), whose sampled tokens are unknown then: all may be."""

@@ -14,6 +14,7 @@ from roll_batching.errors import DataError
 from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.exchange_group import ExchangeGroup
+from roll_batching.samples.model_inputs import inputs_of, token_codes
 
 
 def require_batch(what: str, value: object, name: str = "batch") -> None:
@@ -115,12 +116,12 @@ def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
 
 
 def find_shared_prefixes(batch: SampleBatch, table: LengthTable, group: Any = None) -> LengthTable:
-    """`table` with the prefixes that its samples share, found by comparing their token ids. Collective.
+    """`table` with the prefixes that its samples share: all inputs of the model agree in them. Collective.
 
-    Every rank gets the token ids of all samples, 4 bytes each.
+    Every rank gets the `token_codes` of all samples: 4 bytes per token, or 8 where tokens have more than their ids.
 
     Args:
-        batch: this rank's samples, with the field `input_ids`.
+        batch: this rank's samples, with the field `input_ids` and all others of `MODEL_INPUTS` that a pass will get.
         table: `gather_lengths` of that batch, its rows in any order.
         group: as for `gather_lengths`.
 
@@ -129,13 +130,14 @@ def find_shared_prefixes(batch: SampleBatch, table: LengthTable, group: Any = No
             other samples.
     """
     dp_group = ExchangeGroup.of(group)
-    with dp_group.consensus("find_shared_prefixes"):
+    with dp_group.consensus("find_shared_prefixes") as facts:
         require_batch("find_shared_prefixes", batch)
         if "input_ids" not in batch:
-            raise DataError("find_shared_prefixes compares token ids: the batch has no field input_ids.")
-        ids = batch["input_ids"].to("cpu", torch.int32)
-    counts, samples = _gather_number(dp_group, ids.numel()), _gather_number(dp_group, len(batch))
-    tokens = dp_group.all_gather(torch.nn.functional.pad(ids, (0, int(counts.max()) - ids.numel())))
+            raise DataError("find_shared_prefixes compares tokens: the batch has no field input_ids.")
+        facts.equal("the fields that the model reads", sorted(inputs_of(batch).fields), "Give all ranks the same")
+        codes = torch.from_numpy(token_codes(batch))
+    counts, samples = _gather_number(dp_group, codes.numel()), _gather_number(dp_group, len(batch))
+    tokens = dp_group.all_gather(torch.nn.functional.pad(codes, (0, int(counts.max()) - codes.numel())))
     rows = torch.zeros(2, int(samples.max()), dtype=torch.int64)
     rows[0, : len(batch)], rows[1, : len(batch)] = batch.ids, batch.lengths
     gathered = dp_group.all_gather(rows)
@@ -148,8 +150,9 @@ def find_shared_prefixes(batch: SampleBatch, table: LengthTable, group: Any = No
         if missing:
             raise DataError(f"The table has samples {missing[:8]}, which no rank's batch holds.")
     flat = np.concatenate([by_id[sample] for sample in table.ids.tolist()]) if len(table) else np.zeros(0, np.int32)
-    prefixes = SharedPrefixes.of(flat, table.lengths)
-    return replace(table, prefixes=prefixes)
+    if flat.dtype != np.int32:  # digests: small numbers instead
+        flat = np.unique(flat, return_inverse=True)[1]
+    return replace(table, prefixes=SharedPrefixes.of(flat, table.lengths))
 
 
 def number_globally(batch: SampleBatch, group: Any = None) -> SampleBatch:

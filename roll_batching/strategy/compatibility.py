@@ -264,15 +264,17 @@ def transfers_may_overlap(device: torch.device) -> bool:
     return device.type != "cpu" and _version() >= (0, 18)
 
 
+def random_settings(config: Any) -> list[str]:
+    """Settings by which a forward pass draws random numbers for each token, with their values."""
+    names = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+    return [f"{name}={getattr(config, name)}" for name in names if getattr(config, name)]
+
+
 def _ratio_problems(config: Any, batching: BatchingConfig) -> list[str]:
     """Settings under which a training pass computes other log-probs than a log-prob pass with the same plan."""
     if batching.logprob_plan != "train":
         return []
-    differing = [
-        f"{name}={getattr(config, name)}"
-        for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
-        if getattr(config, name)
-    ]
+    differing = random_settings(config)
     if config.num_moe_experts is not None and config.moe_router_load_balancing_type == "sinkhorn":
         differing.append("moe_router_load_balancing_type='sinkhorn'")  # in training only
     if not differing:

@@ -6,7 +6,8 @@ from roll_batching.errors import DataError
 from roll_batching.packing.image_inputs import BatchImages
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.image_fields import IMAGE_SCHEMA, has_images
+from roll_batching.samples.image_fields import IMAGE_SCHEMA, RESPONSE, has_images
+from roll_batching.samples.model_inputs import inputs_of
 from roll_batching.strategy.model_state import ModelState
 
 
@@ -39,4 +40,4 @@ def make_images(batch: SampleBatch, state: ModelState) -> BatchImages:
     """The images of a batch for this rank of a model that takes them. Raises `DataError`."""
     layout = state.layout
     part = (layout.tp_rank, layout.tp_size) if layout.sequence_parallel else (0, 1)
-    return BatchImages(batch, state.vision, part=part, encodes=layout.pp_rank == 0)
+    return BatchImages(inputs_of(batch, RESPONSE), state.vision, part=part, encodes=layout.pp_rank == 0)

@@ -12,6 +12,7 @@ from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.planning.role_planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
+from roll_batching.strategy.compatibility import random_settings
 from roll_batching.strategy.model_state import ModelState
 
 _told = threading.Event()
@@ -29,8 +30,8 @@ def sharing_obstacle(state: ModelState) -> str | None:
             f"the model embeds positions itself ({gpt.position_embedding_type}), counted from the start of every "
             "segment: build it with packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"
         )
-    if gpt.config.hidden_dropout:
-        return "samples with a common prefix would share its dropout too: set hidden_dropout to 0"
+    if settings := random_settings(gpt.config):
+        return f"samples with a common prefix would share its random numbers ({', '.join(settings)}): set these to 0"
     if state.vision is not None:
         return "the model takes images: the same image tokens may stand for different images"
     if state.heads:

@@ -19,6 +19,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.checks import content_digest
 from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.samples.length_table import require_batch
+from roll_batching.samples.model_inputs import check_shared_rows, inputs_of
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.prefix_sharing import sharing_obstacle
 
@@ -60,13 +61,16 @@ def pack_inputs(
             raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
     if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
         raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
+    if plan.shared.any():
+        check_shared_rows(local, plan, layout.dp_rank)
+    inputs = inputs_of(local)
     replayed = {}
     if ROUTED_EXPERTS in local:
         from roll_batching.modeling.router_replay import check_experts, replay_options, require_replay  # few passes
 
         require_replay(state.chunks, plan, rows_form=state.settings.rows_form)
-        check_experts(local, state.chunks)
-        replayed = replay_options(local, state.chunks, layout)
+        check_experts(inputs, state.chunks)
+        replayed = replay_options(inputs, state.chunks, layout)
     facts.equal("whether the batch has routed_experts", ROUTED_EXPERTS in local)
     images = None
     if state.vision is not None or any(spec.kind == "rows" for spec in local.schema.values()):

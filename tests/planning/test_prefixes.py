@@ -98,6 +98,9 @@ def check(plan: Plan, rows: list[np.ndarray], without: Plan | None) -> None:
             assert mb.slots.sum() <= mb.tokens
             if plan.constraints.oversize != "alone":
                 assert mb.tokens <= plan.constraints.max_tokens
+    own = sum(int((mb.lengths - mb.shared).sum()) for rank in plan.micro_batches for mb in rank)
+    assert plan.report.padding_tokens == plan.report.computed_tokens - own
+    assert 0 <= plan.report.padding_share < 1 and 0 < plan.report.fill
     if without is not None:
         assert plan.report.computed_tokens <= without.report.computed_tokens
 

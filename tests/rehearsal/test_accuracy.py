@@ -170,6 +170,7 @@ def test_packs_of_groups_compute_a_prompt_once():
     )
     assert grouped.tokens == single.tokens == {"old log-probs": 512, "training": 512}
     assert (grouped.training.samples, single.training.samples) == (5, 3)
+    assert grouped.training.padding == single.training.padding == 0
     hidden, heads, ffn, vocab, layers = 128, 4, 320, 512, 4
     weights = layers * (hidden * (2 * heads + 4) * 32 + 3 * hidden * ffn) + vocab * hidden
     pairs = 4 * 200**2 - 3 * 99**2 + 9**2

@@ -108,7 +108,9 @@ def choices(_: None) -> dict[str, Any]:
     config = strategy.chunks[0].config
     config.hidden_dropout = 0.1
     found["dropout"] = refusal(lambda: shared(True))
-    config.hidden_dropout = 0.0
+    config.hidden_dropout, config.moe_input_jitter_eps = 0.0, 0.01
+    found["jitter"] = refusal(lambda: shared(True))
+    config.moe_input_jitter_eps = None
     config.linear_attention_freq = [1, 0]
     found["delta nets"] = refusal(lambda: shared(True))
     found["auto, delta nets"] = shared("auto")
@@ -128,7 +130,7 @@ def test_who_shares() -> None:
     assert "choose auto, True or False" in found["unknown"]
     assert "share_prefixes 2" in found["number"]
     assert "samples of the plan share prefixes, but the attention (mine)" in found["plan for a model that cannot"]
-    assert "hidden_dropout" in found["dropout"]
+    assert "hidden_dropout=0.1" in found["dropout"] and "moe_input_jitter_eps=0.01" in found["jitter"]
     assert "gated delta nets, whose state starts anew" in found["delta nets"] and found["auto, delta nets"] == 0
     assert "Mamba layers, whose state starts anew" in found["Mamba"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from roll_batching.jobs.engines.protocol import PromptImages
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.image_fields import GRIDS, PIXELS
+from roll_batching.samples.fields import GRIDS, PIXELS
 
 
 def images_of_prompts(prompts: SampleBatch, vision: Any) -> list[PromptImages | None]:

@@ -31,7 +31,6 @@ def update_metrics(updates: Sequence[tuple[Plan, StepResult]]) -> Metrics:
 
 def _step_metrics(plan: Plan, result: StepResult) -> dict[str, HostMetric]:
     report = plan.report
-    padding = report.computed_tokens - (report.real_tokens - report.shared_tokens)
     metrics = {
         "loss": HostMetric("mean", (result.loss, 1)),
         "grad_norm": HostMetric("mean", (result.grad_norm, 1)),
@@ -40,7 +39,7 @@ def _step_metrics(plan: Plan, result: StepResult) -> dict[str, HostMetric]:
         "shared_tokens": HostMetric("sum", (report.shared_tokens,)),
         "train_seconds": HostMetric("sum", (result.seconds,)),
         "tokens_per_second": HostMetric("mean", (report.real_tokens, result.seconds)),
-        "padding_share": HostMetric("mean", (padding, report.computed_tokens)),
+        "padding_share": HostMetric("mean", (report.padding_tokens, report.computed_tokens)),
         "imbalance": HostMetric("mean", (report.imbalance, 1)),
         "row_imbalance": HostMetric("mean", (_row_imbalance(plan), 1)),
         "tokens_per_row": HostMetric("mean", (report.computed_tokens, len(plan.tokens))),

@@ -8,7 +8,7 @@ data-parallel ranks, and `distribute` moves them there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,8 +94,7 @@ def train_on_rollouts(
     """
     spec = loss_spec(loss)
     masks = spec.masks
-    table = strategy.gather_table(local_batch)
-    table = table.select(np.argsort(table.ids))  # members must not depend on which rank generated which sample
+    table = _ordered_table(strategy, local_batch)
     if strategy.batching.logprob_plan == "none" and CANDIDATES not in spec.needs:  # distillation has no old policy
         problem = refuse_without_old_log_probs(len(table), mini_batch_size, epochs)
         if problem is not None:
@@ -110,9 +109,15 @@ def train_on_rollouts(
     if remote_reference is not None:
         remote_reference.ask(local_batch, masks)
     has_gradient = np.ones(len(table), dtype=bool) if idle_ids is None else ~np.isin(table.ids, idle_ids)
-    planned = prefetch_items(
-        _plan_mini_batches(strategy, table, has_gradient, home_rank, mini_batch_size, epochs=epochs, seed=seed)
-    )
+
+    def plan_epochs(table: LengthTable, chosen: range) -> Generator[MiniBatch]:
+        return prefetch_items(
+            _plan_mini_batches(strategy, table, has_gradient, home_rank, mini_batch_size, epochs=chosen, seed=seed)
+        )
+
+    # Recorded experts decide what samples share, so epochs other than that of the recording packs are planned after it.
+    first_epochs = range(int(strategy.batching.logprob_plan == "train") if router_replay else epochs)
+    planned = plan_epochs(table, first_epochs)
     batches: Iterator[MiniBatch] = agree_on_each(strategy, planned)
     if strategy.batching.logprob_plan == "rollout":
         rollout_log_probs = local_batch["rollout_log_probs"]
@@ -127,6 +132,9 @@ def train_on_rollouts(
             first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, again)
             plans = (batch.plan for batch in first_epoch)  # the plans of training: the first ratio is exactly 1
         local_batch = with_log_probs(strategy, local_batch, plans, "old_log_probs", masks, experts=router_replay)
+        if router_replay:
+            later = plan_epochs(_ordered_table(strategy, local_batch), range(len(first_epochs), epochs))
+            batches = itertools.chain(batches, agree_on_each(strategy, later))
     if (experts := local_batch.fields.get(ROUTED_EXPERTS)) is not None:
         local_batch = local_batch.without(ROUTED_EXPERTS)  # reference and critic have their own
     if reference is not None:
@@ -163,14 +171,19 @@ def train_on_values(
 
     Arguments are those of `train_on_rollouts`; the samples have the fields that `loss` reads.
     """
-    table = critic.gather_table(local_batch)
-    table = table.select(np.argsort(table.ids))
+    table = _ordered_table(critic, local_batch)
     has_gradient = np.ones(len(table), dtype=bool)
     planned = prefetch_items(
-        _plan_mini_batches(critic, table, has_gradient, None, mini_batch_size, epochs=epochs, seed=seed)
+        _plan_mini_batches(critic, table, has_gradient, None, mini_batch_size, epochs=range(epochs), seed=seed)
     )
     for batch in agree_on_each(critic, planned):
         yield batch.plan, critic.train_step(distribute(local_batch, batch.plan), batch.plan, loss)
+
+
+def _ordered_table(strategy: MegatronInferStrategy, local_batch: SampleBatch) -> LengthTable:
+    """The table by id, so that plans and members do not depend on which rank generated which sample. Collective."""
+    table = strategy.gather_table(local_batch)
+    return table.select(np.argsort(table.ids))
 
 
 def _plan_mini_batches(
@@ -180,14 +193,14 @@ def _plan_mini_batches(
     home_rank: Ints | None,
     size: int,
     *,
-    epochs: int,
+    epochs: range,
     seed: int,
 ) -> Iterator[MiniBatch]:
-    """The mini-batches of all epochs, planned; `has_gradient` is bool [n], `home_rank` int64 [n], both as `table`.
+    """The mini-batches of `epochs`, planned; `has_gradient` is bool [n], `home_rank` int64 [n], both as `table`.
 
     Not collective, so that a thread may run it ahead of training.
     """
-    for epoch in range(epochs):
+    for epoch in epochs:
         if home_rank is None:
             members_of = mini_batches(len(table), size, seed=seed, epoch=epoch)
         else:
@@ -232,8 +245,7 @@ def with_reference_point(
     """`local_batch` with `reference_point` of KTO, by the current policy over `mismatched` of all ranks. Collective."""
     from roll_batching.losses.unpaired import reference_point  # other jobs need none
 
-    masks, table = ("response_mask",), strategy.gather_table(mismatched)
-    table = table.select(np.argsort(table.ids))
+    masks, table = ("response_mask",), _ordered_table(strategy, mismatched)
     plan = agree_on_plan(strategy, lambda: strategy.plan(table, forward=True))
     other = with_log_probs(strategy, mismatched, [plan], "log_probs", masks)
     other = with_reference_log_probs(strategy, reference, other, lambda: reference.plan(table, forward=True), masks)
@@ -262,8 +274,8 @@ def with_values(
     critic: MegatronInferStrategy, local_batch: SampleBatch, name: str, masks: Sequence[str]
 ) -> SampleBatch:
     """`local_batch` with the critic's values under `name`, on a plan for passes without gradient. Collective."""
-    table = critic.gather_table(local_batch)
-    plan = agree_on_plan(critic, lambda: critic.plan(table.select(np.argsort(table.ids)), forward=True))
+    table = _ordered_table(critic, local_batch)
+    plan = agree_on_plan(critic, lambda: critic.plan(table, forward=True))
     placed = distribute(local_batch, plan)
     results = collect(critic.forward(placed, plan, needs=(VALUES,), masks=masks), plan, like=local_batch)
     values = results.select_ids(local_batch.ids)[VALUES]

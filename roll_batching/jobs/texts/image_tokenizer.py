@@ -15,7 +15,8 @@ from roll_batching.jobs.texts.image_processor import ImageProcessor
 from roll_batching.jobs.texts.image_references import ImageError, ImageFields
 from roll_batching.jobs.texts.tokenizers import HFTokenizer, Tokenizer, digest_of
 from roll_batching.samples.batch import SampleBatch
-from roll_batching.samples.image_fields import GRIDS, IMAGE_SCHEMA, IMAGES, PATCHES, PIXELS
+from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS
+from roll_batching.samples.image_fields import IMAGE_SCHEMA
 
 _TOKENS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
 

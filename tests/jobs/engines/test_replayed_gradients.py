@@ -32,7 +32,7 @@ LIMIT = 2e-6
 """The last token of a sample goes to other experts, whose sums then round otherwise."""
 
 
-def result_of(number: int, experts: np.ndarray) -> GenerationResult:
+def result_of(number: int, experts: np.ndarray, mixture: Mixture = MIXTURE) -> GenerationResult:
     """The result of an engine that returns `experts` [tokens, layers with experts, top-k] of a sample.
 
     Samples of even numbers come from SGLang, the others from vLLM.
@@ -40,8 +40,8 @@ def result_of(number: int, experts: np.ndarray) -> GenerationResult:
     from roll_batching.jobs.engines.routed_experts import checked_experts, decode_int32, decode_npy
 
     tokens = len(experts)
-    raw = np.zeros((tokens - 1, MIXTURE.num_layers, MIXTURE.top_k), dtype="<i4")  # the last one is not computed
-    raw[:, list(MIXTURE.layers)] = experts[:-1]
+    raw = np.zeros((tokens - 1, mixture.num_layers, mixture.top_k), dtype="<i4")  # the last one is not computed
+    raw[:, list(mixture.layers)] = experts[:-1]
     if number % 2:
         file = io.BytesIO()
         np.save(file, raw.astype(np.uint8))
@@ -52,7 +52,7 @@ def result_of(number: int, experts: np.ndarray) -> GenerationResult:
     response = [0] * (tokens - prompt)
     result = GenerationResult(tokens=response, log_probs=[-1.0] * len(response))
     return GenerationResult(
-        tokens=result.tokens, log_probs=result.log_probs, experts=checked_experts(decoded, MIXTURE, prompt, result)
+        tokens=result.tokens, log_probs=result.log_probs, experts=checked_experts(decoded, mixture, prompt, result)
     )
 
 
