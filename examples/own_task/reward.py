@@ -7,7 +7,7 @@ from roll_batching.jobs.rewards import Completion
 
 def reward(completion: Completion) -> float:
     """Share of letters at the right position; 0 for a response of another length."""
-    answer, response = completion.record["answer"], completion.response
+    answer, response = completion.answer, completion.response
     if len(response) != len(answer):
         return 0.0
     return sum(a == b for a, b in zip(answer, response, strict=True)) / len(answer)

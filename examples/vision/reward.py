@@ -7,4 +7,4 @@ from roll_batching.jobs.rewards import Completion
 
 def reward(completion: Completion) -> float:
     """Whether the response is the answer of its record."""
-    return float(completion.response == completion.record["answer"])
+    return float(completion.response == completion.answer)

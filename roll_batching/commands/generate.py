@@ -39,7 +39,7 @@ def generate(
     tokenizer = tokenizer_of(model, pretrain)
     encoded = [prompt_of(text, model.config, tokenizer) for text in prompt or ()]
     if prompts or not encoded:
-        encoded += read_prompts(model.config, tokenizer, prompts, answers=False)[:first]
+        encoded += read_prompts(model.config, tokenizer, prompts)[:first]
     settings = model.sampling(
         tokenizer,
         num_return_sequences=num_return_sequences,

@@ -174,12 +174,10 @@ def _spot_check(part: TextSet[Any], texts: TextDataset[Any]) -> TokenCounts | No
     return None
 
 
-def read_prompts(
-    config: JobConfig, tokenizer: Tokenizer, paths: Sequence[PathLike] | None, *, answers: bool = True
-) -> list[Prompt]:
+def read_prompts(config: JobConfig, tokenizer: Tokenizer, paths: Sequence[PathLike] | None) -> list[Prompt]:
     """Prompts of `paths`, by default of the job's held-out file, else of its training prompts.
 
-    With `answers` False lines need no answer. Raises DataError naming every line that cannot be used.
+    Raises DataError naming every line that cannot be used.
     """
     data = config.actor_train.data_args
     files = paths or data.eval_file_name or data.file_name
@@ -189,7 +187,7 @@ def read_prompts(
         tokenizer=tokenizer,
         max_length=config.prompt_length,
         setting="prompt_length",
-        keys=(data.messages or data.prompt, data.response)[: 2 if answers and config.has_reward else 1],
+        keys=(data.messages or data.prompt, data.response),
         leaves_out=data.long_prompts == "drop",
     )
     faults = Faults()

@@ -19,6 +19,7 @@ from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_lo
 from roll_batching.jobs.rl.grpo import Grpo
 from roll_batching.jobs.roles.layout_sampler import layout_sampler
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts, function_rollouts_of
+from roll_batching.jobs.rollouts.line_checks import check_lines
 from roll_batching.jobs.rollouts.prompts import prompts_by_domain
 from roll_batching.jobs.run.capabilities import check_capabilities
 from roll_batching.jobs.run.context import JobContext
@@ -49,6 +50,9 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
     advantages = _advantages(config) if config.max_steps and not supervised(config) else None
     function = _rollout_function(config)
     with contextlib.ExitStack() as exit_stack:
+        if inputs.reward is not None:
+            exit_stack.callback(inputs.reward.close)
+        check_lines(config, inputs, host_group())
         sampler_config = config if advantages is None else exit_stack.enter_context(engine_servers(config))
         context = JobContext(config, inputs, exit_stack, start_workers, function)
         try:

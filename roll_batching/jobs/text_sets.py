@@ -52,7 +52,7 @@ class TextSet(Generic[T]):
     def log_template_notices(self, texts: Iterable[T]) -> None:
         """Logs which keys of `texts` and the chat template miss each other."""
         if self.template is not None:
-            records = [text.extra for text in texts]
+            records = [text.line for text in texts]
             for notice in self.arguments.notices(records, self.template.variables):
                 logger.warning("%s: %s", self.paths, notice)
 
@@ -134,7 +134,7 @@ def text_sets_of(
             tokenizer=tokenizer,
             max_length=config.prompt_length,
             setting="prompt_length",
-            keys=(data.messages or data.prompt, data.response)[: 2 if config.has_reward else 1],
+            keys=(data.messages or data.prompt, data.response),
             leaves_out=data.long_prompts == "drop",
             reward_fault=_missing_reward(config),
         )
@@ -177,7 +177,7 @@ def _missing_reward(config: JobConfig) -> Callable[[Prompt], str]:
     """Returns the fault of a prompt without a reward; empty for others."""
     reward = reward_of(config)
     assert reward is not None, "an RL job has a reward"
-    return lambda prompt: reward.unjudged(prompt.extra)
+    return lambda prompt: reward.unjudged(prompt.line)
 
 
 def prompts_of(data: DataArgs, paths: PathLike | Sequence[PathLike], fit: Fit) -> TextSet[Prompt]:
@@ -192,7 +192,10 @@ def _template_of(data: DataArgs, tokenizer: Tokenizer) -> dict[str, Any]:
 
     Raises DataError without a template, ConfigError for settings of variables that it does not read.
     """
-    template, arguments = ChatTemplate(tokenizer), TemplateArguments.of_settings(data)
+    template = ChatTemplate(tokenizer)
+    arguments = TemplateArguments(
+        tools=data.tools, columns=data.chat_template_columns, values=data.chat_template_kwargs
+    )
     arguments.check(template.variables)
     return {"template": template, "arguments": arguments}
 

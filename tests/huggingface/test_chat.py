@@ -122,7 +122,7 @@ def test_lines_hold_messages_as_a_list_or_as_text(tmp_path, report):
     faults = Faults()
     found = list(iterate_texts(Prompt, file, ("messages", "answer"), faults, template=own))
     assert [prompt.prompt for prompt in found] == ["<s>add$<u>1+1=$<a>", "<s>add$<u>1+1=$<a>#2$<u>2+2=$<a>"]
-    assert found[1].extra == {"tag": "x", "messages": CHAT[:4]}
+    assert found[1].line == lines[1]
     with pytest.raises(DataError) as caught:
         faults.check()
     for words in (
@@ -158,7 +158,7 @@ def test_texts_of_a_line_make_a_chat(tmp_path):
     second = ({"role": "user", "content": "1+1=\n2"},)
     prompts = texts(Prompt, ("ask", "say"), template=own, instruction=both)
     assert [prompt.prompt for prompt in prompts] == ["<s>add$<u>1+1=$<a>", "<u>1+1=\n2$<a>"]
-    assert prompts[1].extra == {"tag": "x", "ask": "1+1=", "more": "2", "who": "", "bad": "#3"}, "as the line had them"
+    assert prompts[1].line == lines[1]
     conversations = texts(Conversation, ("ask", "say"), instruction=both)
     answered = [{"role": "assistant", "content": text} for text in ("#2", "#4")]
     assert [one.messages for one in conversations] == [(*first, answered[0]), (*second, answered[1])]

@@ -2,6 +2,7 @@
 
 from roll_batching.jobs.rewards.contract import (
     Completion,
+    PromptLine,
     RewardFunction,
     Score,
     Scored,
@@ -10,4 +11,13 @@ from roll_batching.jobs.rewards.contract import (
     load_reward,
 )
 
-__all__ = ["Completion", "RewardFunction", "Score", "Scored", "exact_match", "final_answer", "load_reward"]
+__all__ = [
+    "Completion",
+    "PromptLine",
+    "RewardFunction",
+    "Score",
+    "Scored",
+    "exact_match",
+    "final_answer",
+    "load_reward",
+]

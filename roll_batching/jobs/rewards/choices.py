@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from roll_batching.jobs.rewards.answers import answer_text, check_penalty, repeated_share
-from roll_batching.jobs.rewards.contract import Completion, Score
+from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score, text_answer
 
 _GRADES = {
     "boxed": (1.0, 0.0, 0.0, 0.0),
@@ -32,18 +32,15 @@ def multiple_choice(completion: Completion, grading: str = "boxed", *, repetitio
 
     The letter is a capital from A to Z that stands alone, as in `\boxed{\text{(B)}}`; several different ones are no
     answer. Without a box, it is looked for after the last "answer is", else at the beginning of the text. The right
-    letter is the first of `record["answer"]`.
+    letter is the first of the answer.
 
     `grading`: `boxed` is 1 for the right letter in a box, else 0. By right in a box, right without one, wrong in a box
     and wrong without one, `loose` is 1, 1, -1, -1, `soft` 1, 0.5, -0.5, -1 and `strict` 1, -1, -1, -1.
     `repetition_penalty` is subtracted times the share of the whole response's three-word sequences that are repeated.
 
-    Raises ValueError when `record["answer"]` is not one letter from A to Z.
+    Raises ValueError when the answer is not one letter from A to Z.
     """
-    wanted = _chosen(str(completion.record["answer"]).strip()[:_MOST_READ])
-    if wanted is None:
-        answer = str(completion.record["answer"])[:60]
-        raise ValueError(f"the right answer of its prompt, {answer!r}, is not one capital letter A-Z, as in 'B'")
+    wanted = _right_letter(completion)
     text = answer_text(completion.response)
     box = _last_box(text)
     if box is not None:
@@ -63,7 +60,16 @@ def check_choice_arguments(grading: Any = "boxed", repetition_penalty: Any = 0.0
     check_penalty(repetition_penalty)
 
 
+def _right_letter(line: PromptLine) -> str:
+    answer = text_answer(line)
+    letter = _chosen(answer.strip()[:_MOST_READ])
+    if letter is None:
+        raise ValueError(f"the right answer of its prompt, {answer[:60]!r}, is not one capital letter A-Z, as in 'B'")
+    return letter
+
+
 multiple_choice.check_arguments = check_choice_arguments  # type: ignore[attr-defined]
+multiple_choice.check_record = lambda line, **_: _right_letter(line)  # type: ignore[attr-defined]
 
 
 def _last_box(text: str) -> str | None:

@@ -8,9 +8,9 @@ import re
 import secrets
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from roll_batching.jobs.rewards.contract import Completion, Score
+from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score
 from roll_batching.jobs.rewards.judged_code import assertion_runner
 from roll_batching.jobs.rewards.judged_code.cases import PRELUDE, AssertionCase, OutputCase, read_cases
 from roll_batching.jobs.rewards.judged_code.container import names_container
@@ -19,6 +19,7 @@ from roll_batching.jobs.rewards.judged_code.sandbox import best_sandbox
 
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _MOST_OUTPUT = 1 << 20
+_Result = Literal["passed", "failed", "asserted nothing"]
 
 
 def code_tests(
@@ -30,13 +31,14 @@ def code_tests(
     memory: int = 1024,
     all_or_nothing: bool = False,
 ) -> Score:
-    """The share of its tests that the response's code passes; marks `has_code` and `passes_all`.
+    """The share of its tests that the response's code passes; marks `has_code`, `passes_all` and `asserts_nothing`.
 
     The code is the last fenced block for Python after the last `</think>`. `record[tests]` is a list, or its JSON text,
     of assertions to run after it (a text, or `{"assert_code": ...}`), whose functions `test_*` are called, and of
     `{"stdin": ..., "expected_stdout": ...}` (or `input`, `output`), whose output is compared without blanks at line
-    ends. The code may use the modules that ROLL imports. `seconds` and `memory` (MiB) bound each test.
-    With `all_or_nothing`, as in ROLL, the reward is 1 when all tests pass, else 0.
+    ends. Assertions that end before any was reached have failed, and are marked `asserts_nothing`: a loop over an empty
+    result asserts nothing. The code may use the modules that ROLL imports. `seconds` and `memory` (MiB) bound each
+    test. With `all_or_nothing`, as in ROLL, the reward is 1 when all tests pass, else 0.
 
     `run` is `subprocess`, or a command that takes a Python program as its last argument, and standard input, such as
     `[docker, run, --rm, -i, --network=none, --memory=1g, "python:3.12", python, -c]`.
@@ -47,12 +49,14 @@ def code_tests(
     cases = read_cases(completion.record, tests)
     blocks = _BLOCK.findall(completion.response.rpartition("</think>")[2])
     if not blocks:
-        return Score(reward=0.0, marks={"has_code": False, "passes_all": False})
+        return Score(reward=0.0, marks={"has_code": False, "passes_all": False, "asserts_nothing": False})
     code = PRELUDE + blocks[-1]
-    passed = sum(_passes(code, case, run, seconds, memory << 20) for case in cases)
+    results = [_run(code, case, run, seconds, memory << 20) for case in cases]
+    passed = results.count("passed")
     passes_all = passed == len(cases)
     reward = float(passes_all) if all_or_nothing else passed / len(cases)
-    return Score(reward=reward, marks={"has_code": True, "passes_all": passes_all})
+    marks = {"has_code": True, "passes_all": passes_all, "asserts_nothing": "asserted nothing" in results}
+    return Score(reward=reward, marks=marks)
 
 
 def check_run(run: str | Sequence[str] | None = None, **others: Any) -> str:
@@ -71,32 +75,41 @@ def check_run(run: str | Sequence[str] | None = None, **others: Any) -> str:
     return ""
 
 
+def check_tests(line: PromptLine, *, tests: str = "test_cases", **_: Any) -> None:
+    """Raises ValueError for tests that cannot be read, or cannot fail."""
+    read_cases(line.record, tests)
+
+
 code_tests.check_arguments = check_run  # type: ignore[attr-defined]
+code_tests.check_record = check_tests  # type: ignore[attr-defined]
 
 
-def _passes(code: str, case: AssertionCase | OutputCase, run: str | Sequence[str], seconds: float, memory: int) -> bool:
-    """Whether one test passes within its limits."""
+def _run(code: str, case: AssertionCase | OutputCase, run: str | Sequence[str], seconds: float, memory: int) -> _Result:
+    """The result of one test within its limits."""
     if "\0" in code:  # neither a Python program nor an argument can hold it
-        return False
+        return "failed"
     if isinstance(case, AssertionCase):
         # The secret is sent after the code has been loaded: code that exits early cannot print it.
         secret = secrets.token_hex(16)
-        test = json.dumps([secret, case.text, case.functions]).encode()
+        reached = f"reached_{secrets.token_hex(16)}"
+        test = json.dumps([secret, reached, case.counted(reached), case.functions]).encode()
+        loaded = assertion_runner.LOADED
         with JudgedProcess(inspect.getsource(assertion_runner), run, seconds, memory) as process:
-            return (
-                process.send(_framed(code.encode("utf-8", "replace")))
-                and process.expect(assertion_runner.LOADED)
-                and process.send(_framed(test))
-                and process.expect(secret.encode())
-                and process.finish()
-            )
+            if not process.send(_framed(code.encode("utf-8", "replace"))) or process.receive(len(loaded)) != loaded:
+                return "failed"
+            reply = process.receive(len(secret)) if process.send(_framed(test)) else b""
+            if not process.finish():
+                return "failed"
+        results: dict[bytes, _Result] = {secret.encode(): "passed", secret[::-1].encode(): "asserted nothing"}
+        return results.get(reply, "failed")
     with tempfile.TemporaryFile() as output:
         with JudgedProcess(code, run, seconds, memory, output=output) as process:
             process.send(case.stdin.encode("utf-8", "replace"))
             if not process.finish():
-                return False
+                return "failed"
         output.seek(0)
-        return _lines(output.read(_MOST_OUTPUT).decode("utf-8", "replace")) == _lines(case.expected)
+        is_right = _lines(output.read(_MOST_OUTPUT).decode("utf-8", "replace")) == _lines(case.expected)
+        return "passed" if is_right else "failed"
 
 
 def _framed(data: bytes) -> bytes:

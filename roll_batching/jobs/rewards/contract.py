@@ -7,7 +7,10 @@ data-parallel rank, with a limit of `reward_timeout` seconds per call. `random`,
 module imports it, are seeded before each call by step and sample: a resumed run draws the same numbers.
 
     def reward(completion: Completion) -> float:
-        return float(completion.response.strip() == completion.record["answer"])
+        return float(completion.response.strip() == completion.answer)
+
+A function may have an attribute `check_record`, which takes a `PromptLine` and the same keyword arguments. The job
+calls it for every line of its prompts before it builds a model; a ValueError says why the line cannot be scored.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from roll_batching.errors import ConfigError
-from roll_batching.registry import load_dotted
+from roll_batching.registry import describe_error, load_dotted, printable
 
 MOST_MARKS = 100
 """Different names of marks in one step; each is a metric."""
@@ -31,19 +34,27 @@ _LARGEST_REWARD = 1e15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One response of the model: the argument of a reward function."""
+class PromptLine:
+    """A prompt and its line of the data file: the argument of `check_record`."""
 
     prompt: str
     """The prompt's text."""
+    record: Mapping[str, Any]
+    """The prompt's line of the data file, as it stands there."""
+    answer: Any = None
+    """The line's value under `data_args.response`; None without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion(PromptLine):
+    """One response of the model: the argument of a reward function."""
+
     response: str
     """The response's text, without the end token."""
     finished: bool
     """Whether the response ended at a stop token; False at the length limit."""
     tokens: int
     """Length of the response in tokens, the end token included."""
-    record: Mapping[str, Any]
-    """The prompt's line of the data file: `prompt`, `answer`, and all its other keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,28 +85,56 @@ class Scored:
 
 
 def final_answer(completion: Completion) -> Score:
-    """1 when the text after the last '#' is exactly `record["answer"]` and the response ended there.
+    """1 when the text after the last '#' is exactly the answer and the response ended there.
 
     Marks `shows_work`: whether there is text before that '#'.
     """
     before, hash_sign, final = completion.response.rpartition("#")
-    right = bool(hash_sign) and completion.finished and final == str(completion.record["answer"])
+    right = bool(hash_sign) and completion.finished and final == completion.answer
     return Score(reward=float(right), marks={"shows_work": bool(before)})
 
 
+def check_final_answer(line: PromptLine) -> None:
+    """Raises ValueError for an answer that no response can end with."""
+    if "#" in text_answer(line):
+        raise ValueError(f"the answer {line.answer[:60]!r} holds a '#', and the text after the last '#' never does")
+
+
+final_answer.check_record = check_final_answer  # type: ignore[attr-defined]
+
+
 def exact_match(completion: Completion, after: str | None = None, *, ignore_case: bool = False) -> Score:
-    """1 when the response equals `record["answer"]`, ignoring surrounding white space.
+    """1 when the response equals the answer, ignoring surrounding white space.
 
     With `after`, only the text after its last occurrence counts; a response without it gets 0, and no mark
     `has_answer`.
     """
     _, separator, text = completion.response.rpartition(after) if after else ("", "", completion.response)
-    answer = str(completion.record["answer"]).strip()
-    text = text.strip()
+    answer, text = text_answer(completion).strip(), text.strip()
     if ignore_case:
         answer, text = answer.casefold(), text.casefold()
     has_answer = bool(separator) or not after
     return Score(reward=float(has_answer and text == answer), marks={"has_answer": has_answer})
+
+
+def check_exact_match(line: PromptLine, after: str | None = None, *, ignore_case: bool = False) -> None:
+    """Raises ValueError for an answer that no response can equal."""
+    if after and after in text_answer(line):
+        raise ValueError(f"the answer {line.answer[:60]!r} holds {after!r}, and the text after the last one never does")
+    text_answer(line)
+
+
+exact_match.check_record = check_exact_match  # type: ignore[attr-defined]
+
+
+def text_answer(line: PromptLine) -> str:
+    """The answer of a line. Raises ValueError for one that is missing, no text, or blank."""
+    if line.answer is None:
+        keys = printable(", ".join(line.record), characters=80)
+        raise ValueError(f"the line has no answer (actor_train.data_args.response names its key); it has {keys}")
+    if not isinstance(line.answer, str) or not line.answer.strip():
+        raise ValueError(f"the answer is {_excerpt(line.answer)}, and a text that is not blank is needed")
+    return line.answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +143,25 @@ class LoadedReward:
 
     function: Callable[..., float | Score]
     arguments: Mapping[str, Any]
+    check: Callable[..., None] | None = None
+    """Its `check_record`."""
     notice: str = ""
     """Shown to the user before training; empty for none."""
 
     def __call__(self, completion: Completion) -> float | Score:
         """Scores `completion`."""
         return self.function(completion, **self.arguments)
+
+    def fault(self, line: PromptLine) -> str:
+        """Why `check_record` refuses `line`; empty if it does not."""
+        try:
+            if self.check is not None:
+                self.check(line, **self.arguments)
+        except ValueError as error:
+            return str(error) or "check_record raises a ValueError without a text"
+        except Exception as error:
+            return describe_error(error)
+        return ""
 
 
 def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> LoadedReward:
@@ -137,7 +189,9 @@ def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> Loaded
             notice = check(**keywords) or ""
         except ValueError as error:
             raise ConfigError(f"reward function {path!r}: {error}") from error
-    return LoadedReward(function=function, arguments=keywords, notice=str(notice))
+    return LoadedReward(
+        function=function, arguments=keywords, check=getattr(function, "check_record", None), notice=str(notice)
+    )
 
 
 def check_score(result: Any) -> Score:

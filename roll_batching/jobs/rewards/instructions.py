@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_batching.jobs.rewards.answers import answer_text, check_penalty, repeated_share
 from roll_batching.jobs.rewards.constraints import CONSTRAINTS, LANGUAGE_NOTICE, can_detect_languages
-from roll_batching.jobs.rewards.contract import Completion, Score
+from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score
 
 _NAME = "func_name"
 
@@ -16,14 +16,14 @@ _NAME = "func_name"
 def ifeval(completion: Completion, *, repetition_penalty: float = 0.0) -> Score:
     """1 when the text after the last `</think>` keeps the constraint, else 0; mark `keeps_constraint`.
 
-    `record["answer"]` is the constraint as JSON: `func_name`, one of `constraints.CONSTRAINTS`, and its arguments.
+    The answer is the constraint as JSON: `func_name`, one of `constraints.CONSTRAINTS`, and its arguments.
     Other keys are ignored: lines for ROLL (8eb27cc) and of the data set RLVR-IFeval have all of them. A blank text
     keeps no constraint. `repetition_penalty` is subtracted times the share of the whole response's three-word sequences
     that are repeated (ROLL: 0.5).
 
     Raises ValueError for a constraint that is invalid, or whose library is not installed.
     """
-    name, arguments = _read_constraint(completion.record["answer"])
+    name, arguments = _read_constraint(completion.answer)
     text = answer_text(completion.response)
     kept = bool(text) and CONSTRAINTS[name](text, **arguments)
     penalty = repetition_penalty * repeated_share(completion.response) if repetition_penalty else 0.0
@@ -36,7 +36,14 @@ def check_instruction_arguments(repetition_penalty: Any = 0.0) -> str:
     return "" if can_detect_languages() else LANGUAGE_NOTICE
 
 
+def check_constraint(line: PromptLine, **_: Any) -> None:
+    """Raises ValueError for a constraint that is invalid, or whose library is not installed."""
+    name, arguments = _read_constraint(line.answer)
+    CONSTRAINTS[name]("a", **arguments)
+
+
 ifeval.check_arguments = check_instruction_arguments  # type: ignore[attr-defined]
+ifeval.check_record = check_constraint  # type: ignore[attr-defined]
 
 
 def _read_constraint(answer: Any) -> tuple[str, dict[str, Any]]:

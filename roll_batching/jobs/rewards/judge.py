@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from roll_batching.jobs.rewards.answers import answer_text
-from roll_batching.jobs.rewards.contract import Completion, Score
+from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score, text_answer
 from roll_batching.jobs.rewards.judge_client import JudgeClient, JudgeError
 from roll_batching.registry import printable
 
@@ -74,7 +74,7 @@ def llm_judge(
     text is 0 without a question to the judge.
 
     `template` has `{question}`, `{response}`, `{reference}` and `{delimiter}`, a text that no response contains. The
-    question is the prompt's last user turn, or the line's key `question_field`; the reference is `record["answer"]`.
+    question is the prompt's last user turn, or the line's key `question_field`; the reference is the answer.
     `request` adds keys to the request's body, `auth_variable` names the environment variable with the API key.
     `timeout` (seconds) is for one attempt, `retries` attempts follow the first.
 
@@ -184,17 +184,31 @@ def _bearer(variable: Any) -> str | None:
 
 def _message(completion: Completion, response: str, template: str, question_field: str | None) -> str:
     """The judge's message. Parts are inserted at once, so that braces in a response are not read as parts."""
-    if question_field is None:
-        question = _last_turn(completion.prompt)
-    elif isinstance(completion.record.get(question_field), str):
-        question = completion.record[question_field]
-    else:
-        raise ValueError(f"its prompt's line has no text under reward_args.question_field {question_field!r}")
-    parts = {"question": question, "response": response, "reference": str(completion.record["answer"])}
+    parts = _parts(completion, template, question_field) | {"response": response}
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     texts = {name: _MARKUP.sub(_break_token, text) for name, text in parts.items()}
     texts["delimiter"] = f"=== {digest[:16]}"
     return _PARTS.sub(lambda part: texts[part.group(1)], template)
+
+
+def _parts(line: PromptLine, template: str, question_field: str | None) -> dict[str, str]:
+    """Question and reference of the message. Raises ValueError where the line lacks one."""
+    reference = text_answer(line) if "{reference}" in template else ""
+    if question_field is None:
+        return {"question": _last_turn(line.prompt), "reference": reference}
+    if not isinstance(line.record.get(question_field), str):
+        raise ValueError(f"its prompt's line has no text under reward_args.question_field {question_field!r}")
+    return {"question": line.record[question_field], "reference": reference}
+
+
+def check_judged_record(
+    line: PromptLine, *, template: str = TEMPLATE, question_field: str | None = None, **_: Any
+) -> None:
+    """Raises ValueError for a line without the texts that the judge's message needs. Asks no judge."""
+    _parts(line, template, question_field)
+
+
+llm_judge.check_record = check_judged_record  # type: ignore[attr-defined]
 
 
 def _last_turn(prompt: str) -> str:

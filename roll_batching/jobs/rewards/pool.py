@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Literal
@@ -15,12 +15,15 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.rewards import REWARDS
 from roll_batching.jobs.config.supervised import supervised
-from roll_batching.jobs.rewards.contract import MOST_MARKS, Completion, Scored
+from roll_batching.jobs.rewards.contract import MOST_MARKS, Completion, PromptLine, Scored
 from roll_batching.jobs.rewards.process import RewardLimits, RewardProcess
+from roll_batching.jobs.texts.texts import Prompt
 
 DOMAIN = "domain"
 """Key of a data file's line with the prompt's domain."""
 _POLL_SECONDS = 0.05
+_CHECKED = 64
+"""Lines of one call that checks them."""
 FailurePolicy = Literal["error", "zero", "drop"]
 
 
@@ -125,7 +128,12 @@ class RewardPool:
         domains = [self._domain(completion, int(i)) for completion, i in zip(completions, ids, strict=True)]
         results: list[dict[str, Any]] = [{} for _ in completions]
         failures: list[str] = []
-        with contextlib.closing(self._results(completions, [int(i) for i in ids], domains, seed)) as stream:
+        samples = [int(i) for i in ids]
+
+        def call(process: RewardProcess, index: int) -> None:
+            process.call(completions[index], samples[index], seed)
+
+        with contextlib.closing(self._results(call, domains)) as stream:
             for index, result in stream:
                 if isinstance(result, DataError):
                     if self.failure == "error":
@@ -147,6 +155,35 @@ class RewardPool:
             domains=[self.domains[domain].name for domain in domains],
         )
 
+    def check(self, prompts: Sequence[Prompt]) -> list[str]:
+        """For each prompt, why its reward cannot score it; empty texts for others.
+
+        Raises ConfigError as `start`, and DataError where a check takes too long or ends its worker.
+        """
+        lines = [PromptLine(prompt=prompt.prompt, record=prompt.line, answer=prompt.answer) for prompt in prompts]
+        batches: list[list[int]] = []
+        domains: list[int] = []
+        for domain, workers in enumerate(self._workers):
+            members = [index for index, prompt in enumerate(prompts) if self.domain_of(prompt.line) == domain]
+            if members:
+                workers[0].start()
+            if members and workers[0].checks:
+                batches += [members[start : start + _CHECKED] for start in range(0, len(members), _CHECKED)]
+                domains += [domain] * (len(batches) - len(domains))
+
+        def call(process: RewardProcess, index: int) -> None:
+            first, last = prompts[batches[index][0]], prompts[batches[index][-1]]
+            process.check([lines[member] for member in batches[index]], f"the lines {first.source} to {last.source}")
+
+        faults = [""] * len(prompts)
+        with contextlib.closing(self._results(call, domains)) as stream:
+            for index, result in stream:
+                if isinstance(result, DataError):
+                    raise result
+                for member, fault in zip(batches[index], result["faults"], strict=True):
+                    faults[member] = fault
+        return faults
+
     def _domain(self, completion: Completion, sample: int) -> int:
         domain = self.domain_of(completion.record)
         if domain is None:
@@ -154,15 +191,18 @@ class RewardPool:
         return domain
 
     def _results(
-        self, completions: Sequence[Completion], ids: list[int], domains: list[int], seed: int
+        self, call: Callable[[RewardProcess, int], None], domains: Sequence[int]
     ) -> Generator[tuple[int, dict[str, Any] | DataError]]:
-        """Yields results as they arrive, with the index of the completion. Closing it early ends running calls."""
+        """Yields results of the calls 0, 1, ..., as they arrive, with their numbers.
+
+        `call` starts one in an idle process of its domain. Closing it early ends running calls.
+        """
         waiting: list[deque[int]] = [deque() for _ in self.domains]
         for index, domain in enumerate(domains):
             waiting[domain].append(index)
         busy: dict[RewardProcess, int] = {}
         try:
-            yield from self._run(busy, waiting, completions, ids, seed)
+            yield from self._run(busy, waiting, call)
         finally:
             for process in busy:
                 process.close()
@@ -171,16 +211,14 @@ class RewardPool:
         self,
         busy: dict[RewardProcess, int],
         waiting: list[deque[int]],
-        completions: Sequence[Completion],
-        ids: list[int],
-        seed: int,
+        call: Callable[[RewardProcess, int], None],
     ) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
         while busy or any(waiting):
             for indices, workers in zip(waiting, self._workers, strict=True):
                 for process in workers:
                     if indices and process not in busy:
                         busy[process] = index = indices.popleft()
-                        process.call(completions[index], ids[index], seed)
+                        call(process, index)
             wait([process.connection for process in busy if process.connection is not None], _POLL_SECONDS)
             for process, index in list(busy.items()):
                 try:

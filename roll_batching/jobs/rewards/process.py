@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -19,7 +19,7 @@ from typing import Any
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.jobs.config.rewards import name_of
 from roll_batching.jobs.processes.child_process import describe_exit, kill_process_groups, start_child_process
-from roll_batching.jobs.rewards.contract import Completion
+from roll_batching.jobs.rewards.contract import Completion, PromptLine
 from roll_batching.jobs.seeds import reward_seed
 from roll_batching.registry import printable
 
@@ -68,8 +68,8 @@ class RewardProcess:
         self._cure = "reward_failure: zero or drop goes on without such rewards"
         if self.name == path:
             self._cure = "It must return a finite number or a roll_batching.jobs.rewards.Score"
-        self.notice = ""
-        """The function's notice about its settings, after the start."""
+        self.notice, self.checks = "", False
+        """After the start: the function's notice about its settings, and whether it has `check_record`."""
         self.connection: Connection | None = None
         """Readable when there is a result; None while the worker does not run."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,7 +106,7 @@ class RewardProcess:
         if "error" in answer:
             self.close()
             raise ConfigError(answer["error"])
-        self.notice = str(answer.get("notice", ""))
+        self.notice, self.checks = str(answer.get("notice", "")), bool(answer.get("checks"))
 
     def call(self, completion: Completion, sample: int, seed: int) -> None:
         """Starts a call with `completion`; `result` returns its result.
@@ -117,6 +117,12 @@ class RewardProcess:
         self._calls += 1
         subject = f"sample {sample} (prompt {_short(completion.prompt)}, response {_short(completion.response)})"
         self._send((self._calls, reward_seed(seed, sample), completion), subject, self.limits.seconds)
+
+    def check(self, lines: Sequence[PromptLine], subject: str) -> None:
+        """Starts a call of `check_record` with each of `lines`; `result` returns their `faults`."""
+        self.start()
+        self._calls += 1
+        self._send((self._calls, 0, list(lines)), subject, self.limits.start)
 
     def result(self, wait: float = 0.0) -> dict[str, Any] | None:
         """The result of the latest call; None when there is none after `wait` seconds.

@@ -18,11 +18,13 @@ import numpy as np
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.rewards.contract import Completion, LoadedReward, RewardFunction, check_score, load_reward
-from roll_batching.registry import describe_error
+from roll_batching.registry import describe_error, printable
 
 
 def serve(connection: Connection, memory: int) -> None:
-    """Loads the function that the first message names, then scores completions until `connection` closes.
+    """Loads the function that the first message names, then serves calls until `connection` closes.
+
+    A call is a completion to score, or lists of lines to check.
 
     `memory`: MiB that calls may allocate beyond the process's memory after the import; 0: no limit.
     """
@@ -30,7 +32,7 @@ def serve(connection: Connection, memory: int) -> None:
     function: LoadedReward | None = None
     try:
         function = load_reward(path, arguments)
-        reply: dict[str, Any] = {"notice": function.notice}
+        reply: dict[str, Any] = {"notice": function.notice, "checks": function.check is not None}
     except ConfigError as error:
         reply = {"error": str(error)}
     if memory:
@@ -38,10 +40,13 @@ def serve(connection: Connection, memory: int) -> None:
     _reply(connection, 0, reply)
     while function is not None:
         try:
-            number, seed, completion = connection.recv()
+            number, seed, call = connection.recv()
         except EOFError:
             return
-        _reply(connection, number, _score(function, completion, seed, is_ours=is_ours))
+        if isinstance(call, Completion):
+            _reply(connection, number, _score(function, call, seed, is_ours=is_ours))
+        else:
+            _reply(connection, number, {"faults": [printable(function.fault(line), characters=300) for line in call]})
 
 
 def _limit_memory(additional: int) -> None:

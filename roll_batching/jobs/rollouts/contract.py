@@ -33,7 +33,9 @@ class RolloutPrompt:
     text: str
     """The prompt's text, after the chat template where the job uses one."""
     record: Mapping[str, Any]
-    """The prompt's line of the data file: `prompt`, `answer`, and all its other keys, such as its messages."""
+    """The prompt's line of the data file, as it stands there."""
+    answer: Any = None
+    """The line's value under `data_args.response`; None without one."""
     sample: int
     """Number of the sample in the step: prompt number x group size + number in the group."""
     seed: int

@@ -190,7 +190,8 @@ def _prompts(encoded: SampleBatch, prompts: Sequence[Prompt], settings: Generati
         RolloutPrompt(
             tokens=row.tolist(),
             text=prompt.prompt,
-            record={"prompt": prompt.prompt, "answer": prompt.answer, **prompt.extra},
+            answer=prompt.answer,
+            record=prompt.line,
             sample=number * group + member,
             seed=rollout_function_seed(settings.seed, number * group + member),
         )
@@ -266,6 +267,7 @@ def _completion(prompt: RolloutPrompt, sample: CheckedSample, tokenizer: Tokeniz
         response=tokenizer.decode(tokens[:-1] if ended else tokens),
         finished=sample.finished,
         tokens=int(sample.mask.sum()),
+        answer=prompt.answer,
         record=prompt.record,
     )
 

@@ -12,6 +12,7 @@ the model read), `generation_token_ids` and `generation_log_probs`.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,16 +69,10 @@ async def rollout(
 
 def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str | None = None) -> dict[str, Any]:
     """The body of `/run` for the prompt's line. Raises SampleFault for a line that Gym cannot use."""
-    # The reader adds a prompt and an answer to the line.
-    added = {"prompt": prompt.text, "answer": ""}
-    line = {
-        key: value
-        for key, value in prompt.record.items()
-        if (key not in added or value != added[key]) and not key.startswith(f"{_PARAMETERS}.")
-    }
+    line = prompt.record
     parameters = line.get(_PARAMETERS)
-    if parameters is None and isinstance(line.get("messages"), list):
-        parameters = {"input": line["messages"]}
+    if parameters is None and isinstance(messages := _list(line.get("messages")), list):
+        parameters = {"input": messages}
     if not isinstance(parameters, Mapping) or not parameters.get("input"):
         raise SampleFault(
             f"its line has no {_PARAMETERS} with an input, and no messages: NeMo-Gym's lines have one or the other"
@@ -103,6 +98,14 @@ def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str |
         "max_output_tokens": settings.max_new_tokens if own is None else min(own, settings.max_new_tokens),
     }
     return {**line, "agent_ref": dict(reference), _PARAMETERS: {**parameters, **sampling}}
+
+
+def _list(value: Any) -> Any:
+    """`value`, or what it is the JSON of."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def sample_of(result: Any, where: str) -> RolloutSample:

@@ -38,7 +38,7 @@ def prompts_by_domain(
         return None
     domains: dict[str, list[Prompt]] = {name: [] for name in shares}
     for prompt in prompts:
-        domain = reward.domain_of(prompt.extra)
+        domain = reward.domain_of(prompt.line)
         assert domain is not None, "load_inputs refuses prompts without a reward"
         domains[reward.domains[domain].name].append(prompt)
     if empty := [name for name, members in domains.items() if not members]:

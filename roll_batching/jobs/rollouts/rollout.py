@@ -152,7 +152,8 @@ def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tok
                 response=tokenizer.decode(tokens[:-1] if finished else tokens),
                 finished=finished,
                 tokens=len(tokens),
-                record={"prompt": prompt.prompt, "answer": prompt.answer, **prompt.extra},
+                answer=prompt.answer,
+                record=prompt.line,
             )
         )
     return completions
@@ -221,10 +222,15 @@ class StepScores:
 
 
 def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
-    """Start `reward` on the ranks that score. Collective; raises RankError, the same on all ranks, when one cannot."""
+    """Start `reward` on the ranks that score, and end it on others.
+
+    Collective; raises RankError, the same on all ranks, when one cannot.
+    """
     with consensus(layout.host_group, "starting the reward", patience=reward.limits.start + _MARGIN):
         if layout.is_replica_leader:
             reward.start()
+        else:
+            reward.close()
 
 
 def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0) -> StepScores:
@@ -318,7 +324,7 @@ def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str
                 "id": ids[i],
                 "prompt": completion.prompt,
                 "response": completion.response,
-                "answer": completion.record.get("answer"),
+                "answer": completion.answer,
                 "reward": float(scored.rewards[i]),
                 "domain": scored.domains[i],
                 "failed": bool(scored.failed[i]),

@@ -29,7 +29,7 @@ from roll_batching.strategy import MegatronTrainStrategy
 class JobContext:
     """A job's inputs, initialized strategy, locked folder, started reward, checkpoints and recorder.
 
-    Building it is collective. Closing `exit_stack` releases the folder and ends the reward.
+    Building it is collective. Closing `exit_stack` releases the folder.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class JobContext:
                 exit_stack.enter_context(lock_folder(config.run_folder))
                 if shares_weights_folder(config):
                     exit_stack.enter_context(lock_folder(weights_folder(config), temporary=True))
-        if inputs.reward is not None and not config.has_sampler:  # a sampler in its own processes scores there
-            exit_stack.callback(inputs.reward.close)
+        if inputs.reward is not None and config.has_sampler:
+            inputs.reward.close()  # a sampler in its own processes scores there
+        elif inputs.reward is not None:
             start_reward(layout, inputs.reward)
         self.checkpoints = JobCheckpoints(config, self.strategy, inputs)
         self.recorder = RunRecorder(config, enabled=dist.get_rank() == 0)

@@ -15,6 +15,7 @@ from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.rollouts.evaluation import Evaluator
 from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
+from roll_batching.jobs.rollouts.line_checks import find_faults, report_faults
 from roll_batching.jobs.rollouts.rollout import Rollouts, generate_rollouts
 from roll_batching.jobs.run.checkpoint import SavedPoint, saved_point
 from roll_batching.jobs.run.folder import ADAPTER, CONFIG, MODEL
@@ -95,6 +96,7 @@ class SavedModel:
         )
         with reward:
             reward.start()
+            report_faults(find_faults(list(prompts), reward), reward)
             return evaluator(self.strategy, number=self.point.step)
 
 

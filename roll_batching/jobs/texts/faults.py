@@ -47,14 +47,26 @@ class Faults:
         if len(kind.shown) < _SHOWN:
             kind.shown.append(f"{source}: {what}" if of_line else f"{source} {what}")
 
+    def merge(self, other: Faults) -> None:
+        """Add the faults of `other`."""
+        for key, kind in other._kinds.items():
+            own = self._kinds.setdefault(key, _Kind())
+            own.shown += kind.shown[: _SHOWN - len(own.shown)]
+            own.count += kind.count
+            own.longest = max(own.longest, kind.longest)
+            own.characters |= kind.characters
+
     def check(self) -> None:
         """Raises DataError with all faults, if there are any."""
+        if self._kinds:
+            raise DataError(str(self))
+
+    def __str__(self) -> str:
         if len(self) == 1:
             (((_, cure), kind),) = self._kinds.items()
-            raise DataError(f"{kind.shown[0]}. {cure}")
-        if self._kinds:
-            kinds = "\n".join(_describe(cure, kind) for (_, cure), kind in self._kinds.items())
-            raise DataError(f"the data files have {len(self):,} faults:\n{kinds}")
+            return f"{kind.shown[0]}. {cure}"
+        kinds = "\n".join(_describe(cure, kind) for (_, cure), kind in self._kinds.items())
+        return f"the data files have {len(self):,} faults:\n{kinds}"
 
 
 def _describe(cure: str, kind: _Kind) -> str:

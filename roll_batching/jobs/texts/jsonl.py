@@ -6,7 +6,7 @@ import io
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,11 @@ _ONE_OBJECT = "Each line is one JSON object, or the whole file a JSON array of t
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a data file: the texts of the requested keys, all other keys, and its place as `file:line`."""
+    """One line of a data file: the texts of the requested keys, and its place as `file:line`."""
 
     texts: tuple[str, ...]
-    extra: dict[str, Any]
+    line: dict[str, Any]
+    """All of it as it stands in the file, with names in place of images."""
     source: str
     images: tuple[ImageReference, ...] = ()
     """In the order of the key; then those in messages."""
@@ -57,7 +58,7 @@ def iterate_records(
 
     With `chat` the first key holds a list of messages, each with `role` and `content`, or the JSON text of one; the
     record's first text is that list as JSON. A key such as `responses_create_params.input` names the input of a
-    request of the Responses API, a text or messages whose contents are texts or text parts; its line stays whole.
+    request of the Responses API, a text or messages whose contents are texts or text parts.
 
     Blank lines are skipped; line numbers begin at 1. Faults are added to `faults` and skipped: a file that is missing,
     not regular, unreadable or without records, a line that is not UTF-8, not JSON or not an object, a key that is
@@ -207,8 +208,6 @@ def _to_record(
     texts = tuple(
         _messages(value, key, images is not None) if chat and key == keys[0] else _text(value, key) for key in keys
     )
-    for key in keys:
-        value.pop(key, None)
     return Record(texts, value, f"{path}:{number}", taken)
 
 
@@ -236,6 +235,14 @@ def _messages(value: dict[str, Any], key: str, with_images: bool) -> str:
             raise _BadLineError(f"message {number} of {key!r} has no text as content", _MESSAGES)
     text = json.dumps(messages, ensure_ascii=False)
     return _require_encodable(text, key)
+
+
+def value_at(line: Mapping[str, Any], key: str) -> Any:
+    """The value of `line` under `key`, or under a path such as `reward_model.ground_truth`; None without one."""
+    if key in line:
+        return line[key]
+    above, dot, rest = key.partition(".")
+    return value_at(line[above], rest) if dot and isinstance(line.get(above), Mapping) else None
 
 
 def _nested_input(value: dict[str, Any], key: str) -> Any:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll_batching.errors import ConfigError, DataError
-from roll_batching.jobs.config.worker import DataArgs
 
 TOOLS = "tools"
 KWARGS = "chat_template_kwargs"
@@ -49,11 +48,6 @@ class TemplateArguments:
     """By variable, the key of a record with its value."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """For all records."""
-
-    @classmethod
-    def of_settings(cls, data: DataArgs) -> TemplateArguments:
-        """Those that `data` describes."""
-        return cls(tools=data.tools, columns=data.chat_template_columns, values=data.chat_template_kwargs)
 
     def check(self, variables: frozenset[str]) -> None:
         """Raises ConfigError for a variable of the settings that is not among the template's `variables`."""

@@ -13,7 +13,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.texts.chat import ASSISTANT, ChatTemplate, Message
 from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.image_references import MARKER, ImageError, ImageFields, ImageReference
-from roll_batching.jobs.texts.jsonl import PathLike, Record, iterate_records
+from roll_batching.jobs.texts.jsonl import PathLike, Record, iterate_records, value_at
 from roll_batching.jobs.texts.template_arguments import NO_ARGUMENTS, TemplateArguments
 
 
@@ -22,9 +22,10 @@ class Prompt:
     """A prompt for rollouts, with the answer that its reward compares with."""
 
     prompt: str
-    answer: str
-    extra: dict[str, Any] = field(default_factory=dict)
-    """All other keys of the line, unchanged."""
+    answer: Any = None
+    """None for a line without one."""
+    line: dict[str, Any] = field(default_factory=dict)
+    """Its line of the data file."""
     source: str = "memory"
     """Origin, as `file:line`."""
     images: tuple[ImageReference, ...] = ()
@@ -37,7 +38,7 @@ class Document:
 
     prompt: str
     response: str
-    extra: dict[str, Any] = field(default_factory=dict)
+    line: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
     images: tuple[ImageReference, ...] = ()
 
@@ -47,7 +48,7 @@ class Conversation:
     """A supervised sample of several turns: the loss covers the assistant's."""
 
     messages: tuple[Message, ...]
-    extra: dict[str, Any] = field(default_factory=dict)
+    line: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
     images: tuple[ImageReference, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Pair:
     rejected: str
     chat: bool = False
     """Whether the prompt is a list of messages, and the answers are the assistant's next message."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    line: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
     variables: Mapping[str, Any] = field(default_factory=dict)
     """As those of a conversation."""
@@ -95,7 +96,7 @@ class Judged:
     desirable: bool
     chat: bool = False
     """Whether the prompt is a list of messages, and the answer is the assistant's next message."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    line: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
     variables: Mapping[str, Any] = field(default_factory=dict)
     """As those of a conversation."""
@@ -121,7 +122,9 @@ def second_text(item: Text) -> str:
         return json.dumps([item.chosen, item.rejected])
     if isinstance(item, Judged):
         return json.dumps([item.response, item.desirable])
-    return item.answer if isinstance(item, Prompt) else item.response
+    if isinstance(item, Prompt):
+        return item.answer if isinstance(item.answer, str) else json.dumps(item.answer, default=repr)
+    return item.response
 
 
 class Fingerprint:
@@ -174,7 +177,7 @@ class Instruction:
             turns.append((ASSISTANT, answers.pop(0)))
         messages = [{"role": role, "content": text} for role, text in turns if text or role == ASSISTANT]
         first = json.dumps(messages, ensure_ascii=False) if prompt or query else ""
-        return replace(record, texts=(first, *answers), extra=record.extra | texts | {keys[0]: prompt})
+        return replace(record, texts=(first, *answers))
 
 
 def iterate_texts(
@@ -193,16 +196,19 @@ def iterate_texts(
 
     The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text,
     or stay messages in a pair or judged answer; with `instruction` it holds a text that becomes part of a chat's
-    messages. The last key of a judged answer holds its verdict. Without a second key the second text is empty. Unusable
-    lines, such as an empty prompt, are added to `faults` and skipped; see `jsonl.iterate_records`. With `images`
-    prompts, documents and conversations have images. `arguments` are the template's, beside the messages.
+    messages. The second key of a prompt holds its answer, of any type; a line need not have it, and it may be a path
+    such as `reward_model.ground_truth`. The last key of a judged answer holds its verdict. Unusable lines, such as an
+    empty prompt, are added to `faults` and skipped; see `jsonl.iterate_records`. With `images` prompts, documents and
+    conversations have images. `arguments` are the template's, beside the messages.
     """
     chat = instruction is None and (kind is Conversation or template is not None)
     own = () if instruction is None else instruction.keys
     made: Any = kind
-    label = ""
+    label = answer = ""
     if kind is Judged:
         *keys, label = keys
+    if kind is Prompt:
+        keys, answer = keys[:1], "".join(keys[1:])
     for record in iterate_records(paths, (*keys, *own), faults, read, chat=chat, images=images):
         if instruction is not None:
             record = instruction.chat(record, keys, answered=kind is Conversation)
@@ -212,21 +218,21 @@ def iterate_texts(
             except ImageError as error:
                 faults.add(record.source, f"{keys[0]}: {error.what}", error.cure)
                 continue
-        first, extra, shown = record.texts[0], record.extra, {} if not record.images else {"images": record.images}
+        first, line, shown = record.texts[0], record.line, {} if not record.images else {"images": record.images}
         try:
-            variables = arguments.of(extra) if kind is Conversation or template is not None else {}
+            variables = arguments.of(line) if kind is Conversation or template is not None else {}
         except DataError as error:
             faults.add(record.source, str(error), "Remove the line, or correct it.")
             continue
         if kind is Conversation and first:
-            yield made(tuple(json.loads(first)), extra, record.source, **shown, variables=variables)
+            yield made(tuple(json.loads(first)), line, record.source, **shown, variables=variables)
             continue
         if kind is Pair or kind is Judged:
             faults_before = len(faults)
             _check_pair(record, keys, faults)
             verdict = () if kind is Pair else (_verdict(record, label, faults),)
             if len(faults) == faults_before:
-                yield made(*record.texts, *verdict, template is not None, extra, record.source, variables)
+                yield made(*record.texts, *verdict, template is not None, line, record.source, variables)
             continue
         if template is not None and first:
             messages = json.loads(first)
@@ -235,9 +241,9 @@ def iterate_texts(
             except DataError as error:
                 faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or correct it.")
                 continue
-            extra = extra if instruction is not None else extra | {keys[0]: messages}
         if first:
-            yield made(first, record.texts[1] if len(keys) > 1 else "", extra, record.source, **shown)
+            second = value_at(line, answer) if kind is Prompt else record.texts[1]
+            yield made(first, second, line, record.source, **shown)
         else:
             faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
 
@@ -267,9 +273,9 @@ def _check_pair(record: Record, keys: Sequence[str], faults: Faults) -> None:
 
 
 def _verdict(record: Record, key: str, faults: Faults) -> bool:
-    value = record.extra.get(key)
+    value = record.line.get(key)
     if not isinstance(value, bool):
-        what = f"is {value!r}" if key in record.extra else "is missing"
+        what = f"is {value!r}" if key in record.line else "is missing"
         faults.add(record.source, f"{key!r} {what}", "Write true for a desirable answer, false for another one.")
     return bool(value)
 
@@ -306,10 +312,10 @@ class TextDataset(Sequence[T], Generic[T]):
 
     @cached_property
     def record_fingerprint(self) -> str:
-        """Digest of the texts, their order, and all other keys of their lines, which rewards read."""
+        """Digest of the texts, their order, and their whole lines, which rewards read."""
         digest = hashlib.sha256(self.fingerprint.encode())
         for item in self._items:
-            digest.update(json.dumps(item.extra, sort_keys=True, default=repr).encode() + b"\n")
+            digest.update(json.dumps(item.line, sort_keys=True, default=repr).encode() + b"\n")
         return digest.hexdigest()
 
 
@@ -328,7 +334,7 @@ class PromptDataset(TextDataset[Prompt]):
         prompt_key: str = "prompt",
         answer_key: str = "answer",
     ) -> PromptDataset:
-        """Read one or several files with a prompt and an answer per line; other keys go to `extra`.
+        """Read one or several files with a prompt and an answer per line.
 
         Raises:
             DataError: naming all faults with file and line; see `iterate_texts`.
@@ -351,7 +357,7 @@ class DocumentDataset(TextDataset[Document]):
         prompt_key: str = "prompt",
         response_key: str = "response",
     ) -> DocumentDataset:
-        """Read one or several files with a prompt and a response per line; other keys go to `extra`.
+        """Read one or several files with a prompt and a response per line.
 
         Raises:
             DataError: naming all faults with file and line; see `iterate_texts`.

@@ -106,6 +106,58 @@ def test_tests_that_would_pass_or_fail_whatever_the_code_does_are_refused(record
         judged("def f(): return 1", **record)
 
 
+ASSERTS_NOTHING = {
+    "no assertion": "x = 1",
+    "a call": "f()",
+    "under if False": "if False:\n    assert f() == 1",
+    "in a loop that never runs": "while 0:\n    assert f() == 1",
+    "a constant": "assert True",
+    "a text": "assert 'f() == 1'",
+    "in a function": "def test_a():\n    f()",
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", ASSERTS_NOTHING)
+def test_a_test_that_asserts_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="a test asserts nothing, so that any code passes it"):
+        judged("def f(): return 1", "assert f() == 1", ASSERTS_NOTHING[name])
+    with pytest.raises(ValueError, match="expects a blank output, which an empty program has"):
+        judged("", {"stdin": "1", "expected_stdout": " \n"})
+
+
+REACHED = {
+    "in a loop": "for x in f():\n    assert x",
+    "after a return": "def test_a():\n    if not f(): return\n    assert f() == [1]",
+    "in a function that f calls": "def check(x):\n    assert x\nfor x in f(): check(x)",
+    "numpy's": "import numpy as np\nfor x in f():\n    np.testing.assert_equal(x, 1)",
+    "unittest's": "from unittest import TestCase\nfor x in f(): TestCase().assertEqual(x, 1)",
+}
+NEVER_REACHED_WHEN_RIGHT = {
+    "raise under if": "if f() != [1]: raise ValueError('é')\nelif not f():\n    raise ValueError",
+    "assert False after what must raise": "try:\n    f()[7]\n    assert False\nexcept IndexError:\n    pass",
+    "raise in else": "try:\n    f()[7]\nexcept IndexError:\n    pass\nelse:\n    raise ValueError",
+    "a case": "match f():\n    case [1]: pass\n    case _: raise ValueError",
+    "two on one line, after é": "é = f(); assert é == [1], 'é'; assert (x := len(é)) == 1\r\nassert x",
+    "over lines": "assert (f() ==\n        [  # one\n 1])",
+}
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_a_test_that_ends_before_an_assertion_is_not_passed(name: str) -> None:
+    right, empty = (code_tests(answer(f"def f(): return {value}", REACHED[name]), run="subprocess")
+                    for value in ("[1]", "[]"))  # fmt: skip
+    assert (right.reward, right.marks["asserts_nothing"]) == (1, False)
+    assert (empty.reward, empty.marks["asserts_nothing"]) == (0, True)
+
+
+@pytest.mark.parametrize("name", NEVER_REACHED_WHEN_RIGHT)
+def test_what_fails_otherwise_than_by_an_assertion_counts(name: str) -> None:
+    test = NEVER_REACHED_WHEN_RIGHT[name]
+    assert judged("def f(): return [1]", test) == 1
+    assert judged("def f(): return {7: 1}", test) == 0 == judged("def f(): return [2] * 9", test)
+
+
 # ---- code that cheats: each is an answer to tests that it does not pass
 
 CHEATS = {
@@ -263,7 +315,7 @@ time.sleep(0.5)
 @pytest.mark.skipif(os.geteuid() == 0, reason="root has no limit of processes")
 def test_processes_without_end(way: str) -> None:
     code = "import os\nwhile True: os.fork()"
-    assert judged(code, "assert True", seconds=3) == 0
+    assert judged(code, "assert f() == 1", seconds=3) == 0
     wait_for(lambda: len(psutil.pids()) < 5000, 10)
 
 
@@ -272,7 +324,7 @@ def test_many_processes_end_at_once(way: str) -> None:
     """As root too, where no limit counts them: they end with the test, and this machine goes on."""
     mark = f"{os.getpid()}8888"
     code = f"import subprocess, time\nfor _ in range(100): subprocess.Popen(['sleep', '{mark}'])\ntime.sleep(60)"
-    assert judged(code, "assert True", seconds=3) == 0
+    assert judged(code, "assert f() == 1", seconds=3) == 0
     assert not [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or ())]
 
 

@@ -25,7 +25,7 @@ KEY = "sk-test-0123456789"
 
 def completion(response: str = "It is 4.", prompt: str = "2+2?", answer: str = "4", **record: Any) -> Completion:
     record = {"answer": answer, **record}
-    return Completion(prompt=prompt, response=response, finished=True, tokens=5, record=record)
+    return Completion(prompt=prompt, response=response, finished=True, tokens=5, answer=answer, record=record)
 
 
 def judged(server: JudgeServer, given: Completion | None = None, **arguments: Any) -> Score:

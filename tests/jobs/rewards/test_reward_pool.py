@@ -28,7 +28,9 @@ HERE = "tests.jobs.rewards.test_reward_pool:"
 
 def completion(response="#12", **record: Any) -> Completion:
     record = {"prompt": "a+9=", "answer": "12", **record}
-    return Completion(prompt="a+9=", response=response, finished=True, tokens=len(response), record=record)
+    return Completion(
+        prompt="a+9=", response=response, finished=True, tokens=len(response), answer=record["answer"], record=record
+    )
 
 
 # ---- called in the reward's process
@@ -155,7 +157,9 @@ def test_math_verify(answer, response, reward, has_answer):
     assert math_verify(completion(f"7</think>{response}", answer=answer), after="</think>").reward == reward
 
 
-TESTS = json.dumps([{"stdin": "2\n", "expected_stdout": "4"}, {"assert_code": "assert double(3) == 6"}, "assert 1"])
+TESTS = json.dumps(
+    [{"stdin": "2\n", "expected_stdout": "4"}, {"assert_code": "assert double(3) == 6"}, "assert double(0) == 0"]
+)
 
 
 def wrote(code):
@@ -181,7 +185,7 @@ def wrote(code):
 def test_code_against_tests(code, reward):
     score = code_tests(wrote(code), run="subprocess", seconds=2, memory=512)
     assert score.reward == pytest.approx(reward)
-    assert score.marks == {"has_code": True, "passes_all": reward == 1}
+    assert score.marks == {"has_code": True, "passes_all": reward == 1, "asserts_nothing": False}
 
 
 def test_code_ends_with_the_process_that_runs_it():

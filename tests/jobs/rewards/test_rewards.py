@@ -27,7 +27,9 @@ def one_reward(path, arguments=None, *, limit=300.0, notice_after=10.0, memory=N
 
 def completion(response="#12", finished=True, answer="12", prompt="a+9="):
     record = {"prompt": prompt, "answer": answer}
-    return Completion(prompt=prompt, response=response, finished=finished, tokens=len(response), record=record)
+    return Completion(
+        prompt=prompt, response=response, finished=finished, tokens=len(response), answer=answer, record=record
+    )
 
 
 @pytest.fixture(scope="module")

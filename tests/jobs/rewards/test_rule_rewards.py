@@ -54,7 +54,7 @@ OTHER_CHOICES: dict[str, list[float]] = {
 
 def completion(response: str, answer: Any) -> Completion:
     answer = answer if isinstance(answer, str) else json.dumps(answer)
-    return Completion(prompt="p", response=response, finished=True, tokens=1, record={"answer": answer})
+    return Completion(prompt="p", response=response, finished=True, tokens=1, answer=answer, record={"answer": answer})
 
 
 def follows(response: str, name: str, **arguments: Any) -> float:
@@ -199,7 +199,7 @@ def test_invalid_constraints_are_errors(answer, message):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("answer", ["", "b", "12", "Because", "A or B", "ABCD", "x" * 100_000])
 def test_a_right_answer_that_is_no_letter_is_an_error(answer):
-    with pytest.raises(ValueError, match="is not one capital letter A-Z"):
+    with pytest.raises(ValueError, match="is not one capital letter A-Z|that is not blank is needed"):
         graded("\\boxed{B}", answer)
 
 
@@ -227,7 +227,7 @@ def test_they_score_in_a_pool_by_domain_and_an_invalid_line_names_its_sample():
 
     def line(tag: str, response: str, answer: str) -> Completion:
         record = {"answer": answer, "tag": tag}
-        return Completion(prompt="p", response=response, finished=True, tokens=1, record=record)
+        return Completion(prompt="p", response=response, finished=True, tokens=1, answer=answer, record=record)
 
     commas = '{"func_name": "validate_no_commas"}'
     lines = [line("qa", "the answer is C", "C"), line("ifeval", "a, b", commas), line("ifeval", "a b", commas)]

@@ -93,7 +93,11 @@ def test_data_and_reward_agree(folder):
     row = data["heldout"][0]
 
     def score(response):
-        return reward(Completion(prompt=row["prompt"], response=response, finished=True, tokens=1, record=row))
+        return reward(
+            Completion(
+                prompt=row["prompt"], response=response, finished=True, tokens=1, answer=row["answer"], record=row
+            )
+        )
 
     answer = row["answer"]
     assert (score(answer), score(answer + "a"), score("")) == (1.0, 0.0, 0.0)

@@ -48,10 +48,8 @@ TWO_TURNS = reply(
 def samples(answer: Any, line: Any = LINE, *, url: str | None = None, count: int = 2, **settings: Any) -> Any:
     """The checked samples of `count` calls, and the server."""
     sampling = GenerationSettings(**{"max_new_tokens": 8, "eos_token_id": END, "vocab_size": 43, **settings})
-    record = {"prompt": "1+2=", "answer": "", **line}
     prompts = [
-        RolloutPrompt(tokens=TOKENIZER.encode("1+2="), text="1+2=", record=record, sample=i, seed=i)
-        for i in range(count)
+        RolloutPrompt(tokens=TOKENIZER.encode("1+2="), text="1+2=", record=line, sample=i, seed=i) for i in range(count)
     ]
     with GymServer(answer if callable(answer) else lambda body: answer) as server:
         arguments = {"url": url or server.url}
@@ -210,7 +208,7 @@ def test_the_reader_takes_messages_from_gyms_lines(tmp_path):
     faults = Faults()
     read = list(iterate_records(tmp_path / "p.jsonl", ("responses_create_params.input",), faults, chat=True))
     assert [json.loads(one.texts[0]) for one in read] == [[{"role": "user", "content": "1+2="}]] * 2
-    assert [one.extra for one in read] == lines[:2], "the line stays whole"
+    assert [one.line for one in read] == lines[:2], "the line stays whole"
     with pytest.raises(DataError, match=r"(?s):3.*has no role.*:4.*'input' is missing"):
         faults.check()
 

@@ -95,9 +95,9 @@ def test_a_job_draws_its_parts_and_goes_on_with_them(tmp_path):
 def test_a_line_s_domain_goes_before_its_tag(tmp_path):
     config = config_from_dict(job(tmp_path, {"even": 0.5, "odd": 0.5}))
     inputs = load_inputs(config)
-    assert [inputs.reward.domain_of(prompt.extra) for prompt in inputs.prompts] == [1, 0, 0, 0, 0, 1, 1, 1]
+    assert [inputs.reward.domain_of(prompt.line) for prompt in inputs.prompts] == [1, 0, 0, 0, 0, 1, 1, 1]
     stream = prompt_stream(config, inputs)
-    drawn = [prompt.extra["id"] for _ in range(2) for prompt in next(stream)]
+    drawn = [prompt.line["id"] for _ in range(2) for prompt in next(stream)]
     assert {i for i in drawn if i in (0, 5, 6, 7)} == {0, 5, 6, 7}, "two steps are odd's four prompts"
 
 

@@ -104,7 +104,7 @@ def test_a_prompt_is_rendered_with_its_images_and_a_text_without_a_template(fold
     )
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     assert prompt.prompt == f"<u>{image} a {image} b$<a>" and prompt.answer == "3"
-    assert prompt.extra["images"] == [str(folder / "0.png"), str(folder / "1.png")] and prompt.extra["tag"] == "x"
+    assert prompt.line["images"] == [str(folder / "0.png"), str(folder / "1.png")] and prompt.line["tag"] == "x"
     encoded = encode_prompts([prompt], tokenizer, max_length=99)
     assert "images" not in encoded and with_images(encoded, [prompt], tokenizer)["images"].tolist() == [2]
     (document,) = read(
@@ -149,7 +149,7 @@ def test_every_form_of_an_image_gives_the_same_pixels(folder):
     assert batch["images"].tolist() == [2] * 8
     first, *others = batch.to_lists("pixel_values")
     assert all(torch.equal(first, other) for other in others)
-    assert "base64" not in json.dumps([text.extra for text in texts])
+    assert "base64" not in json.dumps([text.line for text in texts])
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1", "CMYK", "exif"])
@@ -320,7 +320,7 @@ def test_an_image_in_a_part_prefers_its_bytes_and_is_named_for_rewards(folder):
     parts = [{"type": "image", "path": "no.png", "bytes": data}, {"type": "image", "image": "1.png"}]
     (text,) = read(folder, [{"messages": [{"role": "user", "content": parts}, TURNS[1]]}], tokenizer_of(folder))
     assert [image.path for image in text.images] == [None, folder / "1.png"]
-    assert text.extra["images"][1] == str(folder / "1.png") and len(text.extra["images"]) == 2
+    assert text.line["images"][1] == str(folder / "1.png") and len(text.line["images"]) == 2
 
 
 @pytest.mark.bad_input

@@ -1,9 +1,10 @@
 """Stand-alone program: loads the model's code, then runs assertions that it receives only after that.
 
 It reads messages from standard input, each after its length in 4 bytes. The first is the code, to which it replies
-`loaded`. The second is JSON of a secret, the assertions, and the functions in them to call; it replies with the secret
-once all have passed. The code shares the interpreter with the assertions and can find the secret while they call it:
-this protects against accidents and tricks, not against an attacker.
+`loaded`. The second is JSON of a secret, the name of a function, the assertions, which call it where they decide
+whether to fail, and the functions in them to call. Once all have passed, it replies with the secret, backwards where
+no assertion was reached. The code shares the interpreter with the assertions and can find the secret while they call
+it: this protects against accidents and tricks, not against an attacker.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def main() -> None:
     try:
         run(translate(read_message(), "answer", "exec"), names)
         write(replies, LOADED)
-        secret, test, functions = decode(read_message())
+        secret, reached, test, functions = decode(read_message())
+        calls: set[bool] = set()
+        names[reached] = lambda: calls.add(True)
         sys.settrace(None)
         sys.setprofile(None)
         dict.update(vars(builtins), original)
@@ -54,7 +57,7 @@ def main() -> None:
             function()
     except BaseException:  # also SystemExit
         leave(1)
-    write(replies, secret.encode())
+    write(replies, secret.encode() if calls else secret[::-1].encode())
     leave(0)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roll_batching.jobs.rewards.judged_code.assertions import failing_parts, with_calls
+
 _STAR_IMPORTS = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
@@ -27,6 +29,12 @@ class AssertionCase:
     text: str
     functions: tuple[str, ...]
     """Functions `test_*` of the text, called in this order."""
+    parts: tuple[ast.expr, ...]
+    """Where it decides whether to fail."""
+
+    def counted(self, name: str) -> str:
+        """The text with calls of the function `name` where it decides whether to fail."""
+        return with_calls(self.text, list(self.parts), name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +54,26 @@ def read_cases(record: Mapping[str, Any], key: str) -> list[AssertionCase | Outp
     if kind in _REFUSED:
         raise ValueError(f"the prompt's case_type is {kind!r}, which is not supported: write assertions (pytest)")
     given = record.get(key)
-    cases = json.loads(given) if isinstance(given, str) else given
+    try:
+        cases = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the prompt's {key!r} is no JSON of a list of tests: {str(given)[:60]!r} ({error})") from None
     if not isinstance(cases, list) or not cases:
         raise ValueError(f"the prompt's {key!r} holds no list of tests")
     function = str(record.get("test_case_function") or "").strip()
     if kind not in _ASSERTIONS and function not in ("", "None"):
         raise ValueError(f"the prompt's test_case_function is {function[:60]!r}: calls are not supported, only stdin")
-    return [_case(case) for case in cases]
+    read = [_case(case) for case in cases]
+    if all(isinstance(case, OutputCase) and not case.expected.strip() for case in read):
+        raise ValueError(f"every test of the prompt's {key!r} expects a blank output, which an empty program has")
+    return read
 
 
 def _case(case: Any) -> AssertionCase | OutputCase:
     if isinstance(case, dict) and "assert_code" in case:
         case = case["assert_code"]
     if isinstance(case, str):
-        return AssertionCase(text=case, functions=_functions(case))
+        return _assertions(case)
     if isinstance(case, dict):
         for given, expected in (("stdin", "expected_stdout"), ("input", "output")):
             if expected in case:
@@ -67,11 +81,15 @@ def _case(case: Any) -> AssertionCase | OutputCase:
     raise ValueError(f"a test is {str(case)[:60]!r}: an assertion, or a pair of stdin and expected_stdout")
 
 
-def _functions(text: str) -> tuple[str, ...]:
+def _assertions(text: str) -> AssertionCase:
+    text = text.removeprefix("\ufeff")
     try:
-        body = ast.parse(text).body
+        tree = ast.parse(text)
+        parts = failing_parts(tree)
+        ast.parse(with_calls(text, parts, "reached"))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"a test is no Python: {text[:60]!r} ({error})") from None
+    body = tree.body
     tests = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test_")]
     for test in tests:
         arguments = test.args
@@ -84,4 +102,6 @@ def _functions(text: str) -> tuple[str, ...]:
         raise ValueError(
             f"a test calls nothing: {text[:60]!r}; write assertions, or functions test_* without arguments"
         )
-    return tuple(dict.fromkeys(test.name for test in tests))
+    if not parts:
+        raise ValueError(f"a test asserts nothing, so that any code passes it: {text[:60]!r}; write assertions")
+    return AssertionCase(text=text, functions=tuple(dict.fromkeys(test.name for test in tests)), parts=tuple(parts))

@@ -37,7 +37,7 @@ _REMOVE = 'for _ in 1 2 3 4 5; do rm -rf -- "$1" && exit; chmod -R u+rwX -- "$1"
 class JudgedProcess:
     """Runs the Python program `text` by `run`, for at most `seconds`; leaving the context ends all its processes.
 
-    Its standard output goes to `output`, or is read by `expect`. `memory`, in bytes, limits its address space under
+    Its standard output goes to `output`, or is read by `receive`. `memory`, in bytes, limits its address space under
     `run: subprocess`; a command must limit it itself.
     """
 
@@ -115,18 +115,16 @@ class JudgedProcess:
                 return False
         return True
 
-    def expect(self, expected: bytes) -> bool:
-        """Whether the next bytes of its output are `expected`, within the time limit."""
+    def receive(self, size: int) -> bytes:
+        """The next `size` bytes of its output; fewer at their end or the time limit."""
         assert self._process.stdout is not None
         file, data = self._process.stdout.fileno(), b""
-        while len(data) < len(expected):
-            if not select.select([file], [], [], self._remaining())[0]:
-                return False
-            part = os.read(file, len(expected) - len(data))
+        while len(data) < size and select.select([file], [], [], self._remaining())[0]:
+            part = os.read(file, size - len(data))
             if not part:
-                return False
+                break
             data += part
-        return data == expected
+        return data
 
     def finish(self) -> bool:
         """Closes its standard input; whether it then exits with 0, within the time limit."""
