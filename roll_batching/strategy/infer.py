@@ -29,7 +29,7 @@ from roll_batching.strategy.nan_checks import require_finite_outputs
 from roll_batching.strategy.prefix_sharing import gather_table, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
-from roll_batching.strategy.step_inputs import check_candidates, count_local, pack_inputs
+from roll_batching.strategy.step_inputs import check_declared, count_local, pack_inputs
 from roll_batching.strategy.step_result import join_results, share_outputs
 
 logger = logging.getLogger(__name__)
@@ -387,11 +387,9 @@ class MegatronInferStrategy(ModelIOMixin):
         """`_pack` for a loss, with the loss's own checks of the samples in each micro-batch."""
         facts.equal("the loss", spec.description)
         self._head().require(spec.needs, spec.name)
-        check_candidates(local, spec.candidates, self.state)
-        if has_fields := local.origin is None or self.layout.is_last_stage:
-            spec.require_prepared(local)
+        check_declared(local, spec, self.state)
         packs = self._pack(facts, local, plan, spec.masks)
-        if spec.check is not None and has_fields:
+        if spec.check is not None and (local.origin is None or self.layout.is_last_stage):
             micro_batches = [mb for mb in plan.micro_batches[self.layout.dp_rank] if not mb.is_filler]
             spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in micro_batches])
         return packs
