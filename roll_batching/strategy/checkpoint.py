@@ -332,7 +332,7 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
         if problems and all(problem.startswith("optimizer.") for problem in problems):
             raise CheckpointError(
                 f"the checkpoint {path} has the optimizer state of other trained parameters: {_some(problems)}. Freeze "
-                "the same ones, or load it with optimizer=False, which starts a fresh optimizer"
+                "the same ones (freeze_module_prefix), or load it with optimizer=False, which starts a fresh optimizer"
             )
         if problems:
             raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")

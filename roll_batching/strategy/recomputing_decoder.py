@@ -69,7 +69,7 @@ class RecomputingDecoder:
         vocabulary = gpt_of(model.chunks[0]).vocab_size
         logits = torch.zeros(len(lengths), vocabulary, dtype=model.result_dtype, device=layout.device)
         if layout.is_last_stage:
-            order = torch.from_numpy(plan.rank_samples(0)).to(layout.device)
+            order = torch.tensor(plan.rank_samples(0), device=layout.device)  # plans are not writable
             logits[order] = torch.cat([result for result in results if len(result)]).to(logits.dtype)
         dist.broadcast(logits, dist.get_global_rank(layout.pp_group, layout.pp_size - 1), group=layout.pp_group)
         return logits

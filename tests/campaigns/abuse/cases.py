@@ -11,6 +11,7 @@ from tests.campaigns.abuse.adapters import ADAPTERS
 from tests.campaigns.abuse.convert import CONVERSIONS, OUTPUTS
 from tests.campaigns.abuse.critics import CRITICS
 from tests.campaigns.abuse.engines import ENGINES
+from tests.campaigns.abuse.frozen import FREEZING
 from tests.campaigns.abuse.hybrids import HYBRIDS
 from tests.campaigns.abuse.losses import LOSSES
 from tests.campaigns.abuse.objectives import OBJECTIVES
@@ -359,6 +360,6 @@ PLACES = [
 
 CASES = [
     *(*REWARDS, *RUNS, *RESUMES, *CRITICS, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *OUTPUTS, *PLANS, *PLACES),
-    *(*ENGINES, *PARTS),
+    *(*ENGINES, *PARTS, *FREEZING),
     *(*ROLLOUTS, *ADAPTERS, *TEACHERS, *OBJECTIVES, *VERDICTS, *HYBRIDS),
 ]
