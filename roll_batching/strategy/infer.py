@@ -356,16 +356,6 @@ class MegatronInferStrategy(ModelIOMixin):
         )
 
     @contextlib.contextmanager
-    def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Context in which the logits of all log-probs are divided by `temperature` alone, for comparison."""
-        kept = self.temperature, self.temperature_field
-        self.temperature, self.temperature_field = check_temperature(temperature), None
-        try:
-            yield
-        finally:
-            self.temperature, self.temperature_field = kept
-
-    @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Context with the model in evaluation mode (no dropout)."""
         chunks = self.chunks

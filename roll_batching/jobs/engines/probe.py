@@ -7,7 +7,8 @@ computes shows which weights it has.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +52,22 @@ def make_probe(strategy: MegatronInferStrategy) -> Probe:
     # One sample per data-parallel rank, as a rank without one would compute a filler.
     local_batch = SampleBatch.from_lists({"input_ids": [tokens]}, {"input_ids": "token"}, ids=[layout.dp_rank])
     plan = strategy.plan(strategy.gather_table(local_batch), forward=True)
-    with strategy.at_temperature(1.0):
+    with _at_temperature_1(strategy):
         results = strategy.compute_log_probs(distribute(local_batch, plan), plan)
     row = collect(results, plan, like=local_batch)["log_probs"].tolist()
     log_probs = exchange(layout.host_group, "the probe of a weight update", lambda: row)[0][: count - 1]
     return Probe(tokens=tokens, log_probs=log_probs)
+
+
+@contextmanager
+def _at_temperature_1(strategy: MegatronInferStrategy) -> Iterator[None]:
+    """Context in which the strategy's log-probs are those that engines have of a prompt."""
+    kept = strategy.temperature, strategy.temperature_field
+    strategy.temperature, strategy.temperature_field = 1.0, None
+    try:
+        yield
+    finally:
+        strategy.temperature, strategy.temperature_field = kept
 
 
 class GapLimit:
