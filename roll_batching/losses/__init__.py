@@ -14,7 +14,7 @@ from roll_batching.losses.views import TokenView
 from roll_batching.losses.vocab_parallel import token_log_probs
 
 if TYPE_CHECKING:
-    from roll_batching.losses.aggregation import constant_mean, sequence_mean, sequence_sum, token_mean
+    from roll_batching.losses.aggregation import constant_mean, constant_sum, sequence_mean, sequence_sum, token_mean
     from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
     from roll_batching.losses.estimators import k1, k2, k3
     from roll_batching.losses.host import HostLoss
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from roll_batching.losses.value import ValueLoss
 
 _LAZY = {
-    "aggregation": ("constant_mean", "sequence_mean", "sequence_sum", "token_mean"),
+    "aggregation": ("constant_mean", "constant_sum", "sequence_mean", "sequence_sum", "token_mean"),
     "covariance": ("ClipCovLoss", "KlCovLoss"),
     "estimators": ("k1", "k2", "k3"),
     "host": ("HostLoss",),
@@ -76,6 +76,7 @@ __all__ = [
     "ValueLoss",
     "check_loss",
     "constant_mean",
+    "constant_sum",
     "k1",
     "k2",
     "k3",

@@ -6,6 +6,7 @@ all shares does not depend on the micro-batches. Your own is such a function of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -36,9 +37,22 @@ def constant_mean(length: int) -> Callable[[TokenView, torch.Tensor], torch.Tens
     Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): no response is weighted by its own length.
     Raises `LossError` unless `length` is positive.
     """
-    if length <= 0:
-        raise LossError(f"constant_mean({length}): give a positive length, such as the longest response allowed")
+    _check_divisor("constant_mean", length)
     return lambda view, per_token: view.sequence_sum(per_token) / length
+
+
+def constant_sum(length: float) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:
+    """Sum over all tokens of the step, divided by a constant (verl: token-sum; ROLL: seq-mean-token-sum-norm).
+
+    Raises `LossError` unless `length` is positive.
+    """
+    _check_divisor("constant_sum", length)
+    return lambda view, per_token: view.sum(per_token) / length
+
+
+def _check_divisor(name: str, length: float) -> None:
+    if not 0 < length < math.inf:
+        raise LossError(f"{name}({length}): give a positive number, such as the longest response allowed")
 
 
 _BY_NAME = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}

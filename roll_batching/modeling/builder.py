@@ -264,7 +264,7 @@ def build_scheduler(optimizer: Any, training: TrainingArgs, total_steps: int) ->
     warmup = training.warmup_steps or math.ceil(training.warmup_ratio * total_steps)  # as Hugging Face's trainer
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=training.lr_warmup_init if warmup else 0.0,
         max_lr=training.learning_rate,
         min_lr=training.min_lr,
         lr_warmup_steps=warmup,

@@ -21,6 +21,7 @@ class TrainingArgs(Settings):
         "constant",
         help="Shape of the learning rate after warm-up. constant_with_warmup is the same as constant.",
     )
+    lr_warmup_init: float = setting(0.0, help="Learning rate at the beginning of the warm-up.", ge=0)
     warmup_steps: int = setting(0, help="Optimizer steps of linear warm-up.", ge=0)
     warmup_ratio: float = setting(
         0.0, help="Warm-up as a share of all optimizer steps, when warmup_steps is 0.", ge=0, le=1
@@ -38,3 +39,16 @@ class TrainingArgs(Settings):
     max_steps: int = setting(
         -1, help="Optimizer steps that the schedule spans; -1: as many as the job will make.", ge=-1
     )
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the schedule begins with a warm-up."""
+        return self.warmup_steps > 0 or self.warmup_ratio > 0
+
+
+def rate_problem(args: TrainingArgs) -> tuple[str, str] | None:
+    """The key of a learning rate that does not fit the others, and why; None if all fit."""
+    if args.lr_warmup_init > args.learning_rate:
+        text = f"is {args.lr_warmup_init:g}, above learning_rate, {args.learning_rate:g}, to which the warm-up rises"
+        return "lr_warmup_init", f"{text}: lower it"
+    return None

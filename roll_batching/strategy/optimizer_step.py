@@ -12,6 +12,7 @@ import torch
 from roll_batching.distributed import consensus
 from roll_batching.errors import LossError
 from roll_batching.settings import MegatronConfig, TrainingArgs
+from roll_batching.settings.training import rate_problem
 from roll_batching.strategy.model_state import ModelState
 
 _MAX_GRAD_SQUARE = torch.finfo(torch.float32).max / 2
@@ -98,11 +99,13 @@ def with_optimizer(state: ModelState, training: TrainingArgs, megatron: Megatron
 
 
 def check_training_args(state: ModelState, training: TrainingArgs) -> None:
-    """Raises `LossError`, on all ranks, for a decaying schedule without `max_steps`. Collective."""
+    """Raises `LossError`, on all ranks, for a schedule that cannot be built. Collective."""
     with consensus(state.layout.host_group, "start_phase") as facts:
         if training.max_steps < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
             raise LossError(
                 f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer steps "
                 "that it spans"
             )
+        if (problem := rate_problem(training)) is not None:
+            raise LossError(f"training_args.{' '.join(problem)}")
         facts.equal("training_args", training)

@@ -77,7 +77,7 @@ def weighted(data: Any) -> Callable[[list[Any]], Any]:
 
 
 def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any], Callable[[list[Any]], Any]]]:
-    from roll_batching.losses import constant_mean
+    from roll_batching.losses import constant_mean, constant_sum
 
     p = lambda f, lp, h: ppo(f, lp)  # noqa: E731
     return {
@@ -85,6 +85,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any], Callable[[lis
         "sequence_mean": ({"aggregation": "sequence_mean"}, p, sequence_mean),
         "sequence_sum": ({"aggregation": "sequence_sum"}, p, sequence_sum),
         "Dr. GRPO": ({"aggregation": constant_mean(16)}, p, constant),
+        "token sum": ({"aggregation": constant_sum(16)}, p, lambda parts: sum(part.sum() for part in parts) / 16),
         "a user's own": ({"aggregation": own_of_view}, p, own),
         "clip-higher": (
             {"clip_low": 0.1, "clip_high": 0.4},
@@ -124,8 +125,9 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any], Callable[[lis
 
 
 NAMES = [
-    "token_mean", "sequence_mean", "sequence_sum", "Dr. GRPO", "a user's own", "clip-higher", "dual clip", "KL k1",
-    "KL k2", "KL k3", "KL k3, unbounded", "entropy bonus", "GSPO", "truncated importance sampling", "sample weights",
+    "token_mean", "sequence_mean", "sequence_sum", "Dr. GRPO", "token sum", "a user's own", "clip-higher", "dual clip",
+    "KL k1", "KL k2", "KL k3", "KL k3, unbounded", "entropy bonus", "GSPO", "truncated importance sampling",
+    "sample weights",
 ]  # fmt: skip
 
 
@@ -230,10 +232,11 @@ def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], sai
         PolicyLoss(**options)
 
 
-@pytest.mark.parametrize("length", [0, -3])
-def test_a_constant_mean_is_over_a_positive_length(length: int) -> None:
+@pytest.mark.parametrize("name", ["constant_mean", "constant_sum"])
+@pytest.mark.parametrize("length", [0, -3, float("nan"), float("inf")])
+def test_a_constant_divisor_is_positive_and_finite(name: str, length: float) -> None:
+    from roll_batching import losses
     from roll_batching.errors import LossError
-    from roll_batching.losses import constant_mean
 
-    with pytest.raises(LossError, match=rf"constant_mean\({length}\): give a positive length"):
-        constant_mean(length)
+    with pytest.raises(LossError, match=rf"{name}\({length}\): give a positive number"):
+        getattr(losses, name)(length)

@@ -47,6 +47,7 @@ def losses() -> dict[str, Any]:
         SFTLoss,
         TOPRLoss,
         constant_mean,
+        constant_sum,
     )
 
     icepop = {"engine_correction": "mask", "engine_ratio_min": 0.8, "engine_ratio_cap": 1.2}
@@ -57,6 +58,7 @@ def losses() -> dict[str, Any]:
         "seq-mean-token-mean": PolicyLoss(aggregation="sequence_mean"),
         "seq-mean-token-sum": PolicyLoss(aggregation="sequence_sum", dual_clip=2.0),
         "Dr. GRPO": PolicyLoss(aggregation=constant_mean(40), engine_ratio_cap=1.5),
+        "token-sum": PolicyLoss(aggregation=constant_sum(40), entropy_coef=0.02),
         "a user's own": PolicyLoss(aggregation=lambda view, x: view.sample_mean(view.segment_sum(x).tanh())),
         "GSPO, weighted": PolicyLoss(ratio="sequence", aggregation="sequence_mean", sample_weights="weights"),
         "CISPO, IcePop, Clip-Cov, KL-Cov": Both(

@@ -75,6 +75,13 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         compares=True,
     ),
     AdvantageEstimator(
+        name="grpo_leave_one_out",
+        target="roll_batching.jobs.objectives.baselines:grpo_leave_one_out",
+        summary="rewards minus the mean of their group's others, over their deviation unless that is 0 (NeMo-RL)",
+        keys=_LIMITS,
+        compares=True,
+    ),
+    AdvantageEstimator(
         name="opo",
         target="roll_batching.jobs.objectives.baselines:opo",
         summary="rewards minus their group's mean over tokens (OPO)",
@@ -135,7 +142,7 @@ def compares_states(name: str) -> bool:
 
 
 REFUSED_ESTIMATORS: Mapping[str, str] = {
-    "agentic_reinforce": "it discounts over turns of agents, which are not supported; choose reinforce",
+    "agentic_reinforce": "it discounts over turns (rollout_function): choose reinforce, the same with gamma: 1",
     "optimal_token_baseline": "it needs the norms of each token's logits; choose opo, whose baseline weighs by length",
 }
 """Estimators of other frameworks that are not supported: the reason, and which to choose instead."""

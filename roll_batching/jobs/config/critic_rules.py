@@ -50,9 +50,6 @@ def critic_problems(job: JobKeys) -> Iterator[Problem]:
     for key in differing_keys(job.critic, job.actor_train):
         text = "differs from actor_train's: the critic shares its parallel sizes for now; leave it out here"
         yield Problem(("critic", "strategy_args", "strategy_config", key), text)
-    if job.critic.training_args.max_steps > 0:
-        text = "is the length of the critic's schedule, which follows from the top-level max_steps; leave it out"
-        yield Problem(("critic", "training_args", "max_steps"), text)
     if job.batch_balance:
         text = "is true, and the critic's mini-batches are drawn over all ranks; set it to false under gae"
         yield Problem(("batch_balance",), text)

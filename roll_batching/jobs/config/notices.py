@@ -17,7 +17,7 @@ from roll_batching.jobs.config.job_keys import TRACKERS, JobKeys
 from roll_batching.jobs.config.key_paths import field_at, given_keys
 from roll_batching.jobs.config.layout_rules import sampling_role
 from roll_batching.jobs.config.losses import LOSSES
-from roll_batching.jobs.config.objective_rules import objective_notices
+from roll_batching.jobs.config.objective_rules import AGGREGATIONS, objective_notices
 from roll_batching.jobs.config.stream_rules import stream_notices
 from roll_batching.jobs.config.supervised import supervised, supervised_notices
 from roll_batching.jobs.config.worker import WorkerConfig
@@ -32,6 +32,7 @@ _SERVER_KEYS = (("engine_args", "command"), ("engine_args", "start_timeout"))
 _HF_KEYS = ("weights_folder", "gap_warning")
 """Keys of engine_args that `hf_infer`, an engine in the job's own processes, reads."""
 _DECODED = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
+_CONSTANT = tuple(mode for mode, how in AGGREGATIONS.items() if how.startswith("constant_"))
 _BIAS_RATE = "moe_router_bias_update_rate"
 _PASSES: dict[Pass, str] = {"train": "training passes", "infer": "passes without gradient"}
 
@@ -203,7 +204,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
 
 
 def _derived_values(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
-    """Packing caps derived from sequence_length; sequence_parallel without TP; thresholds without difficulty_mask."""
+    """Packing caps derived from sequence_length; unread keys of TP, warm-up and difficulty_mask."""
     for name, role in job.roles.items():
         given = data.get(name) or {}
         caps = given.get("sequence_packing_args") or {}
@@ -221,6 +222,8 @@ def _derived_values(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
         if layout.get("sequence_parallel") and role.strategy_args.strategy_config.tensor_model_parallel_size == 1:
             path = (name, "strategy_args", "strategy_config", "sequence_parallel")
             yield no_effect(path, "tensor_model_parallel_size is 1")
+        if (given.get("training_args") or {}).get("lr_warmup_init") and not role.training_args.warms_up:
+            yield no_effect((name, "training_args", "lr_warmup_init"), "there is no warm-up: warmup_steps is 0")
         yield from _routers(name, role, layout)
     for key in ("difficulty_low_threshold", "difficulty_high_threshold"):
         if key in data and not job.difficulty_mask:
@@ -252,8 +255,8 @@ def _policy_notices(job: JobKeys, data: dict[str, Any], fields: set[str]) -> Ite
                 yield no_effect((key,), "set use_pg_clip_range: true, or pg_clip")
     if "dual_clip" in fields and job.dual_clip_ratio is not None and not job.dual_clip_loss:
         yield no_effect(("dual_clip_ratio",), "dual_clip_loss is false")
-    if "aggregation" in fields and job.loss_agg_length is not None and not job.loss_agg_mode.endswith("-norm"):
-        yield no_effect(("loss_agg_length",), "loss_agg_mode is not seq-mean-token-sum-norm")
+    if "aggregation" in fields and job.loss_agg_length is not None and job.loss_agg_mode not in _CONSTANT:
+        yield no_effect(("loss_agg_length",), f"loss_agg_mode is neither of {' and '.join(_CONSTANT)}")
     if "kl_coef" in fields and job.kl_loss_coef and not job.use_kl_loss:
         yield no_effect(("kl_loss_coef",), "use_kl_loss is false")
     if "kl_coef" in fields and job.use_kl_loss and not job.kl_loss_coef:

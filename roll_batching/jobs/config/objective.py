@@ -145,15 +145,18 @@ class ObjectiveKeys(Settings):
         10.0, help="Upper limit of k3 per token, without gradient above (ROLL, verl: 10). ~: no limit.", gt=0
     )
     entropy_loss_coef: float = setting(0.0, help="Weight of the entropy bonus.", ge=0)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        setting(
-            "token-mean",
-            help="How tokens are averaged, over the whole mini-batch on all ranks. seq-mean-token-sum-norm: over "
-            "loss_agg_length (Dr. GRPO); ROLL and verl do not divide it by the number of sequences.",
-        )
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
+    ] = setting(
+        "token-mean",
+        help="How tokens are averaged, over the whole mini-batch on all ranks. seq-mean-token-sum-norm: the mean over "
+        "sequences of their sums over loss_agg_length (Dr. GRPO, verl). token-sum: the sum of all tokens over "
+        "loss_agg_length, whatever their number of sequences (ROLL's seq-mean-token-sum-norm).",
     )
     loss_agg_length: int | None = setting(
-        None, help="Divisor of a sequence's sum under seq-mean-token-sum-norm. Default: response_length.", ge=1
+        None,
+        help="Divisor of a sum under seq-mean-token-sum-norm (default: response_length) and token-sum (default: 1).",
+        ge=1,
     )
 
     @property

@@ -39,14 +39,15 @@ AGGREGATIONS = {
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant_mean",
+    "token-sum": "constant_sum",
 }
-"""By `loss_agg_mode`, the name of `losses.aggregation`; "constant_mean" goes with `loss_agg_length`."""
+"""By `loss_agg_mode`, the name of `losses.aggregation`; those of a constant go with `loss_agg_length`."""
 
 
 def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
     """The keyword arguments of the registered loss that `job` names.
 
-    `aggregation` is a name of `losses.aggregation`; "constant_mean" goes with the job's `loss_agg_length`.
+    `aggregation` is a name of `losses.aggregation`; those of a constant go with the job's `loss_agg_length`.
     """
     own, _ = _arguments(loss).read(job.loss_args, ("loss_args",))
     low, high = job.clip_range

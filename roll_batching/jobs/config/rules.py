@@ -41,6 +41,7 @@ from roll_batching.secret_names import is_secret
 from roll_batching.settings.batching import PASSES_OF_ROLES
 from roll_batching.settings.fields import Pass
 from roll_batching.settings.megatron_config import MEGATRON_STRATEGIES
+from roll_batching.settings.training import rate_problem
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -50,6 +51,8 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems: list[Problem] = []
     for name, role in job.roles.items():
         problems += _strategy_name(name, role)
+        if (problem := rate_problem(role.training_args)) is not None:
+            problems.append(Problem((name, "training_args", problem[0]), problem[1]))
         if role.strategy_args.runs_on_megatron or name != "actor_infer":
             problems += _batching(name, role)
     problems += layout_problems("actor_train", job.actor_train)

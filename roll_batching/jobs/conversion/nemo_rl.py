@@ -24,6 +24,7 @@ from roll_batching.jobs.conversion.nemo_rl_distillation import convert_distillat
 from roll_batching.jobs.conversion.nemo_rl_file import RL_TASKS, NemoRlFile
 from roll_batching.jobs.conversion.nemo_rl_generation import convert_devices, convert_generation
 from roll_batching.jobs.conversion.nemo_rl_grpo import check_forced_ratio, convert_algorithm, convert_loss
+from roll_batching.jobs.conversion.nemo_rl_optimizer import convert_optimizer
 from roll_batching.jobs.conversion.nemo_rl_ppo import (
     convert_ppo,
     put_value_model,
@@ -35,7 +36,6 @@ from roll_batching.jobs.conversion.nemo_rl_supervised import convert_supervised,
 from roll_batching.jobs.conversion.nemo_rl_types import check_types
 from roll_batching.settings.megatron_config import MegatronConfig
 
-_TRAIN = ("actor_train", "training_args")
 _LAYOUT = ("actor_train", "strategy_args", "strategy_config")
 
 
@@ -56,7 +56,7 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     convert_batching(file, source, task)
     if sizes is not None:
         _caps_of_ranks(file, sizes)
-    _optimizer(file, task, steps)
+    convert_optimizer(file, task, steps)
     if has_critic:
         _value_model(file, source)
     _lengths(file, task)
@@ -92,7 +92,7 @@ def _value_model(file: NemoRlFile, source: str) -> None:
     share_layout(file.draft, below.draft)
     steps = steps_of_a_rollout(file, "grpo", below.peek("policy.train_global_batch_size", 0))
     convert_batching(below, source, "value")
-    _optimizer(below, "value", steps)
+    convert_optimizer(below, "value", steps, file)
     below.leave_out_rest()
     put_value_model(file, below, megatron)
 
@@ -215,81 +215,6 @@ def _adapters(file: NemoRlFile, section: str, megatron: bool) -> None:
         file.take(f"{section}.{name}")  # without dropout: how the same numbers are computed
     why = "adapters have no dropout: the first ratio would differ from 1"
     convert_adapters(file, section, rank="dim", alpha=("alpha", 32), shares_a=megatron, dropout=why)
-
-
-def _optimizer(file: NemoRlFile, task: str, steps: int) -> None:
-    """Optimizer and schedule; NeMo-RL's schedule counts passes over a rollout, of `steps` optimizer steps each."""
-    megatron = "megatron_cfg" in file.data["policy"]
-    if megatron:
-        for name in ("optimizer", "scheduler"):
-            if file.take(f"policy.{name}") is not None:
-                text = f"DTensor's; Megatron's is policy.megatron_cfg.{name}"
-                file.draft.leave_out(f"policy.{name}", "idle", text)
-    names = {"lr": "learning_rate", "eps": "adam_epsilon", "adam_eps": "adam_epsilon"}
-    for section in ("policy.megatron_cfg.optimizer", "policy.optimizer.kwargs"):
-        betas = file.take(f"{section}.betas")
-        if isinstance(betas, list) and len(betas) == 2:
-            for number, beta in enumerate(betas, 1):
-                file.draft.put((*_TRAIN, f"adam_beta{number}"), beta, f"{section}.betas")
-        for name in ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "eps"):
-            file.move(f"{section}.{name}", (*_TRAIN, names.get(name, name)))
-    for key in ("policy.optimizer.name", "policy.megatron_cfg.optimizer.optimizer"):
-        name = file.take(key)
-        if name is not None and "adam" not in str(name).lower():
-            file.draft.leave_out(key, "refused", f"{name}: parameters are trained by AdamW")
-    _clipping(file, megatron)
-    for name in ("bf16", "fp16", "params_dtype", "sgd_momentum", "use_precision_aware_optimizer"):
-        if file.take(f"policy.megatron_cfg.optimizer.{name}") is not None:
-            why = "AdamW keeps fp32 parameters and moments here (strategy_config.use_precision_aware_optimizer is "
-            why += "TransformerEngine's); precision is model_args.dtype"
-            file.draft.leave_out(f"policy.megatron_cfg.optimizer.{name}", "idle", why)
-    scheduler = "policy.megatron_cfg.scheduler"
-    constant = file.peek(f"{scheduler}.lr_decay_style", "constant") == "constant"
-    file.move(f"{scheduler}.lr_decay_style", (*_TRAIN, "lr_scheduler_type"))
-    if (warmup := file.take(f"{scheduler}.lr_warmup_iters")) is not None:
-        text = f"{warmup} passes over a rollout, of {steps} optimizer steps each" if warmup and steps > 1 else ""
-        count = warmup * steps if isinstance(warmup, int) else warmup
-        file.draft.put((*_TRAIN, "warmup_steps"), count, f"{scheduler}.lr_warmup_iters", text)
-    if constant or task not in RL_TASKS:
-        why = "is constant" if constant else "ends with the job's last step"
-        if file.take(f"{scheduler}.lr_decay_iters") is not None:
-            key = f"{scheduler}.lr_decay_iters"
-            file.draft.leave_out(key, "idle" if constant else "refused", f"the learning rate's schedule {why}")
-    file.move(f"{scheduler}.lr_decay_iters", (*_TRAIN, "max_steps"), lambda count: count * steps)
-    for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "lr_warmup_init"):
-        if file.take(f"{scheduler}.{name}") is not None:
-            file.draft.leave_out(f"{scheduler}.{name}", "idle", "weight decay is constant, warm-up begins at 0")
-    _torch_schedule(file, steps)
-
-
-def _clipping(file: NemoRlFile, megatron: bool) -> None:
-    """Gradient clipping: Megatron's clip_grad, or DTensor's max_grad_norm. Null switches it off."""
-    keys = ["policy.megatron_cfg.optimizer.clip_grad", "policy.max_grad_norm"]
-    key, other = keys if megatron else reversed(keys)
-    file.take(other)
-    if (norm := file.take(key, _ABSENT)) is not _ABSENT:
-        file.draft.put((*_TRAIN, "max_grad_norm"), 0.0 if norm is None else norm, key)
-
-
-_ABSENT = object()
-_LINEAR = {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
-"""Defaults of torch.optim.lr_scheduler.LinearLR."""
-
-
-def _torch_schedule(file: NemoRlFile, steps: int) -> None:
-    """The list of torch schedules. A linear one that ends at 1 is a warm-up."""
-    schedules = file.take("policy.scheduler")
-    for one in schedules if isinstance(schedules, list) else [schedules]:
-        if not isinstance(one, dict):
-            continue
-        name, settings = str(one.get("name") or ""), one.get("kwargs") or {}
-        linear = _LINEAR | settings
-        if name.endswith("LinearLR") and linear["end_factor"] == 1.0 and isinstance(linear["total_iters"], int):
-            text = f"{linear['total_iters']} steps of linear warm-up from 0; NeMo-RL: from {linear['start_factor']:.4g}"
-            text = text if steps == 1 else f"{text}; each is {steps} optimizer steps, one pass over a rollout"
-            file.draft.put((*_TRAIN, "warmup_steps"), linear["total_iters"] * steps, "policy.scheduler", text)
-        elif name and not (name.endswith("ConstantLR") and settings.get("factor") == 1.0):
-            file.draft.leave_out(f"policy.scheduler ({name})", "refused", "set lr_scheduler_type, min_lr, max_steps")
 
 
 def _lengths(file: NemoRlFile, task: str) -> None:

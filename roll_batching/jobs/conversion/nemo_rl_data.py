@@ -104,10 +104,14 @@ def convert_data(file: NemoRlFile, task: str) -> None:
 def _files(
     file: NemoRlFile, task: str, which: str, default: Mapping[str, Any], ours: str, before: dict[str, tuple[Any, str]]
 ) -> dict[str, tuple[Any, str]]:
-    """Sets data_args.OURS to the files of `data.WHICH`; returns the keys of their lines, each with its origin."""
+    """Sets data_args.OURS to the files of `data.WHICH`; returns the keys of their lines, each with its origin.
+
+    Without a file that can be read, such as one named by an unset variable, the keys are those of the first one.
+    """
     datasets = file.peek(f"data.{which}")
     names: list[str] = []
     keys: dict[str, tuple[Any, str]] = {}
+    unread: dict[str, tuple[Any, str]] = {}
     for number, one in enumerate(datasets if isinstance(datasets, list) else [datasets]):
         if not isinstance(one, dict):
             continue
@@ -116,17 +120,19 @@ def _files(
         path, found, why = _local(task, merged)
         if not why and found != (wanted := {key: value for key, (value, _) in (keys or before or {}).items()} or found):
             why = f"its lines have the keys {found}, but all files are read by the same keys, {wanted}"
+        kinds = _KINDS[task].get(_kind(task, merged), {})
+        named = {key: (value, f"{where}.{kinds[key][0]}") for key, value in found.items()}
         if why:
             file.draft.leave_out(where, "refused", why)
+            unread = unread or named
             continue
         names.append(path)
-        kinds = _KINDS[task][_kind(task, merged)]
-        keys = {key: (value, f"{where}.{kinds[key][0]}") for key, value in found.items()}
+        keys = named
         _leave_out_details(file, task, where, one, merged)
     if names:
         file.draft.put((*_DATA, ours), names[0] if len(names) == 1 else names, f"data.{which}.data_path")
     file.take(f"data.{which}")
-    return keys
+    return keys or unread
 
 
 def _kind(task: str, one: Mapping[str, Any]) -> str:
@@ -141,11 +147,11 @@ def _local(task: str, one: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]
     if kind not in _KINDS[task]:
         made = "is fetched and rewritten by NeMo-RL" if not path else "is read by code of NeMo-RL's"
         return path, {}, f"{kind} {made}: write its lines as JSONL, and name them in actor_train.data_args"
+    keys = {ours: one.get(theirs) or plain for ours, (theirs, plain) in _KINDS[task][kind].items()}
     suffix = Path(path).suffix
     if not path or (suffix not in _READ and not Path(path).is_dir()):
         what = f"a {suffix} file" if suffix in (".arrow", ".csv", ".txt") else "a data set on the Hub, or not here"
-        return path, {}, f"{path or 'data_path'} is {what}: JSONL, Parquet and saved folders are read"
-    keys = {ours: one.get(theirs) or plain for ours, (theirs, plain) in _KINDS[task][kind].items()}
+        return path, keys, f"{path or 'data_path'} is {what}: JSONL, Parquet and saved folders are read"
     return path, keys, ""
 
 

@@ -23,6 +23,7 @@ def convert_algorithm(file: NemoRlFile) -> None:
     name, minus = file.take(f"{section}.name"), file.take(f"{section}.minus_baseline")
     normalised = file.take(f"{section}.normalize_rewards")
     others = file.take(f"{section}.use_leave_one_out_baseline")
+    _dynamic_sampling(file)
     for unread in ("normalize_rewards", "use_leave_one_out_baseline"):
         if file.take(f"grpo.{unread}") is not None:
             file.draft.leave_out(f"grpo.{unread}", "idle", f"{section}.{unread} is what advantages read")
@@ -32,13 +33,11 @@ def convert_algorithm(file: NemoRlFile) -> None:
     elif name != "grpo":
         file.draft.put(("adv_estimator",), name, key)
     elif normalised:
-        text = "mean and deviation of the whole group; NeMo-RL: of the other responses in it" if others else ""
-        file.draft.put(("adv_estimator",), "grpo", key, text)
+        file.draft.put(("adv_estimator",), "grpo_leave_one_out" if others else "grpo", key)
     else:
         file.draft.put(("adv_estimator",), "rloo" if others else "reinforce", key)
         if not others:
             file.draft.put(("norm_mean_type",), "group", f"{section}.normalize_rewards")
-    _dynamic_sampling(file)
     _reward_shaping(file)
     file.expect_off("reward_penalties", why=REWARDS)
     if file.peek("grpo.max_rollout_turns", 1) not in (None, 1):
@@ -58,7 +57,9 @@ def _dynamic_sampling(file: NemoRlFile) -> None:
             if value is not None:
                 file.draft.leave_out(f"grpo.{name}", "idle", "belongs to use_dynamic_sampling")
         return
-    file.draft.put(("dynamic_sampling",), True, "grpo.use_dynamic_sampling")
+    text = "groups are kept whole; NeMo-RL drops single responses whose others are equal, such as the only right one"
+    text = text if file.peek("grpo.use_leave_one_out_baseline") else ""
+    file.draft.put(("dynamic_sampling",), True, "grpo.use_dynamic_sampling", text)
     if most is not None:
         text = "one more: NeMo-RL stops after the batch that follows its limit"
         file.draft.put(("dynamic_sampling_max_batches",), most + 1, "grpo.dynamic_sampling_max_gen_batches", text)

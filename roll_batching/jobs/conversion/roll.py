@@ -17,6 +17,7 @@ from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.fp8 import complete_fp8
 from roll_batching.jobs.conversion.framework_defaults import section_at
+from roll_batching.jobs.conversion.roll_agentic import AGENTIC, convert_agentic
 from roll_batching.jobs.conversion.roll_defaults import apply_defaults, pipeline_of
 from roll_batching.jobs.conversion.roll_distillation import (
     convert_on_policy,
@@ -27,13 +28,8 @@ from roll_batching.jobs.conversion.roll_distillation import (
 from roll_batching.jobs.conversion.roll_rewards import REWARD_WORKERS, divide_prompts, translate_rewards
 from roll_batching.jobs.conversion.train_infer import convert_roll_section
 
-AGENTIC = "agentic rollouts (environments, several turns) are not supported"
-
 _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("custom_envs", AGENTIC),
-    ("train_env_manager", AGENTIC),
-    ("val_env_manager", AGENTIC),
-    ("env_manager_cls", AGENTIC),
     (
         "reward_normalization",
         "rewards per turn are not supported; norm_mean_type and norm_std_type normalise rewards",
@@ -69,6 +65,8 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
         text = "critic: is missing: ROLL's would have no device; it has actor_train's here, and ROLL's other defaults"
         draft.missing.append(text)
     apply_defaults(draft, data, pipeline)
+    if pipeline == "agentic":
+        convert_agentic(draft, data)
     if isinstance(kept := data.pop("max_ckpt_to_keep", None), int) and kept > 0:
         data["save_total_limit"], draft.origins["save_total_limit",] = kept, "max_ckpt_to_keep"
     for key, why in _UNSUPPORTED:
@@ -92,6 +90,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     divide_prompts(draft)
     _heads(draft)
     _policy_gradient(draft)
+    _aggregation(draft)
     if isinstance(supervised, dict):
         _supervised(draft, supervised)
     if pipeline == "dpo":
@@ -156,6 +155,28 @@ def _policy_gradient(draft: Draft) -> None:
             draft.put(("loss_args", f"{name}_weight"), weight, f"actor_train.topr_{name}_weight")
     if draft.values.pop("importance_sampling", "token") != "token":
         draft.leave_out("importance_sampling", "idle", "ROLL's ActorPGWorker takes a ratio per token")
+
+
+def _aggregation(draft: Draft) -> None:
+    """Translates the aggregation whose divisor in ROLL is the padded length less one, and no number of sequences.
+
+    Source: `roll/utils/functionals.py:274`; samples are padded to `sequence_length`.
+    """
+    if draft.values.get("loss_agg_mode") != "seq-mean-token-sum-norm":
+        return
+    longest = draft.values.get("sequence_length")
+    if longest is None:
+        parts = [draft.values.get("prompt_length", 1024), draft.values.get("response_length")]
+        longest = sum(parts) if all(isinstance(part, int) for part in parts) else None
+    text = "ROLL's seq-mean-token-sum-norm adds up all sequences, and divides by their padded length"
+    draft.put(("loss_agg_mode",), "token-sum", "loss_agg_mode", text)
+    if not isinstance(longest, int):
+        draft.missing.append("loss_agg_length: the divisor of the loss: ROLL's sequence_length - 1")
+        return
+    role = section_at(draft.values, "actor_train")
+    varies = any(role.get(key) for key in ("use_sequence_packing", "use_dynamic_batching_in_train"))
+    text = "sequence_length - 1; in ROLL, that of each micro-batch or packed sequence" if varies else ""
+    draft.put(("loss_agg_length",), max(1, longest - 1), "loss_agg_mode", text)
 
 
 _PIXELS: Mapping[str, int] = {"image_max_pixels": 4096 * 4096, "image_min_pixels": 4 * 28 * 28}

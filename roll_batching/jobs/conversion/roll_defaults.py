@@ -33,7 +33,7 @@ _CODE = "ROLL's code sets it"
 
 def pipeline_of(data: Mapping[str, Any]) -> Pipeline:
     """The pipeline of ROLL that a file is for."""
-    if "custom_envs" in data or "train_env_manager" in data:
+    if "train_env_manager" in data or ("custom_envs" in data and "rewards" not in data):
         return "agentic"
     if "sft_train" in data:
         return "sft"

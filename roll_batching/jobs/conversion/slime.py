@@ -9,6 +9,7 @@ import copy
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
+from roll_batching.jobs.conversion.counts import optimizer_steps
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.fp8 import convert_slime_fp8
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
@@ -46,15 +47,15 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
     devices = _devices(file, supervised)
     _model(file)
     _layout(file)
-    _batching(file, devices, supervised)
+    updates = _batching(file, devices, supervised)
     _optimizer(file)
     if supervised:
-        _supervised(file)
+        _supervised(file, updates)
     else:
         _rollouts(file, program)
         put_objective(file)
         _evaluation(file)
-    _checkpoints(file)
+    _checkpoints(file, updates if supervised else 1)
     if not file.peek("--moe-aux-loss-coeff") and file.take("--moe-router-load-balancing-type") is not None:
         file.draft.leave_out("--moe-router-load-balancing-type", "idle", "--moe-aux-loss-coeff is 0")
     for key in ("--attention-dropout", "--hidden-dropout", "--moe-aux-loss-coeff", "--moe-z-loss-coeff"):
@@ -171,7 +172,8 @@ def _heads(file: SlimeFile) -> None:
     file.put((*_LAYOUT, "mtp_loss_scaling_factor"), 0.2 if factor is None else factor, keys[2])
 
 
-def _batching(file: SlimeFile, devices: int, supervised: bool) -> None:
+def _batching(file: SlimeFile, devices: int, supervised: bool) -> int:
+    """Mini-batches, micro-batches and caps; returns the optimizer steps of a rollout."""
     layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
     context = layout.get("context_parallel_size", 1)
     packed, rows = file.take("--use-dynamic-batch-size"), file.take("--micro-batch-size")
@@ -213,6 +215,7 @@ def _batching(file: SlimeFile, devices: int, supervised: bool) -> None:
     elif size not in (None, prompts):
         text = f"{prompts} texts are read at a time, but {size} make an optimizer step"
         file.draft.leave_out("--rollout-batch-size", "idle", text)
+    return max(1, prompts * (group or 1) // size) if prompts and size else 1
 
 
 def _optimizer(file: SlimeFile) -> None:
@@ -226,6 +229,7 @@ def _optimizer(file: SlimeFile) -> None:
         ("clip-grad", "max_grad_norm"),
         ("lr-decay-style", "lr_scheduler_type"),
         ("lr-decay-iters", "max_steps"),
+        ("lr-warmup-init", "lr_warmup_init"),
     ):
         file.move(f"--{name}", (*_TRAIN, ours))
     share, steps = file.take("--lr-warmup-fraction"), file.take("--lr-warmup-iters")
@@ -336,7 +340,8 @@ def _evaluation(file: SlimeFile) -> None:
             file.put((*_HELD_OUT, name.replace("-", "_")), value, f"--eval-{name}")
 
 
-def _supervised(file: SlimeFile) -> None:
+def _supervised(file: SlimeFile, updates: int) -> None:
+    """`--loss-type sft_loss` as `task: sft`, whose steps are optimizer steps; a rollout of slime has `updates`."""
     file.put(("task",), "sft", "--loss-type")
     if file.peek("--rollout-function-path") == _SFT_ROLLOUT:
         file.take("--rollout-function-path")
@@ -344,7 +349,8 @@ def _supervised(file: SlimeFile) -> None:
         file.take(key)
     epochs, steps = file.take("--num-epoch"), file.take("--num-rollout")
     if steps is not None:
-        file.put(("max_steps",), steps, "--num-rollout")
+        count, unit = optimizer_steps(steps, updates, "a rollout")
+        file.put(("max_steps",), count, "--num-rollout", unit)
     elif epochs is not None:
         file.put(("num_train_epochs",), epochs, "--num-epoch")
     whole = file.take("--calculate-per-token-loss")
@@ -360,11 +366,13 @@ def _supervised(file: SlimeFile) -> None:
     file.put(("eval_samples",), 0, "--eval-interval", "there is no evaluation")
 
 
-def _checkpoints(file: SlimeFile) -> None:
+def _checkpoints(file: SlimeFile, updates: int) -> None:
+    """Checkpoints and the tracker; a step of the job is one of `updates` steps of a rollout."""
     file.move("--save", ("output_dir",))
     period = file.take("--save-interval")
     if period is not None:
-        file.put(("save_steps",), period, "--save-interval")
+        count, unit = optimizer_steps(period, updates, "a rollout")
+        file.put(("save_steps",), count, "--save-interval", unit)
     file.move("--async-save", ("async_save",))
     if file.take("--use-wandb"):
         file.put(("track_with",), "wandb", "--use-wandb")

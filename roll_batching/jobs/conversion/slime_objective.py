@@ -95,10 +95,6 @@ def _critic(file: SlimeFile) -> None:
     below.origins = {path: key for path, key in file.draft.origins.items() if path[:2] != (_ROLE, "data_args")}
     below.meanings = {path: text for path, text in file.draft.meanings.items() if path[:2] != (_ROLE, "data_args")}
     below.values[_ROLE].pop("data_args", None)
-    training = below.values[_ROLE].setdefault("training_args", {})
-    if training.pop("max_steps", None) is not None:
-        text = "the critic's schedule spans its own optimizer steps"
-        file.draft.leave_out("--lr-decay-iters (critic)", "refused", text)
     scale_loss(below, (_ROLE, "training_args"), 2, "slime's loss of the critic, which is not halved")
     put_critic(file.draft, below, str)
     file.move("--value-clip", ("value_clip",))

@@ -34,10 +34,10 @@ INTEGERS = (
     ),
 )
 FLOATS = _names(
-    "lr min-lr weight-decay adam-beta1 adam-beta2 adam-eps clip-grad lr-warmup-fraction eps-clip eps-clip-high "
-    "eps-clip-c kl-coef kl-loss-coef entropy-coef gamma lambd value-clip rollout-temperature rollout-top-p "
-    "eval-temperature eval-top-p tis-clip tis-clip-low attention-dropout hidden-dropout moe-aux-loss-coeff "
-    "moe-z-loss-coeff moe-router-bias-update-rate opsm-delta"
+    "lr min-lr lr-warmup-init weight-decay adam-beta1 adam-beta2 adam-eps clip-grad lr-warmup-fraction eps-clip "
+    "eps-clip-high eps-clip-c kl-coef kl-loss-coef entropy-coef gamma lambd value-clip rollout-temperature "
+    "rollout-top-p eval-temperature eval-top-p tis-clip tis-clip-low attention-dropout hidden-dropout "
+    "moe-aux-loss-coeff moe-z-loss-coeff moe-router-bias-update-rate opsm-delta"
 )
 TEXTS = _names(
     "hf-checkpoint load save ref-load prompt-data input-key label-key rm-type advantage-estimator loss-type "

@@ -23,11 +23,11 @@ from roll_batching.jobs.conversion.value_types import wrong_types
 from roll_batching.jobs.conversion.verl_command import GROUPS, PROGRAM
 from roll_batching.jobs.conversion.verl_critic import convert_ppo, critic_as_actor, critic_defaults, has_critic
 from roll_batching.jobs.conversion.verl_objective import convert_advantages, convert_dynamic_sampling, convert_loss
+from roll_batching.jobs.conversion.verl_optimizer import RlSteps, convert_optimizer, rl_steps_of
 from roll_batching.jobs.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile, defaults_of
 from roll_batching.jobs.conversion.verl_rollouts import convert_data, convert_evaluation, convert_rollouts
 
 _ROLE = "actor_train"
-_TRAIN = (_ROLE, "training_args")
 _LAYOUT = (_ROLE, "strategy_args", "strategy_config")
 _SECTIONS = (
     f"actor_rollout_ref {ACTOR} {ACTOR}.optim {ACTOR}.megatron {ACTOR}.megatron.override_transformer_config "
@@ -86,11 +86,13 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
         file.put(("tokenizer",), {"type": "hf", "name_or_path": tokenizer}, f"{model}.tokenizer_path")
     convert_verl_adapters(file, model)
     _layout(file, section, model, engine)
-    _optimizer(file, "optim" if supervised else f"{ACTOR}.optim", engine == "megatron")
     if supervised:
+        steps = RlSteps(total=file.peek("trainer.total_training_steps"))  # of one optimizer step each
+        convert_optimizer(file, "optim", engine == "megatron", steps)
         _supervised(file, devices)
     else:
         critic = _critic(file, devices, engine) if file.peek("algorithm.adv_estimator") == "gae" else None
+        convert_optimizer(file, f"{ACTOR}.optim", engine == "megatron", rl_steps_of(file))
         _batching(file, devices)
         convert_data(file)
         convert_rollouts(file, devices)
@@ -122,7 +124,7 @@ def _critic(file: VerlFile, devices: int, engine: str) -> VerlFile | None:
     below.move(f"{MODEL}.path", ("pretrain",))
     _layout(below, f"{ACTOR}.{engine}", MODEL, engine)
     share_layout(file.draft, below.draft)
-    _optimizer(below, f"{ACTOR}.optim", engine == "megatron")
+    convert_optimizer(below, f"{ACTOR}.optim", engine == "megatron", rl_steps_of(file, below))
     _batching(below, devices)
     _switched_off(below, MODEL)
     return below
@@ -224,55 +226,6 @@ def _heads(file: VerlFile, section: str) -> None:
     file.put((*_LAYOUT, "mtp_num_layers"), int(bool(file.take(key))), key, "one head, as such models have")
     file.put((*_LAYOUT, "mtp_detach_heads"), bool(file.take(f"{section}.detach_encoder")), f"{section}.detach_encoder")
     file.move(f"{section}.mtp_loss_scaling_factor", (*_LAYOUT, "mtp_loss_scaling_factor"))
-
-
-def _optimizer(file: VerlFile, section: str, megatron: bool) -> None:
-    rate = file.peek(f"{section}.lr")
-    betas = file.take(f"{section}.betas")
-    if megatron:
-        if betas not in (None, [0.9, 0.999]):
-            text = "verl passes them to no Megatron optimizer: 0.9 and 0.999 are used, there as here"
-            file.draft.leave_out(f"{section}.betas", "idle", text)
-    elif isinstance(betas, list) and len(betas) == 2:
-        for number, beta in enumerate(betas, 1):
-            file.put((*_TRAIN, f"adam_beta{number}"), beta, f"{section}.betas")
-    decayed = "" if megatron else "biases and norms are exempt; verl's FSDP engine decays all parameters"
-    file.move(f"{section}.lr", (*_TRAIN, "learning_rate"))
-    file.move(f"{section}.weight_decay", (*_TRAIN, "weight_decay"), meaning=decayed)
-    clip, older = file.take(f"{section}.clip_grad"), file.take(f"{section}.grad_clip")
-    key = f"{section}.clip_grad" if older is None else f"{section}.grad_clip"
-    file.put((*_TRAIN, "max_grad_norm"), clip if older is None else older, key)
-    file.move(f"{section}.lr_decay_style", (*_TRAIN, "lr_scheduler_type"))
-    file.move(f"{section}.min_lr", (*_TRAIN, "min_lr"))
-    style = file.take(f"{section}.warmup_style") or file.take(f"{section}.lr_scheduler_type")
-    file.put((*_TRAIN, "lr_scheduler_type"), style, f"{section}.lr_scheduler_type")
-    share = file.take(f"{section}.min_lr_ratio")
-    if share and isinstance(rate, int | float) and isinstance(share, int | float):
-        file.put((*_TRAIN, "min_lr"), float(f"{rate * share:.12g}"), f"{section}.min_lr_ratio")
-    steps, part = file.take(f"{section}.lr_warmup_steps"), file.take(f"{section}.lr_warmup_steps_ratio")
-    if isinstance(steps, int) and steps > 0:
-        file.put((*_TRAIN, "warmup_steps"), steps, f"{section}.lr_warmup_steps")
-    else:
-        file.put((*_TRAIN, "warmup_ratio"), part, f"{section}.lr_warmup_steps_ratio")
-    file.move(f"{section}.lr_decay_steps", (*_TRAIN, "max_steps"))
-    total = file.take(f"{section}.total_training_steps")
-    if isinstance(total, int) and total > 0:
-        file.draft.leave_out(
-            f"{section}.total_training_steps", "idle", "verl's trainer sets it to the length of the job"
-        )
-    name = file.take(f"{section}.optimizer")
-    if name is not None and str(name).lower() not in ("adam", "adamw"):
-        file.draft.leave_out(f"{section}.optimizer", "refused", f"{name}: parameters are trained by AdamW")
-    override = file.peek(f"{section}.override_optimizer_config") or {}
-    for key in list(override):
-        if key in file.speed or key.startswith("optimizer_"):
-            file.take(f"{section}.override_optimizer_config.{key}")
-            text = "changes speed or memory, not results"
-            file.draft.leave_out(f"{section}.override_optimizer_config.{key}", "idle", text)
-    if file.take(f"{section}.weight_decay_incr_style") not in (None, "constant"):
-        file.draft.leave_out(f"{section}.weight_decay_incr_style", "refused", "weight decay is constant")
-    if file.take(f"{section}.lr_warmup_init"):
-        file.draft.leave_out(f"{section}.lr_warmup_init", "refused", "warm-up begins at 0")
 
 
 def _batching(file: VerlFile, devices: int) -> None:

@@ -111,7 +111,10 @@ def convert_loss(file: VerlFile) -> None:
                 "divided by response_length; verl: by the longest response of a micro-batch (loss_scale_factor: null)"
             )
         file.put(("loss_agg_mode",), aggregation, f"{ACTOR}.loss_agg_mode", text)
-    file.move(f"{ACTOR}.loss_scale_factor", ("loss_agg_length",))
+    if (chosen or aggregation) != "token-sum":
+        file.move(f"{ACTOR}.loss_scale_factor", ("loss_agg_length",))
+    elif file.take(f"{ACTOR}.loss_scale_factor") is not None:
+        file.draft.leave_out(f"{ACTOR}.loss_scale_factor", "idle", "verl's token-sum does not read it")
     _clip(file, mode or "vanilla")
     file.move(f"{ACTOR}.entropy_coeff", ("entropy_loss_coef",))
     _kl(file)

@@ -31,6 +31,24 @@ def rloo(
     return clip_and_whiten(advantages.reshape(-1), AdvantageRule(**limits), response_tokens)
 
 
+def grpo_leave_one_out(
+    rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray | None = None, **limits: Any
+) -> np.ndarray:
+    """A = (r - mean of the group's others) / (their deviation + 1e-6); equal others are not divided by.
+
+    NeMo-RL's default (7ea279a, `algorithms/advantage_estimator.py:85` and `algorithms/utils.py:187`): the deviation is
+    the sample's, over n - 2. The only right response of a group has A = r.
+    """
+    view = group_rewards(rewards, group_size)
+    ranks = np.arange(group_size)
+    others = view[:, [np.delete(ranks, rank) for rank in ranks]] if view.size else view[..., None]
+    equal = others.max(axis=2) == others.min(axis=2)
+    baseline = np.where(equal, others[..., 0], others.mean(axis=2))  # the mean of equal numbers may round
+    deviation = others.std(axis=2, ddof=min(1, group_size - 2)) + EPSILON
+    advantages = (view - baseline) / np.where(equal, 1.0, deviation)
+    return clip_and_whiten(advantages.reshape(-1), AdvantageRule(**limits), response_tokens)
+
+
 def reinforce_plus_plus(
     rewards: np.ndarray,
     group_size: int,

@@ -25,7 +25,7 @@ from roll_batching.jobs.objectives.stateful import DomainMoments, KlCoefficient,
 from roll_batching.jobs.objectives.token_rewards import TokenRewards
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.texts.tokenizers import Tokenizer
-from roll_batching.losses import ValueLoss, constant_mean, loss_spec
+from roll_batching.losses import ValueLoss, constant_mean, constant_sum, loss_spec
 from roll_batching.registry import describe_error
 from roll_batching.settings import TrainingArgs
 from roll_batching.strategy import GenerationSettings
@@ -108,8 +108,8 @@ def loss_of(config: JobConfig) -> Any:
     registered = LOSSES.get(name)
     if registered is not None:
         arguments = loss_arguments(config, registered)
-        if arguments.get("aggregation") == "constant_mean":
-            arguments["aggregation"] = constant_mean(config.loss_agg_length or config.response_length or 1)
+        if "aggregation" in arguments:
+            arguments["aggregation"] = _aggregation(config, arguments["aggregation"])
         try:
             return make(**arguments)
         except LossError as error:  # settings that are valid one by one and not together
@@ -183,6 +183,8 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
 def critic_role(config: JobConfig, dp_size: int) -> WorkerConfig:
     """The role of the critic, with a schedule over its optimizer steps: `critic_epochs` passes in each RL step."""
     assert config.critic is not None
+    if config.critic.training_args.max_steps > 0:
+        return config.critic
     per_step = -(-config.samples_per_rollout // critic_mini_batch_size(config, dp_size)) * config.critic_epochs
     return config.critic.with_training(max_steps=config.max_steps * per_step)
 
@@ -196,10 +198,14 @@ def critic_mini_batch_size(config: JobConfig, dp_size: int) -> int:
 
 def value_loss_of(config: JobConfig) -> ValueLoss:
     """The loss of the critic: tokens are averaged as `loss_agg_mode` says, for the policy's loss and for this one."""
-    how: Any = AGGREGATIONS[config.loss_agg_mode]
-    if how == "constant_mean":
-        how = constant_mean(config.loss_agg_length or config.response_length or 1)
-    return ValueLoss(clip=config.value_clip, aggregation=how)
+    return ValueLoss(clip=config.value_clip, aggregation=_aggregation(config, AGGREGATIONS[config.loss_agg_mode]))
+
+
+def _aggregation(config: JobConfig, name: Any) -> Any:
+    """The aggregation `name`, with its divisor if that is a constant."""
+    if name == "constant_mean":
+        return constant_mean(config.loss_agg_length or config.response_length or 1)
+    return constant_sum(config.loss_agg_length or 1) if name == "constant_sum" else name
 
 
 def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -> TrainingArgs:

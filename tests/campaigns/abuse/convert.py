@@ -1,4 +1,4 @@
-"""Abuses of `convert-config`: malformed files of ROLL and NeMo-RL."""
+"""Abuses of `convert-config`: malformed files of ROLL, NeMo-RL and verl."""
 
 from __future__ import annotations
 
@@ -78,6 +78,35 @@ OF_NEMO_RL = "policy: {model_name: a, train_global_batch_size: 8}\ngrpo: {num_pr
 SCRIPT = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=/m\n"
 EDITED = "# Converted from run.sh by roll-batching convert-config.\nmax_steps: 7\n"
 LENGTHS = "length\n64\n32\n"
+AGENTIC = "rollout_batch_size: 64\nadv_estimator: grpo\ncustom_envs: {a: {env_type: b}}\n"
+OF_AGENTS = {
+    "a list of environments": "train_env_manager: [1, 2]\n",
+    "no trajectories in a group": "train_env_manager: {group_size: 0}\n",
+    "half a group": "train_env_manager: {group_size: 7}\n",
+    "a name for a normalisation": "train_env_manager: {group_size: 8}\nreward_normalization: batch\n",
+    "a list for a method": "train_env_manager: {group_size: 8, tags: 3}\nreward_normalization: {method: [1]}\n",
+}
+"""By name, the rest of an agentic file of ROLL."""
+OF_VERL = "data: {train_batch_size: 64}\ntrainer: {total_training_steps: 20"
+COUNTS = {
+    "NaN for a share": "}\nactor_rollout_ref: {actor: {optim: {lr_warmup_steps_ratio: .nan}}}\n",
+    "a text for parts of a step": (
+        ", v1: {trainer_mode: separate_async, separate_async: {parameter_sync_step: many}}}\n"
+        "actor_rollout_ref: {actor: {optim: {lr_warmup_steps: 3}}}\n"
+    ),
+    "a schedule of minus one step": "}\nactor_rollout_ref: {actor: {optim: {lr_decay_steps: -1}}}\n",
+}
+"""By name, the rest of a file of verl."""
+TORCH = "grpo: {}\npolicy:\n  model_name: a\n  train_global_batch_size: 8\n  optimizer: {name: torch.optim.AdamW}\n"
+_SCHEDULES = "torch.optim.lr_scheduler"
+SCHEDULERS = {
+    "a list for a factor": f"  scheduler: [{{name: {_SCHEDULES}.ConstantLR, kwargs: [1]}}]\n",
+    "texts for milestones": (
+        f"  scheduler: [{{name: {_SCHEDULES}.LinearLR, kwargs: {{start_factor: .nan}}}}, "
+        f"{{name: {_SCHEDULES}.CosineAnnealingLR, kwargs: {{T_max: -3}}}}, {{milestones: [soon]}}]\n"
+    ),
+}
+"""By name, the end of the section `policy` of a file of NeMo-RL."""
 BINARY = bytes(range(256)) * 16
 UNKNOWN = "left out that matter"
 
@@ -110,6 +139,9 @@ CONVERSIONS = [
     _refused(
         "defaults from nowhere", "defaults: ../../no.yaml\n", "defaults: names ../../no.yaml", framework="nemo_rl"
     ),
+    *(_converted(f"units: {name}", AGENTIC + text, UNKNOWN) for name, text in OF_AGENTS.items()),
+    *(_converted(f"units: {name}", OF_VERL + text, UNKNOWN, framework="verl") for name, text in COUNTS.items()),
+    *(_converted(f"units: {name}", TORCH + text, UNKNOWN, framework="nemo_rl") for name, text in SCHEDULERS.items()),
     _refused("an empty file", "", "is empty: there is nothing to convert", framework="nemo_rl"),
     _refused("a binary file", BINARY, "is not UTF-8 text", framework="nemo_rl"),
     _refused("a file of ROLL's", OF_ROLL, "was written for ROLL", "--from roll", framework="nemo_rl"),

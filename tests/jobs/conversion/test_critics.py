@@ -242,7 +242,7 @@ def test_verls_critic_has_its_own_settings(tmp_path: Path) -> None:
     packing, args = critic.sequence_packing_args, critic.training_args
     assert critic.use_sequence_packing and packing.max_packed_sequence_length_train == 9000
     assert packing.max_packed_sequence_length_forward == 12000
-    assert (args.learning_rate, args.warmup_ratio) == (3e-5, 0.05)
+    assert (args.learning_rate, args.warmup_steps) == (3e-5, 24), "1 of 20 RL steps: 3 passes over 8 mini-batches"
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 8 == 128 * 4
     assert critic.model_args.model_name_or_path == job.actor_train.model_args.model_name_or_path
     assert critic.strategy_args.strategy_config.recompute_granularity is None
@@ -280,7 +280,7 @@ def test_slimes_critic_has_the_actors_settings_and_slimes_defaults(tmp_path: Pat
     done = slime.converted(
         tmp_path,
         "--advantage-estimator ppo --n-samples-per-prompt 4 --global-batch-size 32 --lr 2e-6 --use-dynamic-batch-size "
-        "--max-tokens-per-gpu 4096 --num-critic-only-steps 2 --normalize-advantages --gamma 0.99 "
+        "--max-tokens-per-gpu 4096 --num-critic-only-steps 2 --normalize-advantages --gamma 0.99 --lr-decay-iters 9 "
         "--calculate-per-token-loss",
     )
     job = slime.job_of(done, tmp_path)
@@ -289,6 +289,7 @@ def test_slimes_critic_has_the_actors_settings_and_slimes_defaults(tmp_path: Pat
     critic, train = critic_of(job), job.actor_train
     args = critic.training_args
     assert (args.learning_rate, args.lr_scheduler_type, args.weight_decay) == (2e-6, "linear", 0.01)
+    assert args.max_steps == train.training_args.max_steps == 9, "slime builds both schedules from the same options"
     assert (args.max_grad_norm, args.adam_epsilon) == (0.5, 5e-9), "slime's loss of the critic is not halved"
     assert args.gradient_accumulation_steps == train.training_args.gradient_accumulation_steps
     assert critic.sequence_packing_args.max_packed_sequence_length_train == 4096
@@ -296,7 +297,6 @@ def test_slimes_critic_has_the_actors_settings_and_slimes_defaults(tmp_path: Pat
 
 
 def test_slimes_settings_of_critics_are_left_out_by_name(tmp_path: Path) -> None:
-    options = "--advantage-estimator ppo --kl-coef 0.1 --megatron-config-path c.yaml --lr-decay-iters 9"
+    options = "--advantage-estimator ppo --kl-coef 0.1 --megatron-config-path c.yaml"
     left = slime.left_out(slime.converted(tmp_path, options), "refused")
     assert "returns" in left["--kl-coef"] and "section `critic`" in left["--megatron-config-path"]
-    assert "own optimizer steps" in left["--lr-decay-iters (critic)"]

@@ -171,7 +171,7 @@ def test_a_file_that_leaves_defaults_unsaid_is_the_job_of_one_that_writes_them(t
 @pytest.mark.config
 def test_the_shortest_files_train_as_nemo_rl_trains_them(tmp_path):
     job = job_of(tmp_path, file_of("grpo"))
-    assert (job.rollout_batch_size, job.group_size, job.seed, job.adv_estimator) == (32, 16, 42, "grpo")
+    assert (job.rollout_batch_size, job.group_size, job.seed, job.adv_estimator) == (32, 16, 42, "grpo_leave_one_out")
     assert (job.kl_coef, job.loss_args["kl_estimator"], job.kl_loss_bound) == (0.01, "k3", 10.0)
     assert job.reference is not None and job.loss_args["kl_gradient"] == "score_function"
     assert (job.clip_range, job.loss_agg_mode, job.importance_sampling) == ((0.2, 0.2), "token-mean", "token")
@@ -189,7 +189,7 @@ def test_the_shortest_files_train_as_nemo_rl_trains_them(tmp_path):
 
 ESTIMATORS = {
     (False, True): ("rloo", None),
-    (True, True): ("grpo", None),
+    (True, True): ("grpo_leave_one_out", None),
     (True, False): ("grpo", None),
     (False, False): ("reinforce", "group"),
 }
@@ -211,7 +211,7 @@ def test_advantages_are_those_of_the_section_that_is_read(tmp_path, given):
 @pytest.mark.config
 def test_a_section_of_advantages_without_the_key_has_its_own_default(tmp_path):
     old = {"normalize_rewards": False, "use_leave_one_out_baseline": False}
-    assert job_of(tmp_path, file_of("grpo", grpo=old)).adv_estimator == "grpo"
+    assert job_of(tmp_path, file_of("grpo", grpo=old)).adv_estimator == "grpo_leave_one_out"
     part = {"adv_estimator": {"normalize_rewards": False}}
     assert job_of(tmp_path, file_of("grpo", grpo=part)).adv_estimator == "rloo"
 

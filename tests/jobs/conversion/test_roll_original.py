@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "group mean": {"adv_estimator": "reinforce", "norm_mean_type": "group", "advantage_clip": 0.3},
     "token-mean": {"loss_agg_mode": "token-mean", "difficulty_mask": True, "difficulty_high_threshold": 0.9},
     "token-sum": {"loss_agg_mode": "seq-mean-token-sum", "dual_clip_loss": True},
+    "token-sum-norm": {"loss_agg_mode": "seq-mean-token-sum-norm", "entropy_loss_coef": 0.0, "pg_clip": 0.1},
     "divergence": {
         "use_kl_loss": True,
         "kl_loss_coef": 0.1,

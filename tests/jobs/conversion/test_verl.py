@@ -180,7 +180,7 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "actor_train.training_args.lr_scheduler_type": "cosine",
             "actor_train.training_args.min_lr": 1e-6,
-            "actor_train.training_args.warmup_steps": 7,
+            "actor_train.training_args.warmup_steps": 7 * 4,  # optimizer steps of an RL step: 1024 / 256
         },
     ),
     "betas": (f"'{A}.optim.betas=[0.9,0.98]'", {"actor_train.training_args.adam_beta2": 0.98}),
@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "both losses",
     ),
     "loss": (f"{A}.policy_loss.loss_mode=dppo_tv", f"{A}.policy_loss.loss_mode", "no such loss"),
-    "aggregation": (f"{A}.loss_agg_mode=token-sum", f"{A}.loss_agg_mode", ""),
+    "aggregation": (f"{A}.loss_agg_mode=token-median", f"{A}.loss_agg_mode", ""),
     "dropout": (
         "model_engine=megatron actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.dropout=0.1",
         "actor_rollout_ref.model.lora.dropout",

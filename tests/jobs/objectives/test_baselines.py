@@ -35,12 +35,43 @@ OF_VERL = {
 
 def estimate(name: str, rewards: np.ndarray = REWARDS, group: int = 4, **keys: object) -> np.ndarray:
     job = config_from_dict({"adv_estimator": name, **keys})
-    return advantages_of(job)(rewards, group, response_tokens=TOKENS[: len(rewards)])
+    return advantages_of(job)(rewards, group, response_tokens=np.resize(TOKENS, len(rewards)))
 
 
 @pytest.mark.parametrize("name", OF_VERL)
 def test_estimators_give_verls_numbers(name: str) -> None:
     assert estimate(name) == pytest.approx(OF_VERL[name], abs=1e-9)
+
+
+# NeMo-RL 7ea279a, GRPOAdvantageEstimator, in float64, by use_leave_one_out_baseline and normalize_rewards.
+OF_NEMO_RL = {
+    "grpo_leave_one_out": [
+        2.999988, -1.5275212317, -0.499999, 0.1601278461, -0.5773492692, -0.5773492692, -0.5773492692, 1, 0, 0, 0, 0
+    ],
+    "rloo": [0.75, -0.5833333333, -0.25, 0.0833333333, -0.3333333333, -0.3333333333, -0.3333333333, 1, 0, 0, 0, 0],
+    "grpo": [
+        1.3174619931, -1.0246926613, -0.4391539977, 0.1463846659, -0.4999989926, -0.4999989926, -0.4999989926,
+        1.4999969777, 0, 0, 0, 0
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_NEMO_RL)
+def test_estimators_give_nemo_rls_numbers(name: str) -> None:
+    """To 3e-8, the rounding of NeMo-RL's count of responses in float32."""
+    assert estimate(name) == pytest.approx(OF_NEMO_RL[name], abs=3e-8)
+
+
+def test_the_only_right_response_is_not_divided_by_a_deviation_of_others_that_is_0() -> None:
+    advantages = estimate("grpo_leave_one_out", np.eye(16)[3], 16)
+    assert advantages[3] == 1.0
+    assert np.delete(advantages, 3) == pytest.approx(np.full(15, -0.2581978897), abs=1e-6)
+    # Others of 0.1 and one reward of 1: NeMo-RL's variance, a difference of two means, rounds to 1e-12, and the
+    # advantage to 900,000. Equal others are equal here.
+    tenths = np.full(13, 0.1)
+    tenths[5] = 1.0
+    assert estimate("grpo_leave_one_out", tenths, 13)[5] == 0.9
+    assert estimate("grpo_leave_one_out", np.array([0.7, 0.2]), 2).tolist() == pytest.approx([0.5, -0.5])
 
 
 def test_remax_gives_verls_numbers() -> None:
