@@ -28,7 +28,16 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (r"loss(\..*)?", r"loss_args\.kl_gradient", "weighted by the ratio to the old policy"),
     (r"loss(\..*)?", "loss_agg_mode", "only its KL and entropy as loss_agg_mode says"),
     (r"loss(\..*)?", "loss_agg_mode", "by the longest response of a micro-batch"),
-    (r"batch\.mini_batch", r"actor_train\.training_args\.gradient_accumulation_steps", "do not divide by"),
+    (r"loss(\..*)?", r".*policy_loss\.loss_mode", "there is no such loss here"),
+    (r"advantages", r"algorithm\.use_kl_in_reward", "lowers the reward of a response by its KL"),
+    (
+        r"batch\.(mini_batch|optimizer_steps)|learning_rates.*",
+        r"actor_train\.training_args\.gradient_accumulation_steps",
+        "do not divide by",
+    ),
+    (r"batch\..*|learning_rates", r"(data\.train|.*ppo_mini|.*ppo_micro)_batch_size.*", "condition"),
+    (r"sampling\..*", r"data\.max_(prompt|response)_length.*", "condition"),
+    (r"(learning_rates|optimizer).*", r".*ENGINE_CONFIG.*", "condition"),
     (r"batch\.cap_forward", r"policy\.sequence_packing\.logprob_mb_tokens", "old log-probs use training's plans"),
 )
 """Figure, key (ours, or the host's where it is left out), and a part of what the conversion says about it; patterns."""
@@ -114,9 +123,11 @@ def _reason(figure: str, size: float, conversion: Conversion) -> str:
         return ALWAYS[figure] if size <= _LARGEST[figure] else ""
     said = [(one.to, one.meaning) for one in (*conversion.changed, *conversion.defaults) if one.meaning]
     said += [(one.key, one.why) for one in conversion.left_out]
-    for about, of_key, part in REASONS:
-        if re.fullmatch(about, figure):
-            for key, text in said:
-                if re.fullmatch(of_key, key) and part in text:
-                    return " ".join(f"{key}: {text}".split())
-    return ""
+    found = [
+        " ".join(f"{key}: {text}".split())
+        for about, of_key, part in REASONS
+        if re.fullmatch(about, figure)
+        for key, text in said
+        if re.fullmatch(of_key, key) and part in text
+    ]
+    return "; ".join(dict.fromkeys(found))

@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-_TEXT_TOOLS = ("basename", "dirname", "realpath", "seq", "cut", "tr", "wc", "grep", "expr", "cat", "date", "sed")
+_TEXT_TOOLS = ("basename", "dirname", "realpath", "seq", "cut", "tr", "wc", "grep", "expr", "cat", "date")
 _RECORD = """
 command_not_found_handle() {
-    printf '%s\\0' "$@" >> "$COMMANDS"; printf '\\n\\0' >> "$COMMANDS"
+    printf '%s\\0' "$@" > "$COMMANDS/$EPOCHREALTIME.$BASHPID"  # commands of a pipeline run at once
     case "$1 $2" in *" -c" | *smi*) return 1 ;; esac  # asks for a package or a device that is not there
 }
 kill() { :; }
@@ -33,7 +33,7 @@ def commands_of(script: Path) -> list[list[str]]:
     """Programs that `script` would start, each with its arguments, in order."""
     with tempfile.TemporaryDirectory() as folder:
         tools, home, record = (Path(folder) / name for name in ("tools", "home", "commands"))
-        tools.mkdir(), home.mkdir(), record.touch()
+        tools.mkdir(), home.mkdir(), record.mkdir()
         for name in _TEXT_TOOLS:
             if (program := shutil.which(name)) is not None:
                 (tools / name).symlink_to(program)
@@ -44,14 +44,8 @@ def commands_of(script: Path) -> list[list[str]]:
         subprocess.run(
             [bash, str(script.resolve())], cwd=home, env=environment, capture_output=True, timeout=60, check=False
         )
-        commands, words = [], []
-        for word in record.read_bytes().decode(errors="replace").split("\0")[:-1]:
-            if word == "\n":
-                commands.append(words)
-                words = []
-            else:
-                words.append(word)
-        return commands
+        texts = (path.read_bytes().decode(errors="replace") for path in sorted(record.iterdir()))
+        return [text.split("\0")[:-1] for text in texts]
 
 
 def training_arguments(script: Path, is_program: Callable[[str], bool]) -> tuple[str, list[str]]:

@@ -30,7 +30,7 @@ DEVICE=$(python3 -c 'import torch_npu' && echo npu || echo gpu)
 if [ "$DEVICE" = gpu ]; then
     python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "${MODEL[@]}" \\
         actor_rollout_ref.actor.optim.lr=$rate actor_rollout_ref.rollout.n=4 \\
-        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "$@"
+        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "$@" 2>&1 | tee log.txt
 fi
 """
 
@@ -45,6 +45,7 @@ def test_bash_expands_a_script_and_runs_no_program(tmp_path):
     path = checkout_with(tmp_path) / "examples" / "run.sh"
     program, arguments = script_commands.training_arguments(path, HOSTS["verl"].is_program or str)
     assert program == "verl.trainer.main_ppo"
+    assert arguments[-1] == "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "without those of the pipe"
     assert "actor_rollout_ref.actor.optim.lr=2e-6" in arguments and "data.train_files=/d.parquet" in arguments
     assert not (Path.home() / "touched-by-the-script").exists() and not list(path.parent.glob("made_here"))
     path.write_text('[ "$#" -ge 2 ] || exit 1\npython3 -m verl.trainer.main_ppo a=$1\n')

@@ -19,6 +19,8 @@ PACKAGES = (
     *("peft", "cachetools", "transfer_queue", "codetiming", "accelerate", "uvicorn", "fastapi", "vllm", "sglang"),
     *("mbridge", "megatron.bridge", "torchao", "dill", "pylatexenc", "aiohttp", "qwen_vl_utils", "liger_kernel"),
 )
+_MEMORY = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction")
+"""Options of Megatron's optimizer that need TransformerEngine and change no figure."""
 _CONFIGS = {"ppo": "ppo_trainer", "sft": "sft_trainer_engine"}
 
 
@@ -64,6 +66,8 @@ def _optimizer_config(config: Any, section: Any, steps: int) -> Any:
 
     total = config.trainer.total_training_steps
     section.total_training_steps = steps if total is None else total
+    for name in _MEMORY:
+        (section.get("override_optimizer_config") or {}).pop(name, None)
     if "use_precision_aware_optimizer" in section:
         section.use_precision_aware_optimizer = False  # TransformerEngine's, and a question of memory
     return omega_conf_to_dataclass(section)
