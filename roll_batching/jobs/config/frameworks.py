@@ -17,11 +17,14 @@ _ROLL = {"hydra", "defaults", "sft_train", "student_train", "student", "custom_e
 _VERL = {"trainer", "data"}
 VERLS_OWN_FILES = re.compile(r"(_generated_)?(ppo|sft)_(\w+_)?trainer(_engine)?")
 """Names of verl's own files in `defaults`."""
-_PROGRAMS: Mapping[Framework, re.Pattern[str]] = {
-    "verl": re.compile(r"\bverl[\w.]*\.(trainer|experimental)\.|\.main_ppo\b|-m\s+recipe\."),
-    "slime": re.compile(r"\btrain(_async)?\.py\b"),
+PROGRAMS: Mapping[Framework, re.Pattern[str]] = {
+    "verl": re.compile(
+        r"verl\.(trainer|experimental)\.[\w.]+|[A-Za-z_][\w.]*\.(main_\w+|sft_trainer\w*)"
+        r"|([\w.-]*/)*(main_\w+|sft_trainer\w*)\.py"
+    ),
+    "slime": re.compile(r"([\w.-]*/)*train(_async)?\.py"),
 }
-"""Training programs in scripts of a framework."""
+"""Training programs in scripts of a framework; for verl those of forks and recipes, too, which take its keys."""
 MOST_BELOW_HINT = 10
 """Problems shown below the hint: a whole file of another framework has many."""
 
@@ -47,7 +50,8 @@ def framework_of(data: Mapping[str, Any]) -> Framework | None:
 
 def script_error(text: str, path: str) -> ConfigFileError:
     """The error for a shell script that is given as a job's file; `text` is its content."""
-    framework = next((name for name, program in _PROGRAMS.items() if program.search(text)), None)
+    words = [word.strip("\"'();") for word in text.split()]
+    framework = next((name for name, program in PROGRAMS.items() if any(map(program.fullmatch, words))), None)
     if framework is not None:
         return ConfigFileError([_hint(framework, path)])
     why = "is a shell script: give a YAML file. `roll-batching convert-config` converts scripts of verl and slime"

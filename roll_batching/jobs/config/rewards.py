@@ -53,6 +53,22 @@ REWARDS: Registry[Entry] = Registry(
         summary="1 when the response keeps the constraint in the answer of its prompt (IFEval); reward_args "
         "`repetition_penalty`",
     ),
+    Entry(
+        name="verl_compute_score",
+        target="roll_batching.jobs.rewards.host_contracts:verl_compute_score",
+        summary="a `compute_score` of verl's contract; reward_args `path`, `name`, `reward_kwargs`",
+    ),
+    Entry(
+        name="slime_custom_rm",
+        target="roll_batching.jobs.rewards.host_contracts:slime_custom_rm",
+        summary="a function of slime's `--custom-rm-path`; reward_args `path`, `reward_key`, `metadata_key`, `options`",
+    ),
+    Entry(
+        name="response_and_answer",
+        target="roll_batching.jobs.rewards.host_contracts:response_and_answer",
+        summary="a plain function of the response and the right answer, as ROLL's reward workers call; reward_args "
+        "`path`, `name`, `arguments`, `item`",
+    ),
 )
 
 

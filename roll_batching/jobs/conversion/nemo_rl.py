@@ -101,6 +101,7 @@ def _model(file: NemoRlFile) -> None:
     name = file.peek("policy.model_name")
     file.move("policy.model_name", ("pretrain",))
     tokenizer = file.take("policy.tokenizer.name")
+    file.move("policy.tokenizer.chat_template_kwargs", ("actor_train", "data_args", "chat_template_kwargs"))
     template = file.peek("policy.tokenizer.chat_template")
     if template not in (None, "default"):
         text = "texts go through the template in the tokenizer's folder: save this one there as chat_template.jinja"

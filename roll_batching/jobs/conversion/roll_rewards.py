@@ -11,7 +11,10 @@ from roll_batching.jobs.config.diagnostics import dotted
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import section_at
 
-REWARD_WORKERS = "no such reward exists here: write a function, and name it in reward_function or rewards"
+REWARD_WORKERS = (
+    "no such reward exists here: write a function, and name it in reward_function or rewards; a plain function of the "
+    "response and the answer that the worker calls runs as response_and_answer (docs/rewards.md)"
+)
 _RUN = (
     "is missing: how to run code that the model wrote (docs/rewards.md): subprocess, or a command that runs it in a "
     "container"

@@ -6,6 +6,7 @@ Options that are translated are taken out (`SlimeFile`). The others are left out
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
@@ -288,7 +289,13 @@ def _rollouts(file: SlimeFile, program: str) -> None:
         )
     kind, path = file.take("--rm-type"), file.take("--custom-rm-path")
     if path is not None:
-        file.draft.leave_out("--custom-rm-path", "refused", f"{path}: {REWARDS}")
+        text = "slime's contract: an async function of args and a sample"
+        file.put(("reward_function",), "slime_custom_rm", "--custom-rm-path", text)
+        file.put(("reward_args", "path"), path, "--custom-rm-path")
+        file.move("--reward-key", ("reward_args", "reward_key"))
+        file.move("--metadata-key", ("reward_args", "metadata_key"))
+        if kind is not None:
+            file.put(("reward_args", "options"), {"rm_type": kind}, "--rm-type", "args.rm_type of the function")
     elif kind in _REWARDS:
         arguments, text = _REWARDS[kind]
         file.put(("reward_function",), "math_verify", "--rm-type", text)
@@ -307,10 +314,23 @@ def _prompts(file: SlimeFile) -> None:
     else:
         file.put((*_DATA, "prompt"), key, "--input-key")
     file.move("--label-key", (*_DATA, "response"))
+    _chat_template(file)
     if not file.take("--rollout-shuffle"):
         file.draft.leave_out(
             "--rollout-shuffle", "refused", "is not given, but prompts are shuffled anew in every epoch"
         )
+
+
+def _chat_template(file: SlimeFile) -> None:
+    """What the chat template reads beside the messages."""
+    file.move("--tool-key", (*_DATA, "tools"))
+    kwargs = file.take("--apply-chat-template-kwargs")
+    try:
+        kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+    except ValueError:
+        file.draft.leave_out("--apply-chat-template-kwargs", "refused", "is no JSON")
+        return
+    file.put((*_DATA, "chat_template_kwargs"), kwargs or None, "--apply-chat-template-kwargs")
 
 
 def _evaluation(file: SlimeFile) -> None:
@@ -358,6 +378,7 @@ def _supervised(file: SlimeFile, updates: int) -> None:
     file.put(("loss_args", "aggregation"), aggregation, "--calculate-per-token-loss")
     file.move("--prompt-data", (*_DATA, "file_name"))
     file.move("--input-key", (*_DATA, "messages"))
+    _chat_template(file)
     file.draft.missing.append(
         "sequence_length: is missing: slime has no limit of texts; set the tokens of the longest one"
     )

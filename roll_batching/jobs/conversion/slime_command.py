@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
+from roll_batching.jobs.config.frameworks import PROGRAMS
 from roll_batching.jobs.conversion.composing import Composed
 from roll_batching.jobs.conversion.shell_script import SECRET, Value, read_script, training_command
 from roll_batching.jobs.conversion.slime_options import FLAGS, FLOATS, INTEGERS, LISTS, TEXTS, SlimeFile
 from roll_batching.secret_names import is_secret
 
-PROGRAMS = ("train.py", "train_async.py")
 PROGRAM = "program"
 """Key of the program's name among the options."""
 
 
 def is_program(word: str) -> bool:
     """Whether `word` is slime's training program."""
-    return word.rpartition("/")[2].strip("\"'") in PROGRAMS
+    return PROGRAMS["slime"].fullmatch(word.strip("\"'")) is not None
 
 
 def compose_slime(path: Path) -> Composed:
     """The options of the script at `path`. Raises ConfigError."""
     script = read_script(path)
-    command, at = training_command(script, is_program, " or ".join(PROGRAMS))
+    command, at = training_command(script, is_program, "train.py or train_async.py")
     program = command.words[at].text or command.words[at].raw
     composed = Composed({PROGRAM: program.rpartition("/")[2].strip("\"'")})
     problems = [problem for problem in (_read(*one, composed) for one in _options(command.words[at + 1 :])) if problem]

@@ -26,6 +26,7 @@ from roll_batching.jobs.conversion.verl_objective import convert_advantages, con
 from roll_batching.jobs.conversion.verl_optimizer import RlSteps, convert_optimizer, rl_steps_of
 from roll_batching.jobs.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile, defaults_of
 from roll_batching.jobs.conversion.verl_rollouts import convert_data, convert_evaluation, convert_rollouts
+from roll_batching.jobs.conversion.verl_supervised import convert_supervised
 
 _ROLE = "actor_train"
 _LAYOUT = (_ROLE, "strategy_args", "strategy_config")
@@ -54,6 +55,11 @@ _NUMBERS = (
     f"trainer.critic_warmup {ROLLOUT}.val_kwargs.temperature {ACTOR}.clip_ratio {ACTOR}.clip_ratio_low "
     f"{ACTOR}.clip_ratio_high algorithm.filter_groups.max_num_gen_batches"
 ).split()
+_PROGRAMS = (
+    *("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync"),
+    *("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
+)
+"""Programs whose settings mean what the converter reads in them."""
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -72,14 +78,12 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     file.data.setdefault("trainer", {})
     engine = _engine(file, groups, supervised)
     file.draft.defaults = fill_defaults(file.data, defaults_of(supervised, engine == "megatron"))
-    if program and not supervised and program not in ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync"):
-        text = (
-            "is not converted: only verl.trainer.main_ppo and verl.trainer.sft_trainer are; settings are read as theirs"
-        )
+    if program and program not in _PROGRAMS:
+        own = "verl.trainer.sft_trainer" if supervised else "verl.trainer.main_ppo"
+        text = f"is another program: settings are read as those of {own}, and what else it does is not converted"
         file.draft.leave_out(program, "refused", text)
     section = "engine" if supervised else f"{ACTOR}.{engine}"
-    devices = (file.take("trainer.nnodes") or 1) * (file.take("trainer.n_gpus_per_node") or 8)
-    file.put((_ROLE, "device_mapping"), f"list(range(0,{devices}))", "trainer.n_gpus_per_node")
+    devices = _devices(file)
     model = "model" if supervised else MODEL
     file.move(f"{model}.path", ("pretrain",))
     if (tokenizer := file.take(f"{model}.tokenizer_path")) is not None:
@@ -89,7 +93,7 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     if supervised:
         steps = RlSteps(total=file.peek("trainer.total_training_steps"))  # of one optimizer step each
         convert_optimizer(file, "optim", engine == "megatron", steps)
-        _supervised(file, devices)
+        convert_supervised(file, devices)
     else:
         critic = _critic(file, devices, engine) if file.peek("algorithm.adv_estimator") == "gae" else None
         convert_optimizer(file, f"{ACTOR}.optim", engine == "megatron", rl_steps_of(file))
@@ -109,6 +113,18 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     _switched_off(file, model)
     file.leave_out_rest()
     return file.draft
+
+
+def _devices(file: VerlFile) -> int:
+    """Devices of all machines, by which batches are divided."""
+    nodes, each = file.take("trainer.nnodes"), file.take("trainer.n_gpus_per_node")
+    devices = int((nodes or 1) * (each or 8))
+    file.put((_ROLE, "device_mapping"), f"list(range(0,{devices}))", "trainer.n_gpus_per_node")
+    if not nodes or not each:
+        text = f"the file does not tell the number of devices, and {devices} are assumed; for another number set it,"
+        what = "and divide gradient_accumulation_steps accordingly: an optimizer step keeps its sequences"
+        file.draft.missing.append(f"actor_train.device_mapping: {text} {what}")
+    return devices
 
 
 def _critic(file: VerlFile, devices: int, engine: str) -> VerlFile | None:
@@ -147,9 +163,25 @@ def _switched_off(file: VerlFile, model: str) -> None:
             file.put((_ROLE, "router_replay", "mode"), mode, f"{section}.mode")
         if mode == "R3":
             file.take(f"{ROLLOUT}.enable_rollout_routing_replay")  # the mode implies it here
+    for section in ("optim", f"{ACTOR}.optim"):
+        _cosine(file, section)
     for key in ("data.train_max_samples", "data.val_max_samples"):
         if file.peek(key) == -1:
             file.take(key)
+
+
+def _cosine(file: VerlFile, section: str) -> None:
+    """Cycles of a cosine, and the first step of a schedule: Megatron's has half a cycle, and begins at 0."""
+    cycles = file.take(f"{section}.num_cycles")
+    shape = file.draft.values.get(_ROLE, {}).get("training_args", {}).get("lr_scheduler_type")
+    if cycles is not None and shape != "cosine":
+        file.draft.leave_out(f"{section}.num_cycles", "idle", "the schedule is no cosine")
+    elif cycles not in (None, 0.5):
+        text = f"{cycles}: Megatron's cosine falls once (0.5 cycles) and does not rise again; 0.5 trains here"
+        file.draft.leave_out(f"{section}.num_cycles", "refused", text)
+    if file.take(f"{section}.zero_indexed_step") is False:
+        text = "false: warm-up begins at 0 in the first step here, as with true"
+        file.draft.leave_out(f"{section}.zero_indexed_step", "refused", text)
 
 
 def _without_targets(value: Any) -> Any:
@@ -309,38 +341,3 @@ def _trainer(file: VerlFile) -> None:
     key = "trainer.max_actor_ckpt_to_keep"
     file.put(("save_total_limit",), file.take(key) or file.take("trainer.max_ckpt_to_keep"), key)
     file.move(f"{ACTOR}.checkpoint.async_save", ("async_save",))
-
-
-def _supervised(file: VerlFile, devices: int) -> None:
-    """verl.trainer.sft_trainer as `task: sft`."""
-    file.draft.put(("task",), "sft", "verl.trainer.sft_trainer")
-    layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
-    context = context_ranks(layout)
-    packed, rows = file.take("data.use_dynamic_bsz"), file.take("data.micro_batch_size_per_gpu")
-    cap = file.take("data.max_token_len_per_gpu")
-    rows_key = "data.micro_batch_size_per_gpu"
-    if packed:
-        rows, rows_key = 1, "data.use_dynamic_bsz"
-        file.put((_ROLE, "use_sequence_packing"), True, "data.use_dynamic_bsz")
-        path = (_ROLE, "sequence_packing_args", "max_packed_sequence_length_train")
-        file.put(path, None if cap is None else cap * context, "data.max_token_len_per_gpu")
-    else:
-        file.put((_ROLE, "padded_length"), "longest", rows_key)
-    size = (file.take("data.train_batch_size"), "data.train_batch_size")
-    put_mini_batch(file.draft, size, (rows, rows_key), data_parallel_ranks(layout, devices))
-    file.move("data.max_length", ("sequence_length",), meaning="a longer text is an error that names it")
-    if (cut := file.take("data.truncation")) not in (None, "error"):
-        file.draft.leave_out("data.truncation", "refused", f"{cut}: a longer text is an error that names it")
-    file.move("data.train_files", (_ROLE, "data_args", "file_name"))
-    file.move("data.val_files", (_ROLE, "data_args", "eval_file_name"))
-    file.move("data.messages_key", (_ROLE, "data_args", "messages"))
-    file.move("trainer.seed", ("seed",))
-    steps, epochs = file.take("trainer.total_training_steps"), file.take("trainer.total_epochs")
-    file.put(("max_steps",), steps, "trainer.total_training_steps")
-    if steps is None:
-        file.put(("num_train_epochs",), epochs, "trainer.total_epochs")
-    period = file.take("trainer.test_freq")
-    if isinstance(period, int) and period > 0:
-        file.put(("eval_steps",), period, "trainer.test_freq", "the first and the last step are evaluated, too")
-    else:
-        file.put(("eval_samples",), 0, "trainer.test_freq", "there is no evaluation")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, dotted, shortened
-from roll_batching.jobs.config.frameworks import VERLS_OWN_FILES
+from roll_batching.jobs.config.frameworks import PROGRAMS, VERLS_OWN_FILES
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.jobs.config.yaml_values import DEEPEST
 from roll_batching.jobs.conversion.composing import Composed, plain_data, require_hydra, resolvers
@@ -19,13 +20,15 @@ PROGRAM = "program"
 """Key of the program's name among the settings of a script."""
 GROUPS = "config_groups"
 """Key of the groups of files that a script chooses, such as `model_engine: megatron`."""
-_TRAINER = re.compile(r"verl\.(trainer|experimental)\.[\w.]+")
+_LAUNCHER = {"nproc": "n_gpus_per_node", "nnodes": "nnodes"}
+"""By option of torchrun, without `_per_node`, the key of `trainer` that it decides."""
+_TORCHRUN = re.compile(r"(.*/)?torchrun|torch\.distributed\.(run|launch)")
 _GROUP_NAMES = ("model_engine", "engine", "optim", "model", "actor", "ref", "critic", "rollout", "data", "reward")
 
 
 def is_program(word: str) -> bool:
-    """Whether `word` is a training program of verl."""
-    return _TRAINER.fullmatch(word) is not None
+    """Whether `word` is a training program of verl, of a recipe or of a fork."""
+    return PROGRAMS["verl"].fullmatch(word) is not None
 
 
 def compose_verl(path: Path) -> Composed:
@@ -35,7 +38,30 @@ def compose_verl(path: Path) -> Composed:
         return _compose_yaml(path)
     script = read_script(path)
     command, at = training_command(script, is_program, "a trainer of verl (-m verl.trainer.main_ppo)")
-    return _compose_command(command.words[at].text or "", command.words[at + 1 :], script)
+    composed = _compose_command(command.words[at].text or "", command.words[at + 1 :], script)
+    _take_launcher(command.words[:at], composed)
+    return composed
+
+
+def _take_launcher(words: tuple[Value, ...], composed: Composed) -> None:
+    """Numbers of processes and machines of torchrun (1 by default), which count more than the keys of `trainer`."""
+    if any(_TORCHRUN.fullmatch(word.text or word.raw) for word in words):
+        composed.data.setdefault("trainer", {}).update(dict.fromkeys(_LAUNCHER.values(), 1))
+    for place, word in enumerate(words[:-1]):
+        option, equals, value = (word.text or word.raw).strip("\"'").partition("=")
+        name = option.lstrip("-").replace("-", "_")
+        key = _LAUNCHER.get(name.removesuffix("_per_node"))
+        if key is None or not option.startswith("--"):
+            continue
+        given = replace(word, text=None if word.text is None else value) if equals else words[place + 1]
+        path, trainer = ("trainer", key), composed.data.setdefault("trainer", {})
+        composed.places[path] = word.place
+        if given.text is not None and given.text.isdigit() and int(given.text) > 0:
+            trainer[key] = int(given.text)
+        else:
+            why = given.why or f"{shortened(given.text or given.raw)} is no number of processes"
+            composed.failed[path] = f"line {word.place.line}: {option}: {why}"
+            trainer[key] = None
 
 
 def _compose_yaml(path: Path) -> Composed:

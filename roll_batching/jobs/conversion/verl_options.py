@@ -156,7 +156,7 @@ _IDLE: Mapping[str, str] = {
     "belongs to another optimizer or schedule": " ".join(
         f"{section}.{name}"
         for section in (f"{ACTOR}.optim", "optim")
-        for name in "muon_ lr_wsd_ use_layer_wise_ use_checkpoint_ num_cycles zero_indexed_step optimizer_impl".split()
+        for name in "muon_ lr_wsd_ use_layer_wise_ use_checkpoint_ optimizer_impl".split()
     ),
     "there is no critic in the converted job": "critic trainer.critic_warmup algorithm.lam",
     "one process per device of device_mapping; Ray or torchrun starts them on several machines": (
@@ -179,7 +179,7 @@ _IDLE: Mapping[str, str] = {
     "prompts are read by actor_train.data_args": (
         "data.return_ data.reward_fn_key data.val_batch_size data.image_patch_size data.video_ data.audio_ "
         "data.tokenizer data.use_shm data.validation_shuffle data.custom_cls.name data.ignore_input_ids_mismatch "
-        "data.tools_key data.enable_thinking_ data.pad_mode data.mm_"
+        "data.pad_mode data.mm_"
     ),
     "verl's reward loop calls rewards; reward_workers do here": "reward.num_workers reward.reward_manager.module",
     "the weight of the KL term is not adapted": "algorithm.kl_ctrl",
@@ -222,7 +222,6 @@ _REFUSED: Mapping[str, str] = {
     "responses end at the tokenizer's end token": f"{ROLLOUT}.ignore_eos",
     "engines compute in the model's precision": f"{ROLLOUT}.dtype",
     "texts are shuffled anew in every epoch, all of them": "data.sampler data.train_max_samples data.val_max_samples",
-    "chat templates are called without arguments: write them into the template": "data.apply_chat_template_kwargs",
     "code for verl's data sets does not run here": "data.custom_cls data.datagen",
     "no such reward exists here: write a function, and name it in reward_function or rewards": (
         "reward custom_reward_function reward_model sandbox_fusion"

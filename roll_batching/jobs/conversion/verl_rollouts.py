@@ -31,6 +31,8 @@ _SIZES = {
 """By engine, its name of an option where verl has another."""
 
 
+_FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
+"""Sections of a reward function of one's own."""
 _WITH_IMAGES = re.compile("vl", re.IGNORECASE)
 """In the name of a model that reads images."""
 
@@ -47,14 +49,34 @@ def _images(file: VerlFile) -> None:
         file.draft.put(("actor_train", "model_args", "freeze_module_prefix"), "visual", f"{ACTOR}.freeze_vision_tower")
 
 
+def convert_chat_template(file: VerlFile, supervised: bool) -> None:
+    """Converts what the chat template reads beside the messages; verl reads columns in its SFT trainer only."""
+    kwargs = file.take("data.apply_chat_template_kwargs")
+    if isinstance(kwargs, dict) and kwargs:
+        file.put((*_DATA, "chat_template_kwargs"), kwargs, "data.apply_chat_template_kwargs")
+    tools, thinking = file.take("data.tools_key"), file.take("data.enable_thinking_key")
+    default = file.take("data.enable_thinking_default")
+    given = {"tools_key": tools, "enable_thinking_key": thinking, "enable_thinking_default": default}
+    if not supervised:
+        for key in [name for name, value in given.items() if value is not None]:
+            file.draft.leave_out(f"data.{key}", "idle", "verl reads it in its SFT trainer only")
+        return
+    file.put((*_DATA, "tools"), tools, "data.tools_key")
+    if thinking is not None:
+        path = (*_DATA, "chat_template_columns", "enable_thinking")
+        file.put(path, thinking, "data.enable_thinking_key")
+    if isinstance(default, bool | int):
+        path = (*_DATA, "chat_template_kwargs", "enable_thinking")
+        file.put(path, bool(default), "data.enable_thinking_default", "of records without a value")
+
+
 def convert_data(file: VerlFile) -> None:
     """Converts prompts, their lengths and the reward."""
+    convert_chat_template(file, supervised=False)
     file.move("data.train_files", (*_DATA, "file_name"))
     file.move("data.prompt_key", (*_DATA, "messages"), meaning="a list of messages, which go through the chat template")
-    text = "key of the right answer in the lines; verl: reward_model.ground_truth, which lies in a section"
-    file.draft.put((*_DATA, "response"), "ground_truth", "reward_model.ground_truth (data)", text)
-    text = "actor_train.data_args.response: write reward_model.ground_truth of verl's lines into a column of this name"
-    file.draft.missing.append(text)
+    key = "reward_model.ground_truth (data)"
+    file.draft.put((*_DATA, "response"), "reward_model.ground_truth", key, "the right answer, in a section of a line")
     _images(file)
     file.move("data.max_prompt_length", ("prompt_length",))
     file.move("data.max_response_length", ("response_length",))
@@ -68,23 +90,34 @@ def convert_data(file: VerlFile) -> None:
     if file.take("data.shuffle") is False:
         file.draft.leave_out("data.shuffle", "refused", "prompts are shuffled anew in every epoch")
     file.move("data.seed", ("seed",))
-    manager = file.take("reward.reward_manager.name") or file.take("reward_model.reward_manager")
-    if manager not in (None, "naive", "dapo"):  # dapo: naive with a penalty for long responses
-        file.draft.leave_out("reward.reward_manager.name", "refused", f"{manager}: {REWARDS}")
     _overlong_buffer(file)
     file.expect_off("reward.reward_model.enable", "reward_model.enable", why="reward models are not served for now")
-    for section in ("custom_reward_function", "reward.custom_reward_function"):
-        path = file.take(f"{section}.path")
-        if path is not None:
-            file.draft.leave_out(f"{section}.path", "refused", f"{path}: {REWARDS}")
-            file.take(f"{section}.name")
+    _reward_function(file)
     for name in ("num_workers", "reward_manager", "reward_model", "sandbox_fusion.max_concurrent"):
         file.take(f"reward.{name}")
     file.take("reward.sandbox_fusion.memory_limit_mb")
     file.expect_off("reward.sandbox_fusion", "sandbox_fusion", why="code_tests runs code; set how in reward_args.run")
-    file.take("reward.custom_reward_function")
-    key = "reward (by data_source)"
-    file.draft.leave_out(key, "refused", f"verl chooses a function by the data_source of a line: {REWARDS}")
+
+
+def _reward_function(file: VerlFile) -> None:
+    """Verl's own function for rewards, and the manager that calls it."""
+    manager = file.take("reward.reward_manager.name") or file.take("reward_model.reward_manager")
+    found = [name for name in _FUNCTIONS if file.peek(f"{name}.path") is not None]
+    for section in found[:1]:
+        path = file.take(f"{section}.path")
+        text = "verl's contract: data_source, solution_str, ground_truth, extra_info"
+        file.draft.put(("reward_function",), "verl_compute_score", f"{section}.path", text)
+        file.draft.put(("reward_args", "path"), path, f"{section}.path")
+        file.put(("reward_args", "name"), file.take(f"{section}.name"), f"{section}.name")
+        kwargs = file.take(f"{section}.reward_kwargs")
+        file.put(("reward_args", "reward_kwargs"), kwargs or None, f"{section}.reward_kwargs")
+    for section in _FUNCTIONS:
+        file.take(section)
+    if manager not in (None, "naive", "dapo", *(("batch",) if found else ())):  # dapo: a penalty for long responses
+        file.draft.leave_out("reward.reward_manager.name", "refused", f"{manager}: {REWARDS}")
+    if not found:
+        key = "reward (by data_source)"
+        file.draft.leave_out(key, "refused", f"verl chooses a function by the data_source of a line: {REWARDS}")
 
 
 def _overlong_buffer(file: VerlFile) -> None:

@@ -225,7 +225,7 @@ def test_nothing_is_dropped_silently(tmp_path):
     assert "the critic's returns" in refused["--kl-coef"] and "secret" in refused["--wandb-key"]
     assert "line 8" in refused["--seed"] and "condition" in refused["--lr-decay-iters (line 3)"]
     assert "line 8" in refused["--lr (line 8)"] and "not there" in refused["source (line 5)"]
-    assert "a.b" in refused["--custom-rm-path"]
+    assert value_at(done.settings, "reward_args.path") == "a.b", "a function of one's own replaces --rm-type"
     assert value_at(done.settings, "actor_train.training_args.learning_rate") == 2e-5
     assert "seed" not in done.settings, "its default would be a guess"
     assert "sk-7f3a9" not in done.to_yaml() + done.to_json()

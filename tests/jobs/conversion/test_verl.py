@@ -381,7 +381,18 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     "distillation": ("distillation.enabled=True", "distillation.enabled", "distillation"),
     "truncation": ("data.truncation=left", "data.truncation", "too long"),
     "order": ("data.shuffle=False", "data.shuffle", "shuffled"),
-    "reward": ("reward.custom_reward_function.path=/r.py", "reward.custom_reward_function.path", "/r.py"),
+    "reward manager": ("reward.reward_manager.name=prime", "reward.reward_manager.name", "prime"),
+    "reward manager of batches without a function": (
+        "reward.reward_manager.name=batch",
+        "reward.reward_manager.name",
+        "batch",
+    ),
+    "cycles": (
+        f"{A}.optim.lr_scheduler_type=cosine {A}.optim.num_cycles=2",
+        f"{A}.optim.num_cycles",
+        "2: Megatron's cosine falls once",
+    ),
+    "first step": (f"{A}.optim.zero_indexed_step=False", f"{A}.optim.zero_indexed_step", "begins at 0"),
 }
 
 
