@@ -9,11 +9,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from roll_batching.errors import ConfigError
+
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")
+_OURS = os.path.join(os.path.dirname(__file__), "")
+_INSTALLED = frozenset({"site-packages", "dist-packages", "torch", "megatron"})
+"""Folders of packages that a user has not written; torch and Megatron may run from their sources."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +117,29 @@ def printable(text: str, *, characters: int = 1000, lines: int = 10) -> str:
     return result if left <= 0 else f"{result} ... ({left:,} more characters)"
 
 
+def user_place(error: BaseException) -> str:
+    """File and line of a user's code that `error` passed last, as `file:line`; empty if it passed none.
+
+    Code of this package, of the standard library and of installed packages is not the user's. Where only such code was
+    passed, the first installed package that this one called is taken for the user's.
+    """
+    installed, own = [], []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not _INSTALLED.isdisjoint(Path(file).parts):
+            installed.append(f"{file}:{line}")
+        elif not file.startswith((_OURS, _STANDARD, "<")):
+            own.append(f"{file}:{line}")
+    return own[-1] if own else installed[0] if installed else ""
+
+
 def describe_error(error: BaseException) -> str:
-    """Type, message and source line of an error in a user's code."""
+    """Type, message and the user's source line of an error in a user's code."""
     try:
         text = str(error)
     except Exception:
         text = "its message cannot be shown"
-    place, traceback = "", error.__traceback__
-    while traceback is not None:
-        place = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
+    place = user_place(error)
+    place = f" at {place}" if place else ""
     text = f": {printable(text)}" if text else ""
     return f"{type(error).__name__}{text}{'' if isinstance(error, (ImportError, SyntaxError)) else place}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,25 @@ def test_a_command_replaces_its_own_file_and_no_other(case, folder, capsys):
         assert f"error: {name} was not written by `roll-batching {arguments[0]}`" in message
     (folder / name).write_bytes(b"")
     assert run([*arguments, name], capsys)[0] == 0, "an empty file loses nothing"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", ["plan", "figures", "timeline", "lists of keys"])
+def test_no_folder_is_made_no_dangling_link_followed_and_no_pipe_waited_for(case, folder, capsys):
+    arguments, name = OUTPUTS[case]
+    (folder / f"link-{name}").symlink_to(folder / f"target-{name}")
+    os.mkfifo(folder / f"pipe-{name}")
+    for output, words in (
+        (f"missing/folder/{name}", "the folder missing/folder is not there"),
+        (f"link-{name}", "is a link to "),
+        (f"pipe-{name}", "is a pipe, and writing waits for its reader"),
+    ):
+        code, message = run([*arguments, output], capsys)
+        assert code == 2 and words in message, message
+    assert not (folder / "missing").exists() and not (folder / f"target-{name}").exists()
+    assert run([*arguments, "/dev/null"], capsys)[0] == (2 if case in ("plan", "timeline") else 0), (
+        "pictures have suffixes"
+    )
 
 
 @pytest.mark.rehearse

@@ -33,7 +33,7 @@ def generate(
     check_responses(output, "generate")
     require_torch("generating")
     from roll_batching.jobs.inputs import prompt_of, read_prompts
-    from roll_batching.jobs.run.saved_model import open_checkpoint, tokenizer_of
+    from roll_batching.jobs.run.saved_model import check_room, open_checkpoint, tokenizer_of
 
     model = open_checkpoint(checkpoint, pretrain)
     tokenizer = tokenizer_of(model, pretrain)
@@ -50,6 +50,8 @@ def generate(
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
+    if max_new_tokens is not None:
+        check_room(model, encoded, max_new_tokens, tokenizer)
     typer.echo(f"{model.point.path} (phase {model.point.phase}, step {model.point.step})", err=True)
     lines = (
         {

@@ -288,7 +288,6 @@ def _write(file: Path | None, value: dict[str, Any]) -> None:
     if file is None:
         return
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(file) as partial:
             partial.write_text(json.dumps(_MARK | value))
     except OSError as error:

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed.groups import group_device
-from roll_batching.errors import RankError
+from roll_batching.errors import RankError, RollBatchingError
+from roll_batching.registry import user_place
 
 T = TypeVar("T")
 Failure = (Exception, SystemExit)
@@ -170,7 +171,10 @@ def failure_message(error: BaseException) -> str:
     """The text of an error for other ranks."""
     if isinstance(error, SystemExit):
         return f"SystemExit: code called exit({error.code!r}), which would end the job as if it were done"
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, RollBatchingError):
+        return f"{type(error).__name__}: {error}"
+    place = user_place(error)
+    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
 
 
 def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:

@@ -25,6 +25,7 @@ from roll_batching.losses.metric_kinds import metric_tensors
 from roll_batching.losses.views import MissingField, TokenView
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.pack_layout import IntArray
+from roll_batching.registry import user_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,18 +172,19 @@ class LossRunner:
             if isinstance(error, MissingField):
                 error = LossError(f"{error}{self._spec.prepare_hint}")
             if self.error is None:
-                self.error = error if isinstance(error, LossError) else self._failure(error, pack)
+                self.error = self._failure(error, pack)
         parts = [(x.nan_to_num(0, 0, 0) * 0).sum() for x in computed if x is not None]
         return torch.stack(parts).sum(), None
 
     def _failure(self, error: Exception, pack: PackedBatch) -> LossError:
         """The error for an exception of the user's loss, with its line and the pack's samples."""
-        frames = traceback.extract_tb(error.__traceback__)[::-1]  # functions of torch pass the CPU platform, too
-        frame = next((frame for frame in frames if not _is_library(frame.filename)), frames[0])
+        place = user_place(error)
+        if isinstance(error, LossError):  # of a view that the loss called, or about what it returned
+            return LossError(f"{error} ({place})") if place else error
         samples = ", ".join(map(str, pack.ids[:8])) + (", ..." if pack.samples > 8 else "")
         failure = LossError(
-            f"{self._spec.name} failed on the pack of samples {samples} with {type(error).__name__}: {error} "
-            f"({frame.filename}, line {frame.lineno}){self._kinds_hint(error, pack)}"
+            f"{self._spec.name} failed on the pack of samples {samples} with {type(error).__name__}: {error} ({place})"
+            f"{self._kinds_hint(error, pack)}"
         )
         failure.__cause__ = error
         return failure

@@ -1,4 +1,4 @@
-"""Sequence lengths from CSV, JSONL, npy and Parquet files."""
+"""Sequence lengths from CSV, JSONL, JSON, npy and Parquet files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ MOST_TOKENS = 2**31 - 1
 """Most tokens of one sequence: offsets into a pack are int32."""
 MOST_ROWS = 10_000_000
 LONGEST_LINE = 1024 * 1024
+_LARGEST_ARRAY = 256 * 2**20
+"""Bytes of a JSON array, which is read into memory as a whole."""
 
 Table = dict[str, Column]
 
@@ -46,14 +48,14 @@ def read_lengths(path: str | Path, columns: Sequence[str] = ()) -> Ints:
 
 
 def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequence[str] = ()) -> LengthFile:
-    """Read lengths from CSV or text, JSONL, npy or Parquet: the sum of `columns`, or of those named like lengths.
+    """Read lengths from CSV or text, JSON, npy or Parquet: the sum of `columns`, or of those named like lengths.
 
     `others` are columns of integers to read beside them.
 
-    CSV and text: names in the first line, else the columns are "1", "2", ... JSONL: a number per line ("length"), or
-    objects. npy: one column ("length") or several ("1", "2", ...). Parquet needs pyarrow. Raises `DataError` with the
-    file and the line or row for values that are not integers, below 0 or beyond int32, rows of length 0, more than
-    10,000,000 rows, and columns that cannot be chosen (`choose_columns`).
+    CSV and text: names in the first line, else the columns are "1", "2", ... JSON: lines, or one array, of numbers
+    ("length") or of objects. npy: one column ("length") or several ("1", "2", ...). Parquet needs pyarrow. Raises
+    `DataError` with the file and the line or row for values that are not integers, below 0 or beyond int32, rows of
+    length 0, more than 10,000,000 rows, and columns that cannot be chosen (`choose_columns`).
     """
     file = Path(path)
     if not file.is_file():
@@ -65,7 +67,8 @@ def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequ
         ".ndjson": _read_jsonl,
     }
     try:
-        table = readers.get(file.suffix.lower(), _read_csv)(file)
+        of_text = _read_jsonl if _begins_with(file, "[", "{") else _read_csv
+        table = readers.get(file.suffix.lower(), of_text)(file)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
     if not table or not any(values is None or len(values) for values in table.values()):
@@ -208,13 +211,7 @@ def _read_jsonl(file: Path) -> Table:
     columns: dict[str, array[int]] = {}
     faults: dict[str, str | None] = {}
     rows = 0
-    for number, line in _lines(file):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}:{number}: not JSON ({getattr(error, 'msg', 'nested too deep')})") from None
+    for number, line, value in _json_values(file):
         row = value if isinstance(value, dict) else {"length": value}
         rows += 1
         for name in (name for name in row if name not in columns):
@@ -224,13 +221,49 @@ def _read_jsonl(file: Path) -> Table:
         for name, values in columns.items():
             integer = row.get(name)
             if isinstance(integer, bool) or not isinstance(integer, int) or not -(2**63) <= integer < 2**63:
-                fault = f"{file}:{number}: no integer under {name!r} in {_short(line.strip())}"
+                fault = f"{file}:{number}: no integer under {name!r} in {_short(line)}"
                 faults.setdefault(name, _fault_of_first(integer, fault) if rows == 1 else fault)
                 integer = 0
             values.append(integer)
     if not any(len(row) for row in columns.values()) and rows:
         raise DataError(f"{file}: its lines hold no values")
     return {name: faults.get(name, np.array(values)) for name, values in columns.items()}
+
+
+def _json_values(file: Path) -> Iterator[tuple[int, str, Any]]:
+    """Number, text and value of each line that is not blank, or of each item of a file that is one JSON array."""
+    rows = _array(file) if _begins_with(file, "[") else None
+    if rows is not None:
+        yield from ((number, json.dumps(row), row) for number, row in enumerate(rows, 1))
+        return
+    for number, line in _lines(file):
+        if line.strip():
+            yield number, line.strip(), _parsed(file, number, line.strip())
+
+
+def _begins_with(file: Path, *marks: str) -> bool:
+    with file.open(encoding="utf-8-sig", errors="replace") as stream:
+        return stream.read(4096).lstrip().startswith(marks)
+
+
+def _array(file: Path) -> list[Any] | None:
+    """The items of a file that is one JSON array; None for lines that are arrays."""
+    if file.stat().st_size > _LARGEST_ARRAY:
+        raise DataError(f"{file} is a JSON array of more than {_LARGEST_ARRAY // 2**20} MiB: write one row per line")
+    text = file.read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        _, end = json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        end = 0
+    return None if end and text.lstrip()[end:].strip() else _parsed(file, 1, text)
+
+
+def _parsed(file: Path, number: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = number + getattr(error, "lineno", 1) - 1
+        raise DataError(f"{file}:{line}: not JSON ({getattr(error, 'msg', 'nested too deep')})") from None
 
 
 def _read_npy(file: Path) -> Table:
@@ -244,7 +277,9 @@ def _read_npy(file: Path) -> Table:
     if lengths.ndim == 1:
         return {"length": lengths}
     if lengths.shape[1] > 1000:
-        raise DataError(f"{file} has {lengths.shape[1]:,} columns; each row is one sequence")
+        raise DataError(
+            f"{file} has {lengths.shape[1]:,} columns; each row is one sequence: save one length per row (shape [n])"
+        )
     return {str(place + 1): column for place, column in enumerate(lengths.T)}
 
 

@@ -94,6 +94,39 @@ def test_bad_files_are_named_with_the_place(tmp_path, name, text, words, report)
     report(f"lengths: {str(caught.value).replace(str(tmp_path), '...')}")
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt"])
+@pytest.mark.parametrize("layout", [{"indent": 1}, {}])
+def test_a_json_array_is_a_file_of_lengths(tmp_path, name, layout):
+    numbers = np.random.default_rng(0).integers(1, 9000, 300_000 if not layout else 30)
+    (tmp_path / name).write_text("\ufeff\n " + json.dumps(numbers.tolist(), **layout) + "\n", encoding="utf-8")
+    assert np.array_equal(read_lengths(tmp_path / name), numbers), "also on one line of more than a megabyte"
+    rows = [{"prompt_tokens": 3, "answer_tokens": int(number)} for number in numbers[:30]]
+    (tmp_path / name).write_text(json.dumps(rows, **layout))
+    assert np.array_equal(read_lengths(tmp_path / name), numbers[:30] + 3)
+    result = CliRunner().invoke(app_of(plan), [str(tmp_path / name), "--dp", "2", "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["reports"]["packed"]["samples"] == 30
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[5, 7", "a.json:1: not JSON"),
+        ("[5,\n7,\nx]", "a.json:3: not JSON"),
+        ("[]", "a.json holds no lengths"),
+        ("[5, null]", "a.json:2: no integer under 'length' in 'null'"),
+        ("[5, 1.5]", "a.json:2: no integer under 'length' in '1.5'"),
+        ("[[5], [7]]", "no column of integers|no integer under"),
+        ("[5]\n[7]", "no column of integers|no integer under"),
+    ],
+)
+def test_a_bad_json_array_is_named_with_the_place(tmp_path, text, words, report):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=words) as caught:
+        read_lengths(tmp_path / "a.json")
+    report(str(caught.value).replace(str(tmp_path), "..."))
+
+
 def test_columns_can_be_chosen(tmp_path):
     (tmp_path / "trace.csv").write_text("time,prompt,response\n2023-11-16 18:17:03,5,1\n2023-11-16 18:17:04,7,2\n")
     assert read_lengths(tmp_path / "trace.csv", ["prompt", "response"]).tolist() == [6, 9]

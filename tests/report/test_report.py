@@ -47,6 +47,34 @@ def page_of(folder: Path, tmp_path: Path, *others: Path) -> ReportPage:
     return ReportPage(target)
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "rollouts.jsonl", "config.yaml", "last_plan.json", "logs/rank_1.log"]
+)
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
+    run = write_run(tmp_path / "run", rl_rows(3), [rollout()])
+    (run / "logs").mkdir()
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    code = "import sys; from roll_batching.cli import main; main(['report', sys.argv[1]])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert f"{Path(name).name} cannot be read: it is no regular file" in done.stderr, done.stderr
+    assert done.returncode == (1 if name == "metrics.jsonl" else 0)
+
+
+@pytest.mark.bad_input
+def test_a_report_goes_neither_through_a_dangling_link_nor_into_a_new_folder(tmp_path):
+    run = write_run(tmp_path / "run", rl_rows(3))
+    (run / "report.html").symlink_to(tmp_path / "elsewhere.html")
+    with pytest.raises(ConfigError, match="report.html is a link to .*elsewhere.html, which is not there"):
+        write_report([run], None)
+    with pytest.raises(ConfigError, match="the folder .*nowhere is not there"):
+        write_report([run], tmp_path / "nowhere" / "page.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
 # ---- a real run
 
 

@@ -48,7 +48,7 @@ class WeightBroadcast:
     def __init__(self, replicas: Replicas, api: BroadcastServerApi, device: torch.device) -> None:
         self._replicas, self._api, self._device = replicas, api, device
         self._seconds = replicas.limits.seconds
-        self._store = new_store()
+        self._store = new_store(replicas.urls)
         self._groups: dict[str, WeightGroup] = {}
         """By URL; only of servers that received the whole last update."""
         self._sent_version: int | None = None

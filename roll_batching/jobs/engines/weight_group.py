@@ -10,15 +10,18 @@ import asyncio
 import concurrent.futures
 import contextlib
 import datetime
+import ipaddress
 import os
 import socket
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from roll_batching.jobs.processes.role_workers import local_store
 
 T = TypeVar("T")
 
@@ -32,9 +35,24 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def new_store() -> dist.TCPStore:
-    """A rendezvous store on a free port of all interfaces: servers may be on other machines."""
+def new_store(urls: Iterable[str]) -> dist.TCPStore:
+    """A rendezvous store for the servers at `urls`, on a free port.
+
+    It listens on the loopback interface, and on all where a server may be on another machine: every client of a store
+    may write.
+    """
+    if all(_is_loopback(urllib.parse.urlsplit(url).hostname or "") for url in urls):
+        store: dist.TCPStore = local_store()
+        return store
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        addresses = {place[4][0] for place in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
 
 
 def local_address_for(url: str, seconds: float) -> str:

@@ -73,7 +73,6 @@ def save_figure(figure: Any, path: str | Path, *, dpi: int, **options: Any) -> P
 
     target = Path(path)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(target) as partial:
             field = _MARKED.get(target.suffix[1:].lower())
             figure.savefig(partial, dpi=dpi, metadata=None if field is None else {field: _MARK}, **options)

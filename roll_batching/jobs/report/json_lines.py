@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_batching.files import open_regular
+
 LONGEST_LINE = 2**24
 """Bytes of a line; a longer one is not read."""
 
@@ -61,7 +63,7 @@ def _parsed(line: bytes | None) -> dict[str, Any] | None:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
     """Numbers and contents of the lines that are not empty; None for one that is too long."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         number = 0
         while line := file.readline(LONGEST_LINE):
             number += 1

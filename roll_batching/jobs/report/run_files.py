@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from roll_batching.errors import PlanError, RollBatchingError
-from roll_batching.files import cause
+from roll_batching.files import cause, open_regular
 from roll_batching.jobs.observe.metrics_file import METRICS
 from roll_batching.jobs.observe.plan_file import PLAN, LastPlan, read_plan
 from roll_batching.jobs.observe.rollouts_file import ROLLOUTS
@@ -157,7 +157,8 @@ def _text_of(path: Path, problems: list[str]) -> str | None:
         if path.stat().st_size > _LARGEST_FILE:
             problems.append(f"{path.name} is larger than {_LARGEST_FILE // 2**20} MiB and is left out")
             return None
-        return path.read_text(encoding="utf-8", errors="replace")
+        with open_regular(path) as file:
+            return file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -233,7 +234,7 @@ def _logged_notices(folder: Path, problems: list[str]) -> list[str]:
     notices: dict[str, None] = {}
     for path in islice(sorted(folder.glob("rank_*.log")), _MOST_LOGS):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(0, 2)
                 file.seek(max(file.tell() - _LOG_TAIL, 0))
                 tail = file.read().decode("utf-8", errors="replace")

@@ -35,7 +35,6 @@ def write_report(folders: Sequence[Path], output: Path | None) -> tuple[Path, li
     check_replaceable(path, "report", lambda content: MARK.encode() in content[:_HEAD], cure)
     page = make_page(runs, plotly)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as partial:
             partial.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -158,12 +158,14 @@ class JobCheckpoints:
         point = self.resumed
         if point is None or point.phase != phase:
             return 0
+        if point.step > last:
+            raise CheckpointError(
+                f"{point.path} is at step {point.step:,} of {phase}, which has {last:,} steps here: raise "
+                f"{steps_key(self.config, phase)}"
+            )
+        with consensus(self._group, "the job's checkpoints"):
+            stream.load_state_dict(point.position)
         with self._with_advice(lambda: self._advise_earlier(point)):
-            if point.step > last:
-                raise CheckpointError(
-                    f"{point.path} is at step {point.step:,} of {phase}, which has {last:,} steps here: raise "
-                    f"{steps_key(self.config, phase)}"
-                )
             self.strategy.load(point.path, verify=self.verify)
             if isinstance(reference, RemoteReference):
                 reference.load(point.path / "reference")
@@ -174,7 +176,6 @@ class JobCheckpoints:
                 with prefix_errors(CRITIC):
                     critic.load(point.path / CRITIC, verify=self.verify)
             with consensus(self._group, "the job's checkpoints"):
-                stream.load_state_dict(point.position)
                 if point.layout == self.strategy.layout.dims:
                     with explain_read_errors(point.path / _random_file()):
                         _set_random_states(torch.load(point.path / _random_file(), weights_only=True))

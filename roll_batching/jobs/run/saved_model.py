@@ -21,6 +21,7 @@ from roll_batching.jobs.run.checkpoint import SavedPoint, saved_point
 from roll_batching.jobs.run.folder import ADAPTER, CONFIG, MODEL
 from roll_batching.jobs.run.job_digests import check_tokenizer
 from roll_batching.jobs.seeds import answers_seed
+from roll_batching.jobs.texts.fit import token_counts
 from roll_batching.jobs.texts.texts import Prompt, PromptDataset
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.jobs.vocabularies import load_tokenizer
@@ -117,6 +118,19 @@ def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True
     strategy.initialize(weights=role.model_args.lora_target is not None)  # a checkpoint of adapters has no others
     strategy.load(point.path, optimizer=False, verify=config.verify_checkpoint)
     return SavedModel(point=point, config=config, strategy=strategy)
+
+
+def check_room(model: SavedModel, prompts: Sequence[Prompt], max_new_tokens: int, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where a prompt and `max_new_tokens` exceed the model's positions and the run's sequences."""
+    architecture = model.config.actor_train.model_args.architecture
+    positions = 0 if architecture is None else architecture.max_position_embeddings
+    room = max(positions, model.config.sequence_length or 0) - int(token_counts(prompts, tokenizer).max(initial=0))
+    if max_new_tokens > room:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens:,}, and after the longest prompt the model has positions for "
+            f"{max(room, 0):,} tokens (max_position_embeddings {positions:,}, the run's sequence_length "
+            f"{model.config.sequence_length}): set --max-new-tokens to at most that, or shorten the prompt"
+        )
 
 
 def _missing(run: Path) -> str:

@@ -168,9 +168,10 @@ class PoolBatcher:
             for name, difference in _DIFFERENCE.items():
                 if saved[name] != self._identity[name]:
                     own = self._identity[name]
+                    cure = f"Set seed: {saved[name]}" if name == "seed" else "Resume with the saved run's data"
                     raise DataError(
                         f"The saved stream position is of {difference}: {name} {saved[name]!r}, here {own!r}. "
-                        "Resume with the saved run's data and seed, or start a new run"
+                        f"{cure}, or start a new run under another exp_name"
                     )
         rank, size = self._identity["rank"], self._identity["size"]
         if any(saved["size"] != size for saved in states):

@@ -86,15 +86,15 @@ class EpochStream(Iterator[list[T]], Generic[T]):
         own = self.state_dict()
         if missing := sorted(own.keys() - state.keys()):
             raise DataError(f"The saved data position lacks {', '.join(missing)}.")
-        for key, what in (
-            ("fingerprint", "other texts"),
-            ("seed", "another seed"),
-            ("shuffle", "another order"),
+        for key, what, cure in (
+            ("fingerprint", "other texts", "resume with the same data"),
+            ("seed", "another seed", f"set seed: {state['seed']}"),
+            ("shuffle", "another order", f"set shuffle to {state['shuffle']}"),
         ):
             if state[key] != own[key]:
                 raise DataError(
                     f"The saved data position belongs to {what} ({key} {state[key]}, here {own[key]}): "
-                    "resume with the same data and seed, or start a new run"
+                    f"{cure}, or start a new run under another exp_name"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self.dataset):

@@ -89,7 +89,7 @@ for _ in range(1500):
 '''
 def reward(completion):
     fence = '`' * 3
-    record = {'test_cases': ['assert True']}
+    record = {'test_cases': ['assert f() == 1']}
     judged = replace(completion, response=f'{fence}python{CODE}{fence}', record=record)
     return code_tests(judged, run='subprocess').reward + completion.tokens / 10"""
 

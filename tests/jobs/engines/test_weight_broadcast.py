@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from roll_batching.errors import EngineError
 from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
 from roll_batching.jobs.engines.sglang import SGLang
 from roll_batching.jobs.engines.weight_broadcast import WeightBroadcast
+from roll_batching.jobs.engines.weight_group import new_store
 from tests.huggingface import tiny
 from tests.jobs.engines.test_replicas import SETTINGS, launched, order, questions, seen, urls_of
 
@@ -61,6 +63,25 @@ def servers(models):
     yield made
     for number in range(len(made.processes)):
         made.end(number)
+
+
+def listening():
+    """Addresses that this process listens on."""
+    return {(one.laddr.ip, one.laddr.port) for one in psutil.Process().net_connections() if one.status == "LISTEN"}
+
+
+@pytest.mark.parametrize(
+    ("urls", "is_local"),
+    [
+        (["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"], True),
+        (["http://127.0.0.1:1", "http://192.0.2.1:2"], False),
+    ],
+)
+def test_the_store_listens_beyond_this_machine_only_for_servers_there(urls, is_local):
+    before = listening()
+    store = new_store(urls)
+    (ip,) = {ip for ip, port in listening() - before if port == store.port}
+    assert (ip == "127.0.0.1") == is_local
 
 
 def sender_to(urls, seconds=120.0):

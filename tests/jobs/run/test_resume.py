@@ -194,7 +194,10 @@ def test_what_cannot_be_resumed_says_why_on_every_rank(tmp_path, report):
             {"resume_from_checkpoint": str(base), "warmup": None, "max_steps": 1},
             "this configuration has no warmup section",
         ),
-        "another seed": ({"resume_from_checkpoint": str(base), "seed": 4}, "another seed"),
+        "another seed": (
+            {"resume_from_checkpoint": str(base), "seed": 4},
+            "another seed (seed 3, here 4): set seed: 3, or start a new run under another exp_name",
+        ),
         "other texts": (
             {"resume_from_checkpoint": str(base), "warmup__file_name": str(tmp_path / "other.jsonl")},
             "other texts",
@@ -209,6 +212,7 @@ def test_what_cannot_be_resumed_says_why_on_every_rank(tmp_path, report):
     for name, (_, words) in cases.items():
         assert words in said[0][name] and words in said[1][name], said[0][name]
         report(f"{name}: {said[0][name]}")
+    assert "checkpoint before it" not in said[0]["another seed"] + said[0]["other texts"], "it has the same seed"
 
 
 @pytest.mark.bad_input

@@ -107,6 +107,17 @@ def test_generate_answers_prompts(run, tmp_path, report):
 
 
 @pytest.mark.bad_input
+def test_more_new_tokens_than_the_model_has_positions_for_are_refused(run, report):
+    checkpoint = run / "checkpoints" / "rl-000001"
+    for tokens in (10**9, 125):
+        done = command("generate", "--checkpoint", checkpoint, "--prompt", "a+1=", "--max-new-tokens", tokens)
+        assert done.returncode == 2 and "after the longest prompt the model has positions for 124 tokens" in done.stderr
+    report(done.stderr)
+    done = command("generate", "--checkpoint", checkpoint, "--prompt", "a+1=", "--max-new-tokens", 124)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("made", "words"),
     [

@@ -1,0 +1,62 @@
+"""Errors of a user's loss, reward or rollout function name the user's file and line, wherever they were raised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_batching.registry import user_place
+from tests.jobs.rl import user_code
+from tests.jobs.rl.jobs import settings, write_data
+from tests.support.ranks import run_ranks
+
+REFUSAL, HERE = "tests.jobs.rl.jobs:refusal", "tests.jobs.rl.user_code:"
+SOURCE = Path(user_code.__file__).read_text().splitlines()
+
+
+def place_of(mark: str) -> str:
+    """`user_code.py:N` of the line that ends with the comment `mark`."""
+    (number,) = [number for number, line in enumerate(SOURCE, 1) if line.endswith(f"# {mark}")]
+    return f"user_code.py:{number}"
+
+
+@pytest.mark.parametrize("function", [user_code.in_json, user_code.in_numpy, user_code.in_own_line])
+def test_the_innermost_line_that_is_no_librarys(function: Any) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (of any type)
+        function()
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # without this test's own frame
+    assert user_place(caught.value).endswith(place_of(function.__name__))
+
+
+def test_an_error_that_passed_no_users_code_names_none() -> None:
+    from roll_batching.planning.lengths_io import read_lengths
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        read_lengths("nowhere.csv")
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next
+    assert user_place(caught.value) == ""
+
+
+CASES = {
+    "a reward in json": ({"reward_function": "in_json"}, "in_json", "JSONDecodeError"),
+    "a reward in numpy": ({"reward_function": "in_numpy"}, "in_numpy", "LinAlgError"),
+    "a loss in torch": ({"loss_function": "InTorch"}, "InTorch", "einsum"),
+    "a loss in its view": ({"loss_function": "InView"}, "InView", "other_mask"),
+    "a rollout function in json": ({"rollout_function": "rollout_in_json"}, "in_json", "JSONDecodeError"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_names_the_users_line_on_all_ranks(case: str, tmp_path: Path, report: Any) -> None:
+    write_data(tmp_path)
+    changes, mark, words = CASES[case]
+    given = {"reward_function": "tests.jobs.rl.jobs:length", **{key: HERE + name for key, name in changes.items()}}
+    if "rollout_function" in given:
+        given["reward_function"] = None
+    one, other = run_ranks(2, REFUSAL, settings(tmp_path, warmup=None, eval_samples=0, max_steps=1, **given))
+    assert one == other and words in one, one
+    assert place_of(mark) in one, one
+    report(f"{case}: {one}")
