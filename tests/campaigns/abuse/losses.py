@@ -63,7 +63,7 @@ LOSSES = [
     _checked("a setting that it lacks", "unknown setting", code=REFUSED, more=("beta=1",)),
     _lost(
         "a sample field among tokens",
-        "losing.py, line 6",
+        "losing.py:6",
         "per_token",
         loss="tokens.mean(tokens['advantages'] * tokens.log_probs)",
     ),
