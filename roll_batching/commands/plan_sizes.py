@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import typer
-from pydantic import ValidationError
 
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes, plan_step
@@ -18,9 +17,9 @@ from roll_batching.planning.arrays import Ints
 from roll_batching.planning.lengths_io import LengthFile
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.planning.planner import plan_single_sizes
-from roll_batching.settings.megatron_config import ClusterConfig
 from roll_batching.settings.model import ArchitectureConfig, describe_model
 from roll_batching.settings.model_cost import architecture_pack_times
+from roll_batching.simulation.clusters import cluster_of
 
 ASSUMED_NAME = "Qwen3-8B"
 ASSUMED = ArchitectureConfig(
@@ -83,9 +82,7 @@ def compare_sizes(
         )
     rules = replace(constraints, max_cp_size=largest)
     shape = ASSUMED if model is None else _shape_of(model)
-    times = architecture_pack_times(
-        shape, tp_size=rules.tp_size, pp_size=rules.pp_size, cluster=_cluster_of(rates).rates
-    )
+    times = architecture_pack_times(shape, tp_size=rules.tp_size, pp_size=rules.pp_size, cluster=_cluster_of(rates))
     return ComparedSizes(
         model=ASSUMED_NAME if model is None else model,
         is_assumed=model is None,
@@ -104,21 +101,18 @@ def _shape_of(name: str) -> ArchitectureConfig:
     return ArchitectureConfig.model_validate(found.architecture)
 
 
-def _cluster_of(rates: Sequence[str]) -> ClusterConfig:
+def _cluster_of(rates: Sequence[str]) -> Cluster:
+    """The cluster of `KEY=VALUE` texts. Raises `ConfigError`."""
     values: dict[str, float] = {}
     for rate in rates:
         key, separator, text = rate.partition("=")
-        if not separator or key not in ClusterConfig.model_fields:
-            raise ConfigError(f"--cluster {rate!r}: write KEY=VALUE; keys are {', '.join(ClusterConfig.model_fields)}")
+        if not separator:
+            raise ConfigError(f"--cluster {rate!r}: write KEY=VALUE, such as matmul_rate=5.9e14")
         try:
-            values[key] = float(text)
+            values[key] = int(text) if text.isdecimal() else float(text)
         except ValueError:
             raise ConfigError(f"--cluster {rate!r}: {text!r} is not a number") from None
-    try:
-        return ClusterConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"--cluster {first['loc'][0]}={first['input']!r}: {first['msg']}") from None
+    return cluster_of(values, "--cluster")
 
 
 def show_sizes(compared: ComparedSizes, file: Path, table: LengthFile, *, plot: Path | None, as_json: bool) -> None:

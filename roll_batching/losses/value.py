@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,34 +10,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roll_batching.errors import DataError, LossError
+from roll_batching.checked_fields import OptionalPositive
+from roll_batching.errors import DataError
 from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import VALUES, LossOutput
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.token_masks import counted_positions
-from roll_batching.settings.losses import Aggregation, check_aggregation
+from roll_batching.settings.losses import Aggregation, LossSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueLoss:
+class ValueLoss(LossSettings):
     """aggregation(1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)), with returns R and clip range c.
 
     Reads `response_mask`, `returns` (next_token) and, with a clip range, `old_values` (next_token). PPO's value loss as
     in OpenAI's baselines, with the half of TRL, verl and ROLL.
     """
 
-    clip: float | None = None
+    clip: OptionalPositive = None
     """None: 1/2 (V - R)^2."""
     aggregation: Aggregation = "token_mean"
 
     needs: ClassVar[frozenset[str]] = frozenset({VALUES})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
-
-    def __post_init__(self) -> None:
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise LossError(f"clip is {self.clip}: give a positive number, such as 0.2, or None")
-        check_aggregation(self.aggregation)
 
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` for missing fields, and for counted returns or old values that are not finite."""

@@ -5,23 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from roll_batching.checked_fields import CheckedFields, Count, Seed
 from roll_batching.errors import ConfigError, PlanError
-from roll_batching.planning.plain_values import integer_of, switch_of
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 
 Mode = Literal["packed", "dynamic", "padded"]
 Oversize = Literal["error", "alone", "truncate", "drop"]
 Objective = Literal["auto", "rank_total", "lockstep", "pipeline"]
 
-_CHOICES = {
-    "mode": ("packed", "dynamic", "padded"),
-    "oversize": ("error", "alone", "truncate", "drop"),
-    "objective": ("auto", "rank_total", "lockstep", "pipeline"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
-class BatchingSpec:
+class BatchingSpec(CheckedFields, error=PlanError):
     """Mode, cap, algorithm and further settings of micro-batches; checked at construction.
 
     Raises `PlanError` for values that no plan can satisfy or that the mode does not read.
@@ -30,30 +24,30 @@ class BatchingSpec:
     mode: Mode = "packed"
     """"packed" (samples end to end), "dynamic" (rectangles of similar lengths) or "padded" (fixed rows)."""
 
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Cap on the tokens that one micro-batch computes, before CP divides it. None only in mode "padded"."""
 
     algorithm: str = None  # type: ignore[assignment]  # a name once constructed
     """Name of an algorithm of the mode (see `registry.ALGORITHMS`), or the dotted path of a packer.
     Default by mode: load_balance, roll, none."""
 
-    sequence_length_round: int = 1
+    sequence_length_round: Count = 1
     """Modes "dynamic" and "padded": the rectangle's length is a multiple of this."""
 
-    rows: int | None = None
+    rows: Count | None = None
     """Mode "padded": sequences per micro-batch; None takes as many as the cap admits."""
 
-    padded_length: int | None = None
+    padded_length: Count | None = None
     """Maximum sequence length of the run. Mode "padded": length of each row (None: the longest of the micro-batch).
     Other modes: only the width that the report compares with (`tokens_before`)."""
 
-    min_num_micro_batches: int = 1
+    min_num_micro_batches: Count = 1
     """Fewest micro-batches per rank."""
 
     shared_shapes: bool = False
     """All ranks compute one shape at each micro-batch index: the largest among them."""
 
-    sequence_multiple: int | str | None = None
+    sequence_multiple: Count | Literal["2*cp*tp"] | None = None
     """Alignment of each sequence beside that of the layout (2*cp when cp > 1): an integer, or "2*cp*tp"."""
 
     oversize: Oversize = "error"
@@ -65,31 +59,15 @@ class BatchingSpec:
     ranks wait for each other once per step, the largest rank total, and then the lockstep cost. "lockstep": as if all
     ranks waited for each other at every micro-batch. "rank_total": the largest rank total only."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of first_fit_shuffle and of searches. Equal seeds make equal plans on all machines."""
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise PlanError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+        super().__post_init__()
         if self.algorithm is None:
             object.__setattr__(self, "algorithm", ALGORITHMS[self.mode].names[0])
-        if isinstance(self.sequence_multiple, str) and self.sequence_multiple != "2*cp*tp":
-            raise PlanError(f'sequence_multiple={self.sequence_multiple!r} must be an integer, None or "2*cp*tp"')
-        for name in ("sequence_length_round", "min_num_micro_batches"):
-            self._convert_integer(name)
-        for name in ("max_tokens", "rows", "padded_length"):
-            if getattr(self, name) is not None:
-                self._convert_integer(name)
-        if self.sequence_multiple not in (None, "2*cp*tp"):
-            self._convert_integer("sequence_multiple")
-        self._convert_integer("seed", lowest=0)
-        object.__setattr__(self, "shared_shapes", switch_of("shared_shapes", self.shared_shapes))
         self._check_algorithm()
         self._check_mode()
-
-    def _convert_integer(self, name: str, lowest: int = 1) -> None:
-        object.__setattr__(self, name, integer_of(name, getattr(self, name), lowest))
 
     def _check_algorithm(self) -> None:
         if not isinstance(self.algorithm, str):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from roll_batching.checked_fields import LARGEST, Count
 from roll_batching.errors import LayoutError, PlanError
 from roll_batching.planning.arrays import Ints, round_up
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.parallel_dims import ParallelDims
-from roll_batching.planning.plain_values import LARGEST, switch_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,37 +23,33 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     for values that no plan can satisfy or that the mode does not read.
     """
 
-    dp_size: int
+    dp_size: Count
     """Data-parallel ranks, each a replica of TP x CP x PP processes."""
 
-    group_size: int | str | None = None
+    group_size: Count | Literal["auto"] | None = None
     """Interleaving only: Megatron's `microbatch_group_size_per_vp_stage`. None: `pp_size`, and the number of
     micro-batches (K) is a multiple of it. An integer N admits K with K % N == 0 or K % N >= pp_size. "auto" admits each
     K >= pp_size, and the plan has the smallest N that Megatron accepts for it."""
 
-    num_micro_batches_multiple: int = 1
+    num_micro_batches_multiple: Count = 1
     """The number of micro-batches per rank is a multiple of this, beside what the layout asks."""
 
     fillers: bool = True
     """Whether a filler may take the place of an empty micro-batch; False: a plan that needs one is an error."""
 
-    pack_multiple: int = 1
+    pack_multiple: Count = 1
     """Alignment of the tokens that one rank holds, by precision: 1 in bf16 and fp32, 16 in FP8."""
 
-    max_cp_size: int = 1
+    max_cp_size: Count = 1
     """Largest context-parallel size of a pack. Above 1 each pack has its own size, a power of two, and is computed by
     an aligned block of consecutive ranks: `dp_size` then counts all DP x CP ranks, `cp_size` is 1, `max_tokens` is the
     cap on the tokens of one rank."""
 
     def __post_init__(self) -> None:
         try:
-            ParallelDims.__post_init__(self)
+            super().__post_init__()
         except LayoutError as error:
             raise PlanError(str(error)) from None
-        BatchingSpec.__post_init__(self)
-        self._convert_integer("pack_multiple")
-        self._convert_integer("num_micro_batches_multiple")
-        object.__setattr__(self, "fillers", switch_of("fillers", self.fillers))
         self._check_group_size()
         self._check_max_cp_size()
         if self.rectangle_alignment > LARGEST:
@@ -80,19 +76,13 @@ class PlanConstraints(BatchingSpec, ParallelDims):
             return
         if self.vpp_size == 1:
             raise PlanError(f"group_size={self.group_size!r} is read only with vpp_size > 1; leave it None")
-        if isinstance(self.group_size, str):
-            if self.group_size != "auto":
-                raise PlanError(f'group_size={self.group_size!r} must be an integer, None or "auto"')
-        else:
-            self._convert_integer("group_size")
-            if self.group_size < self.pp_size:
-                raise PlanError(
-                    f"group_size={self.group_size} is below pp_size={self.pp_size}; Megatron's interleaved "
-                    f"schedule needs at least {self.pp_size}"
-                )
+        if self.group_size != "auto" and self.group_size < self.pp_size:
+            raise PlanError(
+                f"group_size={self.group_size} is below pp_size={self.pp_size}; Megatron's interleaved "
+                f"schedule needs at least {self.pp_size}"
+            )
 
     def _check_max_cp_size(self) -> None:
-        self._convert_integer("max_cp_size")
         if not self.has_cp_per_pack:
             return
         size = self.max_cp_size

@@ -10,11 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import ArrayLike, NDArray
 
+from roll_batching.checked_fields import CheckedFields, NotNegative
 from roll_batching.errors import PlanError
 from roll_batching.planning.plain_values import kind_of
 
@@ -27,6 +29,9 @@ FIXED_TOKENS = 512
 Measured by `benchmarks/bench_fixed.py`: 150 on a CPU core. On an H100, steps of the Qwen3-1.7B shape run no kernel for
 the time of 830 tokens per micro-batch (`results/`).
 """
+
+
+Cost = Annotated[int, Ge(0)]
 
 
 @runtime_checkable
@@ -75,26 +80,22 @@ class ChunkCosts:
 
 
 @dataclass(frozen=True)
-class LinearQuadraticCost:
+class LinearQuadraticCost(CheckedFields, error=PlanError):
     """Cost `linear*L + quadratic*L^2` per sequence, `fixed` per micro-batch; integers of any unit.
 
     `chunks` has the costs of a pipeline's model chunks where they differ; None: all cost the same. The defaults 24576
     and 1 are those of verl and ROLL (6 x hidden size 4096, a dense 7B).
     """
 
-    linear: int = 24576
-    quadratic: int = 1
-    fixed: int = 0
+    linear: Cost = 24576
+    quadratic: Cost = 1
+    fixed: Cost = 0
     chunks: ChunkCosts | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.chunks is not None and not isinstance(self.chunks, ChunkCosts):
             raise PlanError(f"{type(self).__name__}.chunks is {kind_of(self.chunks)}: pass ChunkCosts, or None")
-        for name in ("linear", "quadratic", "fixed"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-                raise PlanError(f"{type(self).__name__}.{name}={value!r} must be an integer of at least 0")
-            object.__setattr__(self, name, int(value))
         if self.linear == 0 and self.quadratic == 0:
             raise PlanError(f"{type(self).__name__} needs linear or quadratic above 0")
 
@@ -328,7 +329,7 @@ def _count_moe_layers(num_layers: int, num_moe_layers: int | None) -> int:
 class FittedCost(LinearQuadraticCost):
     """Cost fitted to measured times, in attoseconds; `residual` is the relative RMS error of the fit."""
 
-    residual: float = 0.0
+    residual: NotNegative = 0.0
 
 
 def fit_cost(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> FittedCost:

@@ -10,16 +10,19 @@ that equal inputs give equal plans on every machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le, Lt, Unit, doc
 from numpy.typing import NDArray
 
+from roll_batching.checked_fields import CheckedFields, Count, NotNegative
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.cost_model import LinearQuadraticCost
 from roll_batching.planning.pack_blocks import NANOSECONDS
-from roll_batching.planning.plain_values import integer_of, kind_of, switch_of
+from roll_batching.planning.plain_values import kind_of
 
 Floats = NDArray[np.float64]
 
@@ -29,72 +32,58 @@ LONGEST_TIME = 1e4
 """Most seconds of a part of a pack: sums over 2^18 sequences stay within int64 nanoseconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Rates of devices and links. Defaults: estimates for H100s with NVLink and one 400 Gb/s link per device."""
-
-    matmul_rate: float = 0.60 * 989e12
-    """FLOP/s of large matrix products."""
-    matmul_half_tokens: float = 300.0
-    """Tokens per device at which matrix products reach half of `matmul_rate`, without tensor parallelism."""
-    attention_rate: float = 0.42 * 989e12
-    """FLOP/s of attention kernels, forward and backward together."""
-    attention_tile: int = 128
-    """Tokens of a tile of the attention kernel; a chunk is computed in whole tiles."""
-    devices_per_node: int = 8
-    node_bandwidth: float = 300e9
-    """Bytes/s per device that a collective reaches within a node."""
-    network_bandwidth: float = 42e9
-    """Bytes/s per device that a collective reaches between nodes."""
-    node_latency: float = 25e-6
-    """Seconds of a collective without data, within a node."""
-    network_latency: float = 60e-6
-    """Seconds of a collective without data, between nodes."""
-    layer_floor: float = 1e-3
-    """Shortest time of a layer, forward and backward, in seconds: kernel launches and Python."""
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise PlanError(f"cluster.{entry.name} is {value!r}: it must be a finite number of at least 0")
-        for name in ("matmul_rate", "attention_rate", "attention_tile", "devices_per_node"):
-            if getattr(self, name) <= 0:
-                raise PlanError(f"cluster.{name} is {getattr(self, name)!r}: it must be above 0")
-        for name in ("node_bandwidth", "network_bandwidth"):
-            if getattr(self, name) <= 0:
-                raise PlanError(f"cluster.{name} is {getattr(self, name)!r} bytes/s: it must be above 0")
+FlopRate = Annotated[float, Ge(1e9), Le(1e18), Unit("FLOP/s")]
+Bandwidth = Annotated[float, Ge(1e6), Le(1e16), Unit("bytes/s")]
+Latency = Annotated[float, Ge(0), Le(0.01), Unit("seconds")]
+LayerTime = Annotated[float, Ge(0), Lt(1), Unit("seconds")]
+Tokens = Annotated[float, Ge(0), Le(1_000_000), Unit("tokens")]
+Few = Annotated[int, Ge(1), Le(65_536)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackTimes:
+class Cluster(CheckedFields, error=PlanError):
+    """Rates of devices and links. Defaults: estimates for H100s with NVLink and one 400 Gb/s link per device.
+
+    Bounds are generous for real hardware: a value outside of them is in another unit.
+    """
+
+    matmul_rate: Annotated[FlopRate, doc("FLOP/s of large matrix products.")] = 0.60 * 989e12
+    matmul_half_tokens: Annotated[
+        Tokens, doc("Tokens per device at which matrix products reach half of matmul_rate, without tensor parallelism.")
+    ] = 300.0
+    attention_rate: Annotated[FlopRate, doc("FLOP/s of attention kernels, both passes together.")] = 0.42 * 989e12
+    attention_tile: Annotated[Few, doc("Tokens of a tile of the attention kernel, which computes whole tiles.")] = 128
+    devices_per_node: Annotated[Few, doc("Devices of a machine.")] = 8
+    node_bandwidth: Annotated[Bandwidth, doc("Bytes/s per device of collectives within a machine.")] = 300e9
+    network_bandwidth: Annotated[Bandwidth, doc("Bytes/s per device of collectives between machines.")] = 42e9
+    node_latency: Annotated[Latency, doc("Seconds of a collective without data, within a machine.")] = 25e-6
+    network_latency: Annotated[Latency, doc("Seconds of a collective without data, between machines.")] = 60e-6
+    layer_floor: Annotated[LayerTime, doc("Shortest seconds of a layer, both passes: kernel launches, Python.")] = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackTimes(CheckedFields, error=PlanError):
     """Time of packs by context-parallel size, in integer nanoseconds of one pipeline stage, forward and backward."""
 
-    linear: float
+    linear: NotNegative
     """FLOPs per token of the whole model, forward and backward."""
-    quadratic: float
+    quadratic: NotNegative
     """FLOPs per squared token of the whole model, forward and backward."""
-    num_layers: int
-    hidden_size: int
-    kv_size: int
+    num_layers: Count
+    hidden_size: Count
+    kv_size: Count
     """Elements of the keys and values of one token in one layer, together."""
-    tp_size: int = 1
-    pp_size: int = 1
+    tp_size: Count = 1
+    pp_size: Count = 1
     overlapped_exchange: bool = False
     """Whether keys and values travel in a ring behind attention (TransformerEngine's "p2p") instead of an all-gather
     before it (the local attention core)."""
     cluster: Cluster = field(default_factory=Cluster)
 
     def __post_init__(self) -> None:
-        for name in ("linear", "quadratic"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise PlanError(f"PackTimes.{name} is {value!r}: it must be a finite number of at least 0")
-        for name in ("num_layers", "hidden_size", "kv_size", "tp_size", "pp_size"):
-            object.__setattr__(self, name, integer_of(f"PackTimes.{name}", getattr(self, name)))
+        super().__post_init__()
         if not isinstance(self.cluster, Cluster):
             raise PlanError(f"PackTimes.cluster is {kind_of(self.cluster)}: pass a Cluster")
-        object.__setattr__(self, "overlapped_exchange", switch_of("overlapped_exchange", self.overlapped_exchange))
 
     @classmethod
     def of_model(

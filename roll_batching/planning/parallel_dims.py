@@ -6,28 +6,28 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from roll_batching.checked_fields import CheckedFields, Count
 from roll_batching.errors import LayoutError
-from roll_batching.planning.plain_values import integer_of, switch_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelDims:
+class ParallelDims(CheckedFields, error=LayoutError):
     """Sizes of a parallel layout, as plain integers; compared with `==`.
 
     A *replica* is the `tp_size * cp_size * pp_size` ranks that compute the same samples; the world consists of
     `dp_size` replicas. Raises `LayoutError` for impossible sizes.
     """
 
-    dp_size: int = 1
+    dp_size: Count = 1
     """Data-parallel ranks, each a replica of TP x CP x PP processes."""
-    tp_size: int = 1
-    cp_size: int = 1
-    pp_size: int = 1
-    vpp_size: int = 1
+    tp_size: Count = 1
+    cp_size: Count = 1
+    pp_size: Count = 1
+    vpp_size: Count = 1
     """Model chunks per pipeline stage; above 1 the schedule is Megatron's interleaved one."""
-    ep_size: int = 1
+    ep_size: Count = 1
     """Expert parallelism: Megatron's expert groups are consecutive ranks of TP x CP x DP."""
-    etp_size: int = None  # type: ignore[assignment]  # an int once constructed
+    etp_size: Count = None  # type: ignore[assignment]  # an int once constructed
     """Tensor parallelism of the experts. Default: `tp_size`, as in Megatron."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
@@ -37,10 +37,7 @@ class ParallelDims:
     def __post_init__(self) -> None:
         if self.etp_size is None:
             object.__setattr__(self, "etp_size", self.tp_size)
-        for name in _SIZES:
-            object.__setattr__(self, name, integer_of(name, getattr(self, name), error=LayoutError))
-        for name in ("sequence_parallel", "fully_sharded"):
-            object.__setattr__(self, name, switch_of(name, getattr(self, name), error=LayoutError))
+        super().__post_init__()
         if self.vpp_size > 1 and self.pp_size == 1:
             raise LayoutError(f"vpp_size={self.vpp_size} needs pp_size of at least 2; set vpp_size=1")
         ranks = self.dp_size * self.cp_size * self.tp_size

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from roll_batching.checked_fields import LARGEST
 from roll_batching.errors import PlanError, RollBatchingError
-
-LARGEST = 1 << 40
-"""Largest size, token count or seed. Values that plans compute from them fit into 64 bits."""
 
 
 def integer_of(name: str, value: Any, lowest: int = 1, *, error: type[RollBatchingError] = PlanError) -> int:
@@ -25,13 +23,6 @@ def integer_of(name: str, value: Any, lowest: int = 1, *, error: type[RollBatchi
     if number > LARGEST:
         raise error(f"{name}={value!r} is above 2^40: set a smaller integer")
     return number
-
-
-def switch_of(name: str, value: Any, *, error: type[RollBatchingError] = PlanError) -> bool:
-    """`value` as a bool; raises `error` with `name` for anything but True and False."""
-    if not isinstance(value, bool | np.bool_):
-        raise error(f"{name}={value!r} must be True or False")
-    return bool(value)
 
 
 def kind_of(value: Any) -> str:

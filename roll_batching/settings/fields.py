@@ -5,17 +5,20 @@ Loader, notices, reference page and tests all read this one declaration beside t
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from annotated_types import DocInfo
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     SerializerFunctionWrapHandler,
+    create_model,
     model_serializer,
 )
 from pydantic.fields import FieldInfo
@@ -31,6 +34,8 @@ Pass = Literal["train", "infer"]
 
 MOST_TOKENS = 2**24
 """Upper limit of token and sample counts: a typo beyond it would otherwise fail late, in an allocation."""
+MOST_PROCESSES = 1024
+"""Upper limit of processes that a rank starts for one purpose."""
 
 
 class Settings(BaseModel):
@@ -53,6 +58,7 @@ class Roles:
     """Why the other roles do not read it, for the notice."""
 
 
+POLICY = Roles(names=("actor_train",), otherwise="the policy in training alone reads it")
 TRAINED = Roles(names=("actor_train", "critic"), otherwise="this role is not trained")
 
 
@@ -85,6 +91,33 @@ def setting(
     if "default_factory" in limits:
         return Field(description=help, json_schema_extra=scope, **limits)
     return Field(default, description=help, json_schema_extra=scope, **limits)
+
+
+@dataclass(frozen=True)
+class InFile:
+    """Beside the type of a dataclass's field: the narrower type that a file can give."""
+
+    type: Any
+
+
+def section_of(kind: type[Any]) -> type[Settings]:
+    """The section of a file for the dataclass `kind`: its fields with a `doc`, before those of its bases.
+
+    Types, bounds and defaults are those of the dataclass.
+    """
+    types, defaults = (
+        typing.get_type_hints(kind, include_extras=True),
+        {f.name: f.default for f in dataclasses.fields(kind)},
+    )
+    names = [name for base in kind.__mro__ for name in inspect.get_annotations(base) if name in defaults]
+    section: dict[str, Any] = {}
+    for name in dict.fromkeys(names):
+        metadata = getattr(types[name], "__metadata__", ())
+        help = next((item.documentation for item in metadata if isinstance(item, DocInfo)), None)
+        narrower = next((item.type for item in metadata if isinstance(item, InFile)), types[name])
+        if help is not None:
+            section[name] = (narrower, setting(defaults[name], help=help))
+    return create_model(kind.__name__, __base__=Settings, **section)
 
 
 def scope_of(field: FieldInfo) -> Scope:

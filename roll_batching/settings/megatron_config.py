@@ -11,7 +11,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
 from roll_batching.planning.pack_times import Cluster
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
-from roll_batching.settings.fields import MOST_TOKENS, RegisteredName, Settings, setting
+from roll_batching.settings.fields import POLICY, TRAINED, RegisteredName, Settings, section_of, setting
 
 MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
@@ -29,53 +29,13 @@ def _at_least_one(value: int | str) -> int | str:
     return value
 
 
-class ClusterConfig(Settings):
+class ClusterConfig(section_of(Cluster)):  # type: ignore[misc]
     """`cluster`: rates by which plans choose context-parallel sizes. Defaults are estimates for H100s, not measured."""
-
-    matmul_rate: float = setting(Cluster.matmul_rate, help="FLOP/s of large matrix products.", gt=0)
-    matmul_half_tokens: float = setting(
-        Cluster.matmul_half_tokens,
-        help="Tokens per device at which matrix products reach half of matmul_rate, without tensor parallelism.",
-        ge=0,
-    )
-    attention_rate: float = setting(
-        Cluster.attention_rate, help="FLOP/s of attention kernels, forward and backward together.", gt=0
-    )
-    attention_tile: int = setting(
-        Cluster.attention_tile, help="Tokens of a tile of the attention kernel.", ge=1, le=MOST_TOKENS
-    )
-    devices_per_node: int = setting(Cluster.devices_per_node, help="Devices of a machine.", ge=1, le=MOST_TOKENS)
-    node_bandwidth: float = setting(
-        Cluster.node_bandwidth, help="Bytes/s per device that a collective reaches within a machine.", gt=0
-    )
-    network_bandwidth: float = setting(
-        Cluster.network_bandwidth, help="Bytes/s per device that a collective reaches between machines.", gt=0
-    )
-    node_latency: float = setting(
-        Cluster.node_latency, help="Seconds of a collective without data, within a machine.", ge=0
-    )
-    network_latency: float = setting(
-        Cluster.network_latency, help="Seconds of a collective without data, between machines.", ge=0
-    )
-    layer_floor: float = setting(
-        Cluster.layer_floor, help="Shortest time of a layer, forward and backward, in seconds.", ge=0
-    )
 
     @property
     def rates(self) -> Cluster:
         """The rates, for the planner."""
-        return Cluster(
-            matmul_rate=self.matmul_rate,
-            matmul_half_tokens=self.matmul_half_tokens,
-            attention_rate=self.attention_rate,
-            attention_tile=self.attention_tile,
-            devices_per_node=self.devices_per_node,
-            node_bandwidth=self.node_bandwidth,
-            network_bandwidth=self.network_bandwidth,
-            node_latency=self.node_latency,
-            network_latency=self.network_latency,
-            layer_floor=self.layer_floor,
-        )
+        return Cluster(**self.model_dump())
 
 
 def _readable_layout(value: str | list[list[str]] | None) -> str | list[list[str]] | None:
@@ -143,44 +103,52 @@ class MegatronConfig(Settings):
     use_distributed_optimizer: bool = setting(
         False,
         help="Shard the optimizer's state over data-parallel ranks. Checkpoints hold whole parameters, for any layout.",
+        roles=TRAINED,
     )
-    overlap_grad_reduce: bool = setting(False, help="Reduce gradients while the backward still runs.")
+    overlap_grad_reduce: bool = setting(False, help="Reduce gradients while the backward still runs.", roles=TRAINED)
     overlap_param_gather: bool = setting(
         False,
         help="Gather parameters while the forward runs; needs use_distributed_optimizer and overlap_grad_reduce.",
+        roles=TRAINED,
     )
     grad_reduce_in_fp32: bool | None = setting(
         None,
         help="Sum the gradients of a bf16 model in fp32, over micro-batches and data-parallel ranks; false: in bf16. "
         "Default: true, false where main_grads_dtype is bf16.",
+        roles=TRAINED,
     )
     use_precision_aware_optimizer: bool = setting(
         False,
         help="TransformerEngine's Adam, whose state has the precisions below (CUDA). Needs use_distributed_optimizer; "
         "its state is not saved.",
+        roles=TRAINED,
     )
     main_grads_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", help="Gradients that the precision-aware optimizer reads; bf16 needs grad_reduce_in_fp32: false."
+        "fp32",
+        help="Gradients that the precision-aware optimizer reads; bf16 needs grad_reduce_in_fp32: false.",
+        roles=TRAINED,
     )
     main_params_dtype: Literal["fp32", "fp16"] = setting(
-        "fp32", help="The precision-aware optimizer's copy of the parameters."
+        "fp32", help="The precision-aware optimizer's copy of the parameters.", roles=TRAINED
     )
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = setting(
-        "fp32", help="The precision-aware optimizer's first moments."
+        "fp32", help="The precision-aware optimizer's first moments.", roles=TRAINED
     )
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = setting(
-        "fp32", help="The precision-aware optimizer's second moments."
+        "fp32", help="The precision-aware optimizer's second moments.", roles=TRAINED
     )
     recompute_granularity: Literal["full", "selective"] | None = setting(
-        None, help="Recompute activations in backward: whole layers, or parts of them."
+        None, help="Recompute activations in backward: whole layers, or parts of them.", roles=TRAINED
     )
     recompute_method: Literal["uniform", "block"] | None = setting(
-        None, help="full: which layers are recomputed. Default: uniform."
+        None, help="full: which layers are recomputed. Default: uniform.", roles=TRAINED
     )
     recompute_num_layers: int | None = setting(
-        None, help="full: layers per recomputed unit, or recomputed layers.", ge=1
+        None, help="full: layers per recomputed unit, or recomputed layers.", ge=1, roles=TRAINED
     )
-    recompute_modules: list[str] | None = setting(None, help="selective: parts of a layer. Default: core_attn.")
+    recompute_modules: list[str] | None = setting(
+        None, help="selective: parts of a layer. Default: core_attn.", roles=TRAINED
+    )
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
         None,
         help="Precision of the routers of a mixture of experts, before what the model's configuration says. Other "
@@ -192,9 +160,12 @@ class MegatronConfig(Settings):
         "architecture.moe.router_bias_update_rate; for models with expert biases.",
         ge=0,
         lt=1,
+        roles=TRAINED,
     )
     freeze_moe_router: bool = setting(
-        False, help="Leave the weights of a mixture's routers as loaded: they get no gradient and no optimizer step."
+        False,
+        help="Leave the weights of a mixture's routers as loaded: they get no gradient and no optimizer step.",
+        roles=TRAINED,
     )
     mtp_num_layers: int | None = setting(
         None,
@@ -202,11 +173,17 @@ class MegatronConfig(Settings):
         "architecture.mtp_num_layers; 0: none.",
         ge=0,
         le=64,
+        roles=POLICY,
     )
     mtp_loss_scaling_factor: float = setting(
-        0.1, help="Weight of the mean of the heads' losses. 0: the heads stay as loaded, and are measured.", ge=0
+        0.1,
+        help="Weight of the mean of the heads' losses. 0: the heads stay as loaded, and are measured.",
+        ge=0,
+        roles=POLICY,
     )
-    mtp_detach_heads: bool = setting(False, help="No gradient of the heads' losses reaches the rest of the model.")
+    mtp_detach_heads: bool = setting(
+        False, help="No gradient of the heads' losses reaches the rest of the model.", roles=POLICY
+    )
     transformer_impl: Literal["auto", "transformer_engine", "local"] = setting(
         "auto",
         help="Whose layers are built: Megatron's local ones, or TransformerEngine's (CUDA). auto: local.",
@@ -227,6 +204,7 @@ class MegatronConfig(Settings):
         True,
         help="Megatron's loss scaling underneath. Results do not depend on it, except for losses of a mixture's "
         "routers: true weighs those of a micro-batch by its tokens, false all micro-batches equally.",
+        roles=TRAINED,
     )
     microbatch_group_size_per_vp_stage: int | Literal["auto"] | None = setting(
         None,

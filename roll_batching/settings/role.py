@@ -8,12 +8,11 @@ from pydantic import model_validator
 
 from roll_batching.errors import LayoutError
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
-from roll_batching.settings.fields import TRAINED, Roles, Settings, setting
+from roll_batching.settings.fields import POLICY, TRAINED, Roles, Settings, setting
 from roll_batching.settings.megatron_config import StrategyArgs
 from roll_batching.settings.model import ArchitectureConfig, ModelArgs
 from roll_batching.settings.training import TrainingArgs
 
-POLICY = Roles(names=("actor_train",), otherwise="the policy in training alone reads it")
 MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
 
 

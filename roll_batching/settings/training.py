@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
 
 
@@ -44,6 +46,25 @@ class TrainingArgs(Settings):
     def warms_up(self) -> bool:
         """Whether the schedule begins with a warm-up."""
         return self.warmup_steps > 0 or self.warmup_ratio > 0
+
+    @model_validator(mode="after")
+    def _rate_falls(self) -> TrainingArgs:
+        if self.min_lr > self.learning_rate:
+            raise ValueError(
+                f"min_lr is {self.min_lr:g}, above learning_rate {self.learning_rate:g}, from which the schedule falls "
+                "to it: lower min_lr, or leave it out"
+            )
+        return self
+
+    def unfinished_warmup(self, steps: int) -> str | None:
+        """The notice that `warmup_steps` is more than the `steps` of a phase; None where it is not."""
+        if self.warmup_steps <= steps:
+            return None
+        rate = self.learning_rate * steps / self.warmup_steps
+        return (
+            f"is {self.warmup_steps}, and {steps} optimizer steps are made: the learning rate rises to {rate:.3g} "
+            f"alone, not to {self.learning_rate:g}"
+        )
 
 
 def rate_problem(args: TrainingArgs) -> tuple[str, str] | None:

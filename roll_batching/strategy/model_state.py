@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
+from roll_batching.checked_fields import CheckedFields, Count
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import BatchingSpec, CostModel, PlanConstraints
 from roll_batching.planning.pack_times import Cluster
-from roll_batching.planning.plain_values import integer_of, kind_of, switch_of
+from roll_batching.planning.plain_values import kind_of
 from roll_batching.settings import ArchitectureConfig, BatchingConfig, RoleSettings
 
 SchedulerUnit = Literal["steps", "samples"]
@@ -22,7 +23,7 @@ PipelineShapes = Literal["planned", "exchanged", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSettings:
+class StepSettings(CheckedFields, error=LayoutError):
     """Settings of the forward-backward schedule, from `from_parts` or from a role's settings.
 
     Raises:
@@ -31,30 +32,23 @@ class StepSettings:
 
     pipeline_shapes: PipelineShapes = "planned"
     """Source of the shapes that pipeline stages receive: see `run_schedule`."""
-    group_size: int | Literal["auto"] | None = None
+    group_size: Count | Literal["auto"] | None = None
     """Micro-batches per group of the interleaved schedule; None: Megatron's default, the pipeline size."""
     apply_loss_scale: bool = True
     """False: keep Megatron's own scaling, which divides by micro-batches x data-parallel ranks."""
     rows_form: bool = False
     """Pass rectangles to the model as [rows, length], for models that cannot take packs."""
-    max_cp_size: int = 1
+    max_cp_size: Count = 1
     """Above 1, each pack has its own context-parallel size up to this one; see `PlanConstraints.max_cp_size`."""
-    pack_multiple: int = 1
+    pack_multiple: Count = 1
     """Multiple of the tokens that one rank holds; above 1 in FP8."""
     cluster: Cluster = field(default_factory=Cluster)
     """Rates by which plans choose context-parallel sizes."""
 
     def __post_init__(self) -> None:
-        if self.pipeline_shapes not in (known := get_args(PipelineShapes)):
-            raise LayoutError(f"pipeline_shapes={self.pipeline_shapes!r} is unknown: choose one of {', '.join(known)}")
-        if self.group_size not in (None, "auto"):
-            object.__setattr__(self, "group_size", integer_of("group_size", self.group_size, error=LayoutError))
-        for name in ("max_cp_size", "pack_multiple"):
-            object.__setattr__(self, name, integer_of(name, getattr(self, name), error=LayoutError))
+        super().__post_init__()
         if not isinstance(self.cluster, Cluster):
             raise LayoutError(f"cluster is {kind_of(self.cluster)}: pass a Cluster")
-        for name in ("apply_loss_scale", "rows_form"):
-            object.__setattr__(self, name, switch_of(name, getattr(self, name), error=LayoutError))
 
     @classmethod
     def of(cls, config: RoleSettings, dp_size: int) -> StepSettings:

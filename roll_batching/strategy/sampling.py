@@ -2,60 +2,48 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge, Le
 
+from roll_batching.checked_fields import LARGEST, CheckedFields, Count, Positive, PositiveShare, Seed
 from roll_batching.errors import DataError
-from roll_batching.planning.plain_values import integer_of, switch_of
-
-_LOWEST = {"max_new_tokens": 1, "num_return_sequences": 1, "eos_token_id": -1, "top_k": 0, "seed": 0}
-"""Lower bounds of integer settings. eos_token_id -1 is no token: only max_new_tokens ends a response then."""
+from roll_batching.planning.plain_values import integer_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings:
+class GenerationSettings(CheckedFields, error=DataError):
     """Sampling settings of responses. Raises `DataError` for values out of range."""
 
-    max_new_tokens: int
-    eos_token_id: int
+    max_new_tokens: Count
+    eos_token_id: Annotated[int, Ge(-1), Le(LARGEST)]
+    """-1 is no token: only max_new_tokens ends a response then."""
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end a response."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: Positive = 1.0
+    top_p: PositiveShare = 1.0
+    top_k: Annotated[int, Ge(0), Le(LARGEST)] = 0
     """Sample among the k most likely tokens; 0: all."""
     greedy: bool = False
-    seed: int = 0
-    num_return_sequences: int = 1
+    seed: Seed = 0
+    num_return_sequences: Count = 1
     """Responses per prompt, on consecutive rows."""
-    max_tokens_in_cache: int | None = None
+    max_tokens_in_cache: Count | None = None
     """Most positions of the key-value cache on a rank: sequences in the batch x (their longest prompt +
     max_new_tokens). Further sequences wait for the next batch; results do not depend on it. None: no limit."""
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     """Vocabulary size of the model, an upper bound of token ids from rollout engines. None: unknown."""
 
     def __post_init__(self) -> None:
-        for name, lowest in _LOWEST.items():
-            object.__setattr__(self, name, integer_of(name, getattr(self, name), lowest, error=DataError))
-        if self.max_tokens_in_cache is not None:
-            bound = integer_of("max_tokens_in_cache", self.max_tokens_in_cache, error=DataError)
-            object.__setattr__(self, "max_tokens_in_cache", bound)
+        super().__post_init__()
         if not isinstance(self.stop_token_ids, list | tuple):
             raise DataError(f"stop_token_ids={self.stop_token_ids!r} must be a tuple of token ids")
         stops = tuple(integer_of("stop_token_ids", token, 0, error=DataError) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stops)
-        object.__setattr__(self, "greedy", switch_of("greedy", self.greedy, error=DataError))
-        for name, largest in (("temperature", sys.float_info.max), ("top_p", 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= largest:
-                raise DataError(f"{name}={value!r} must be a number above 0 and at most {largest:g}")
-            object.__setattr__(self, name, float(value))
 
 
 def uniform_draws(

@@ -244,7 +244,7 @@ def test_the_most_likely_tokens_of_vocabulary_shards(k: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"objective": "kl"}, "objective 'kl'"),
+        ({"objective": "kl"}, "objective is 'kl'"),
         ({"temperature": 0.0}, "temperature is 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"weight": 1.5}, "weight is 1.5"),
@@ -253,7 +253,7 @@ def test_the_most_likely_tokens_of_vocabulary_shards(k: int) -> None:
         ({"adaptive_share": 1.0}, "adaptive_share is 1.0"),
         ({"objective": "js_divergence", "zero_outside_topk": True}, "zero_outside_topk is for forward_kl"),
         ({"temperature": 2.0, "zero_outside_topk": True}, "zero_outside_topk has no temperature"),
-        ({"aggregation": "mean"}, "aggregation 'mean'"),
+        ({"aggregation": "mean"}, "aggregation is 'mean'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:

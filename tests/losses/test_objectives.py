@@ -208,9 +208,9 @@ def test_metrics_do_not_depend_on_the_partition() -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"clip_low": 0.0}, "clip range"),
-        ({"clip_low": 1.5}, "clip range"),
-        ({"clip_high": 0.0}, "clip range"),
+        ({"clip_low": 0.0}, "clip_low is 0.0; .* above 0 and at most 1"),
+        ({"clip_low": 1.5}, "clip_low is 1.5"),
+        ({"clip_high": 0.0}, "clip_high is 0.0"),
         ({"dual_clip": 0.9}, "dual_clip is 0.9"),
         ({"dual_clip": 1.0}, "dual_clip is 1.0"),
         ({"engine_ratio_cap": 0.0}, "engine_ratio_cap"),

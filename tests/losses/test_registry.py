@@ -74,7 +74,7 @@ def test_dr_grpos_constant_is_the_longest_response_or_as_given():
 def test_settings_that_do_not_go_together_are_refused_with_their_place():
     with pytest.raises(ConfigFileError, match="engine_ratio_min is 3"):
         loss_of(job(loss_args={"engine_ratio_min": 3, "engine_ratio_cap": 2}))
-    with pytest.raises(ConfigFileError, match="clip_low in"):
+    with pytest.raises(ConfigFileError, match="clip_low is 1.5; it must be"):
         loss_of(job(loss_function="cispo", pg_clip=1.5))
 
 

@@ -102,7 +102,7 @@ def test_errors_of_kto() -> None:
 
     with pytest.raises(DataError, match="sample field 'reference_point'"):
         run(KTOLoss(), measured().without(["reference_point"]), BINS)
-    with pytest.raises(LossError, match="weights from 0"):
+    with pytest.raises(LossError, match="undesirable_weight is -1; .* at least 0"):
         KTOLoss(undesirable_weight=-1)
     whole = torch.ones(batch().num_tokens, dtype=torch.bool)
     with pytest.raises(DataError, match=r"samples \[0, 10, .* have no prompt or no counted response token"):

@@ -80,7 +80,7 @@ def test_a_constant_length_divides_as_in_dr_grpo() -> None:
 @pytest.mark.bad_input
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_clip_range_that_is_none_is_refused(clip: float) -> None:
-    with pytest.raises(LossError, match="clip is .*: give a positive number"):
+    with pytest.raises(LossError, match="clip is .*; it must be a finite number, above 0, or None"):
         ValueLoss(clip=clip)
 
 

@@ -80,7 +80,7 @@ def test_a_floor_that_no_pack_takes_stays_below_the_shortest_time() -> None:
     seconds = seconds_of(times_of(replace(TRUTH, layer_floor=0.0)), packs)
     fit = fit_cluster(times_of(Cluster()), packs, seconds)
     assert fit.packs_at_floor == 0 and fit.cluster.layer_floor == Cluster().layer_floor
-    slow_start = times_of(Cluster(layer_floor=1.0))
+    slow_start = times_of(Cluster(layer_floor=0.9))
     assert fit_cluster(slow_start, packs, seconds).cluster.layer_floor == pytest.approx(seconds.min() / 36)
 
 
@@ -113,12 +113,7 @@ def test_measurements_that_determine_nothing_are_refused(change: dict[str, Any],
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    "rates",
-    [{"layer_floor": 1e300}, {"network_latency": 1e200, "devices_per_node": 1}, {"matmul_rate": 1e-9}],
-    ids=str,
-)
-def test_times_beyond_64_bits_are_refused(rates: dict[str, float]) -> None:
-    times = times_of(Cluster(**rates))
+def test_times_beyond_64_bits_are_refused() -> None:
+    times = replace(times_of(Cluster()), linear=1e30)
     with pytest.raises(PlanError, match=f"at most {LONGEST_TIME:,.0f} s can be planned: check the rates"):
         times.pack(np.array([1000]), 2)

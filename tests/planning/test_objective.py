@@ -141,7 +141,7 @@ def test_expert_sizes_that_do_not_divide_are_refused():
         PlanConstraints(dp_size=4, cp_size=2, ep_size=3, max_tokens=64)
     with pytest.raises(PlanError, match=r"ep_size=4 x etp_size=4 does not divide dp_size x cp_size x tp_size = 8"):
         PlanConstraints(dp_size=4, tp_size=2, ep_size=4, etp_size=4, max_tokens=64)
-    with pytest.raises(PlanError, match="ep_size=0 must be an integer of at least 1"):
+    with pytest.raises(PlanError, match="ep_size is 0; it must be an integer, at least 1"):
         PlanConstraints(dp_size=4, ep_size=0, max_tokens=64)
 
 

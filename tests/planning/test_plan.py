@@ -155,10 +155,10 @@ def test_from_bins_checks_what_others_formed():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens=0 must be an integer of at least 1"),
-        ({"max_tokens": -5}, "max_tokens=-5"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be an integer, at least 1"),
+        ({"max_tokens": -5}, "max_tokens is -5"),
         ({"max_tokens": None}, "needs max_tokens"),
-        ({"mode": "paked"}, "mode='paked' is unknown"),
+        ({"mode": "paked"}, "mode is 'paked'; it must be one of packed, dynamic, padded"),
         ({"algorithm": "roll"}, "does not exist in mode 'packed'"),
         ({"vpp_size": 2}, "needs pp_size of at least 2"),
         ({"group_size": 4}, "only with vpp_size > 1"),
@@ -167,10 +167,10 @@ def test_from_bins_checks_what_others_formed():
         ({"sequence_length_round": 8}, "is not read in mode 'packed'"),
         ({"sequence_multiple": "2*cp"}, "2\\*cp\\*tp"),
         ({"max_tokens": 3, "cp_size": 4}, "below the alignment"),
-        ({"oversize": "skip"}, "oversize='skip'"),
-        ({"objective": "speed"}, "objective='speed'"),
-        ({"seed": -1}, "seed=-1"),
-        ({"dp_size": 2.0}, "dp_size=2.0"),
+        ({"oversize": "skip"}, "oversize is 'skip'"),
+        ({"objective": "speed"}, "objective is 'speed'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"dp_size": 2.0}, "dp_size is 2.0"),
     ],
 )
 def test_constraints_that_cannot_be_met_are_refused_by_name(more, message):

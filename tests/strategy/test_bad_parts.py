@@ -154,9 +154,9 @@ ENTRIES: dict[str, tuple[Callable[[Scene], Any], str]] = {
         "optimizer is None",
     ),
     "pipeline shapes that do not exist": (lambda s: s.adopt(settings=_settings(pipeline_shapes="plan")), "'plan'"),
-    "a group of no micro-batches": (lambda s: s.adopt(settings=_settings(group_size=0)), "group_size=0"),
+    "a group of no micro-batches": (lambda s: s.adopt(settings=_settings(group_size=0)), "group_size is 0"),
     "another width on one rank": (_two_widths, "ranks differ in the model"),
-    "rows_form of text": (lambda s: s.adopt(rows_form="no"), "rows_form='no'"),
+    "rows_form of text": (lambda s: s.adopt(rows_form="no"), "rows_form is 'no'"),
     # train_step, forward, generate
     "the class of a loss": (lambda s: s.train(loss=type(s.loss)), "the class SFTLoss"),
     "the class of a loss on one rank": (lambda s: s.train(loss=s.given(s.loss, type(s.loss))), "the class SFTLoss"),
@@ -169,11 +169,11 @@ ENTRIES: dict[str, tuple[Callable[[Scene], Any], str]] = {
     "samples as a list": (lambda s: s.train(local=[s.local]), "got list"),
     "masks as text": (lambda s: s.strategy.forward(s.local, s.plan, masks="response_mask"), "masks='response_mask'"),
     "needs as text": (lambda s: s.strategy.forward(s.local, s.plan, needs="log_probs"), "log_probs, entropy or both"),
-    "generate, no temperature": (_generate("temperature", float("nan")), "temperature=nan"),
-    "generate, tokens as text": (_generate("max_new_tokens", "2"), "max_new_tokens='2'"),
-    "generate, top_p 0": (_generate("top_p", 0.0), "top_p=0.0"),
-    "generate, top_k -1": (_generate("top_k", -1), "top_k=-1"),
-    "generate, no seed": (_generate("seed", None), "seed=None"),
+    "generate, no temperature": (_generate("temperature", float("nan")), "temperature is nan"),
+    "generate, tokens as text": (_generate("max_new_tokens", "2"), "max_new_tokens is '2'"),
+    "generate, top_p 0": (_generate("top_p", 0.0), "top_p is 0.0"),
+    "generate, top_k -1": (_generate("top_k", -1), "top_k is -1"),
+    "generate, no seed": (_generate("seed", None), "seed is None"),
     "generate, a stop token as text": (_generate("stop_token_ids", ("</s>",)), "stop_token_ids"),
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from roll_batching.checked_fields import Positive, Share
 from roll_batching.settings.fields import Settings, setting
-from roll_batching.settings.losses import DistillObjective
+from roll_batching.settings.losses import DistillObjective, InnerShare
 
 
 class DistillKeys(Settings):
@@ -18,27 +19,23 @@ class DistillKeys(Settings):
         "KL(q, p). mixed_kl: both (mixed_kl_weight). js_divergence: of both from their mean. skewed_*: from a mixture "
         "(skew_lambda). adaptive_kl: both, weighted by where p and q differ (adaptive_kl_alpha).",
     )
-    mixed_kl_weight: float = setting(
-        0.5, help="mixed_kl: weight of the forward divergence; the reverse one has the rest.", ge=0, le=1
+    mixed_kl_weight: Share = setting(
+        0.5, help="mixed_kl: weight of the forward divergence; the reverse one has the rest."
     )
-    skew_lambda: float = setting(
+    skew_lambda: InnerShare = setting(
         0.1,
         help="skewed_forward_kl: p is compared with skew_lambda p + (1 - skew_lambda) q; skewed_reverse_kl: q with "
         "skew_lambda p + (1 - skew_lambda) q.",
-        gt=0,
-        lt=1,
     )
-    adaptive_kl_alpha: float = setting(
-        0.5, help="adaptive_kl: probability of the teacher's least likely tokens, its tail.", gt=0, lt=1
+    adaptive_kl_alpha: InnerShare = setting(
+        0.5, help="adaptive_kl: probability of the teacher's least likely tokens, its tail."
     )
-    kd_temperature: float = setting(1.0, help="distill: divides the logits of teacher and student.", gt=0)
-    teacher_temperature: float = setting(1.0, help="distill: divides the logits of the teacher as well.", gt=0)
-    distill_loss_weight: float = setting(
+    kd_temperature: Positive = setting(1.0, help="distill: divides the logits of teacher and student.")
+    teacher_temperature: Positive = setting(1.0, help="distill: divides the logits of the teacher as well.")
+    distill_loss_weight: Share = setting(
         1.0,
         help="distill: weight of the divergence; the negative log-likelihood of the texts has the rest (ROLL: 0.5). "
         "Under task: distill 1, as the student's own tokens are no target.",
-        ge=0,
-        le=1,
     )
     zero_outside_topk: bool = setting(
         False,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from roll_batching.errors import LayoutError
+from roll_batching.jobs.config.advantages import GAE
 from roll_batching.jobs.config.async_keys import AsyncKeys
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
 from roll_batching.jobs.config.distill_keys import DistillKeys
@@ -357,6 +358,13 @@ class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, Rollout
         """Sequences of one optimizer step, over all data-parallel ranks."""
         args = self.actor_train.training_args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
+
+    def optimizer_steps(self, dp_size: int) -> int | None:
+        """Optimizer steps of the policy in the main phase; None where the number of texts decides."""
+        if self.task in SUPERVISED_TASKS:
+            return None if self.num_train_epochs is not None and self.stream is None else self.max_steps
+        per_step = math.ceil(self.samples_per_rollout / self.mini_batch_size(dp_size)) * self.ppo_epochs
+        return (self.max_steps - (self.critic_warmup if self.adv_estimator == GAE else 0)) * per_step
 
     def environment(self) -> dict[str, str]:
         """Environment variables of the workers: the job's, then those of its roles."""

@@ -88,6 +88,11 @@ def _fixed_size(layout: MegatronConfig, key: str) -> int:
     return 1 if size in (None, "auto") else int(size)
 
 
+def builds_sampling_model(job: JobKeys) -> bool:
+    """Whether actor_infer has a model with its own settings: on its own devices, or a copy in another layout."""
+    return job.own_devices("actor_infer") is not None or samples_apart(job)
+
+
 def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
     """Sizes of actor_train that rule out sampling, where the training model has to sample."""
     if job.has_sampler or uses_engine(job) or samples_apart(job):

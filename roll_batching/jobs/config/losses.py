@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roll_batching.registry import Entry, Registry
-from roll_batching.settings.fields import Settings
+from roll_batching.settings.fields import Settings, section_of
 from roll_batching.settings.losses import (
     ClipCovSettings,
     DistillSettings,
@@ -18,7 +18,6 @@ from roll_batching.settings.losses import (
     SAPOSettings,
     SFTSettings,
     TOPRSettings,
-    loss_args_section,
 )
 
 ROLLOUT_FIELDS: Mapping[str, str] = {
@@ -62,7 +61,7 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.objectives:PolicyLoss",
         summary="clipped policy gradient: PPO, GRPO, DAPO, Dr. GRPO, GSPO",
         reads=("response_mask", "advantages"),
-        settings=loss_args_section(PolicyGradientSettings),
+        settings=section_of(PolicyGradientSettings),
         keys={**_CLIP, "dual_clip": "dual_clip_loss", "ratio": "importance_sampling", **_SHARED},
     ),
     Loss(
@@ -70,7 +69,7 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.objectives:CISPOLoss",
         summary="clipped importance weights without gradient, times log-probs (CISPO; ROLL: tis with pg_clip_low 1)",
         reads=("response_mask", "advantages"),
-        settings=loss_args_section(PolicyGradientSettings),
+        settings=section_of(PolicyGradientSettings),
         keys={**_CLIP, **_SHARED},
     ),
     Loss(
@@ -78,7 +77,7 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.objectives:GPGLoss",
         summary="log-probs times advantages, without ratio or clip (GPG, REINFORCE)",
         reads=("response_mask", "advantages"),
-        settings=loss_args_section(PolicyGradientSettings),
+        settings=section_of(PolicyGradientSettings),
         keys=_SHARED,
     ),
     Loss(
@@ -86,7 +85,7 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.objectives:SAPOLoss",
         summary="a soft gate on the ratio for the clip (SAPO)",
         reads=("response_mask", "advantages"),
-        settings=loss_args_section(SAPOSettings),
+        settings=section_of(SAPOSettings),
         keys=_SHARED,
     ),
     Loss(
@@ -94,7 +93,7 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.objectives:GMPOLoss",
         summary="the geometric mean of ratios whose logarithms are clipped (GMPO; loss_agg_mode seq-mean-token-mean)",
         reads=("response_mask", "advantages"),
-        settings=loss_args_section(PolicyGradientSettings),
+        settings=section_of(PolicyGradientSettings),
         keys={**_CLIP, **_SHARED},
     ),
     Loss(
@@ -102,7 +101,7 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.objectives:TOPRLoss",
         summary="log-probs times advantages, tapered where the reward is not above 0 (TOPR)",
         reads=("response_mask", "advantages", "rewards"),
-        settings=loss_args_section(TOPRSettings),
+        settings=section_of(TOPRSettings),
         keys=_SHARED,
     ),
     Loss(
@@ -110,7 +109,7 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.covariance:ClipCovLoss",
         summary="policy, without the loss of some tokens whose log-prob and advantage vary together (Clip-Cov)",
         reads=("response_mask", "advantages", "old_log_probs"),
-        settings=loss_args_section(ClipCovSettings),
+        settings=section_of(ClipCovSettings),
         keys={**_CLIP, "dual_clip": "dual_clip_loss", "ratio": "importance_sampling", **_SHARED},
     ),
     Loss(
@@ -118,7 +117,7 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.covariance:KlCovLoss",
         summary="the ratio times advantages, and the distance from the old policy for such tokens (KL-Cov)",
         reads=("response_mask", "advantages", "old_log_probs"),
-        settings=loss_args_section(KlCovSettings),
+        settings=section_of(KlCovSettings),
         keys=_SHARED,
     ),
     Loss(
@@ -126,14 +125,14 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.supervised:SFTLoss",
         summary="negative log-likelihood of the response tokens",
         reads=("response_mask",),
-        settings=loss_args_section(SFTSettings),
+        settings=section_of(SFTSettings),
     ),
     Loss(
         name="distill",
         target="roll_batching.losses.distillation:DistillLoss",
         summary="divergence from a teacher over its most likely tokens (docs/distillation.md)",
         reads=("response_mask", "teacher_log_probs", "teacher_ids"),
-        settings=loss_args_section(DistillSettings),
+        settings=section_of(DistillSettings),
         keys={
             "objective": "kd_objective",
             "temperature": "kd_temperature",
@@ -150,20 +149,20 @@ LOSSES: Registry[Loss] = Registry(
         target="roll_batching.losses.preference:DPOLoss",
         summary="direct preference optimisation over pairs of responses",
         reads=("response_mask", "ref_log_probs", "pair", "chosen"),
-        settings=loss_args_section(DPOSettings),
+        settings=section_of(DPOSettings),
     ),
     Loss(
         name="ipo",
         target="roll_batching.losses.preference:IPOLoss",
         summary="identity preference optimisation over pairs of responses: the squared distance of the margin",
         reads=("response_mask", "ref_log_probs", "pair", "chosen"),
-        settings=loss_args_section(PreferenceSettings),
+        settings=section_of(PreferenceSettings),
     ),
     Loss(
         name="kto",
         target="roll_batching.losses.unpaired:KTOLoss",
         summary="Kahneman-Tversky optimisation: responses that are desirable or not, without pairs",
         reads=("response_mask", "ref_log_probs", "desirable", "reference_point"),
-        settings=loss_args_section(KTOSettings),
+        settings=section_of(KTOSettings),
     ),
 )

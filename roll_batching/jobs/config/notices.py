@@ -12,6 +12,7 @@ from roll_batching.jobs.config.diagnostics import KeyPath, Notice, no_effect
 from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_notices
 from roll_batching.jobs.config.engine_rules import ignored_option, starts_servers, uses_engine
 from roll_batching.jobs.config.foreign_keys import Verdict, given_foreign_keys
+from roll_batching.jobs.config.idle_rules import idle_notices
 from roll_batching.jobs.config.image_rules import image_notices
 from roll_batching.jobs.config.job_keys import TRACKERS, JobKeys
 from roll_batching.jobs.config.key_paths import field_at, given_keys
@@ -173,6 +174,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
     if loss is not None:
         yield from _policy_notices(job, data, set(loss.keys))
     yield from objective_notices(job, data)
+    yield from idle_notices(job, data)
     yield from supervised_notices(job, data)
     yield from stream_notices(job, data)
     if job.track_with not in TRACKERS:
@@ -241,7 +243,7 @@ def _routers(name: str, role: WorkerConfig, layout: dict[str, Any]) -> Iterator[
     if model.moe is not None:
         reasons = {} if model.moe.router_expert_bias else {_BIAS_RATE: "the model's routers have no expert biases"}
     for key, reason in reasons.items():
-        if layout.get(key):
+        if (value := layout.get(key)) is not None and value is not False:
             yield no_effect((name, "strategy_args", "strategy_config", key), reason)
 
 

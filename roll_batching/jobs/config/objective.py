@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from roll_batching.checked_fields import NotNegative, OptionalPositive, Positive, PositiveShare, Share
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, GAE
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.settings.fields import RegisteredName, Settings, setting
+from roll_batching.settings.losses import DualClip
 from roll_batching.settings.train_infer import TrainInferCorrection
 
 
@@ -47,30 +49,23 @@ class ObjectiveKeys(Settings):
         help="Normalise the advantages over the tokens of a reward domain in the step to mean 0 and deviation 1 "
         "(REINFORCE++). Masked tokens do not count.",
     )
-    reward_clip: float | None = setting(None, help="Clip normalised rewards to [-x, x].", gt=0)
-    advantage_clip: float | None = setting(None, help="Clip advantages to [-x, x].", gt=0)
-    episode_reward_weight: float = setting(1.0, help="gigpo: weight of the advantages of episodes.", ge=0)
-    step_reward_weight: float = setting(1.0, help="gigpo: weight of the advantages of turns in equal states.", ge=0)
-    step_reward_gamma: float = setting(
-        0.95, help="gigpo: discount per turn of the rewards that follow a turn.", ge=0, le=1
-    )
-    gamma: float = setting(
+    reward_clip: OptionalPositive = setting(None, help="Clip normalised rewards to [-x, x].")
+    advantage_clip: OptionalPositive = setting(None, help="Clip advantages to [-x, x].")
+    episode_reward_weight: NotNegative = setting(1.0, help="gigpo: weight of the advantages of episodes.")
+    step_reward_weight: NotNegative = setting(1.0, help="gigpo: weight of the advantages of turns in equal states.")
+    step_reward_gamma: Share = setting(0.95, help="gigpo: discount per turn of the rewards that follow a turn.")
+    gamma: PositiveShare = setting(
         1.0,
         help="Discount per token: the reward of a response counts less for earlier tokens. 1: equally for all.",
-        gt=0,
-        le=1,
     )
-    lambd: float = setting(
+    lambd: Share = setting(
         0.95,
         help="gae: weight of the values further on, the lambda of generalised advantage estimation. 1: rewards alone, "
         "minus the critic's value. 0: the next value alone.",
-        ge=0,
-        le=1,
     )
-    value_clip: float | None = setting(
+    value_clip: OptionalPositive = setting(
         None,
         help="gae: values are clipped to this distance from the old ones in the critic's loss. Default: no clip.",
-        gt=0,
     )
     critic_warmup: int = setting(0, help="gae: RL steps at the beginning in which only the critic is trained.", ge=0)
     critic_epochs: int = setting(1, help="gae: passes of the critic over a step's samples.", ge=1)
@@ -82,14 +77,13 @@ class ObjectiveKeys(Settings):
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "k3"] = setting(
         "kl", help="Estimator of add_token_level_kl; kl is k1, mse is k2."
     )
-    init_kl_coef: float = setting(
-        0.2, help="Weight of add_token_level_kl, or its first value with target_kl (ROLL, verl: 0.2).", ge=0
+    init_kl_coef: NotNegative = setting(
+        0.2, help="Weight of add_token_level_kl, or its first value with target_kl (ROLL, verl: 0.2)."
     )
-    target_kl: float | None = setting(
+    target_kl: OptionalPositive = setting(
         None,
         help="Target of the divergence per token, to which the weight of add_token_level_kl adapts. Default: a fixed "
         "weight.",
-        gt=0,
     )
     kl_horizon: int = setting(10000, help="Samples over which that weight may change by a fifth.", ge=1)
     drop_zero_advantage_groups: bool = setting(
@@ -107,10 +101,10 @@ class ObjectiveKeys(Settings):
     )
 
     ppo_epochs: int = setting(1, help="Passes over a step's samples.", ge=1)
-    pg_clip: float = setting(0.2, help="Clip range of the ratio, below and above, unless use_pg_clip_range.", gt=0)
+    pg_clip: Positive = setting(0.2, help="Clip range of the ratio, below and above, unless use_pg_clip_range.")
     use_pg_clip_range: bool = setting(False, help="Use pg_clip_low and pg_clip_high instead of pg_clip.")
-    pg_clip_low: float = setting(0.2, help="The ratio is clipped at 1 minus this; needs use_pg_clip_range.", gt=0)
-    pg_clip_high: float = setting(0.2, help="The ratio is clipped at 1 plus this; needs use_pg_clip_range.", gt=0)
+    pg_clip_low: Positive = setting(0.2, help="The ratio is clipped at 1 minus this; needs use_pg_clip_range.")
+    pg_clip_high: Positive = setting(0.2, help="The ratio is clipped at 1 plus this; needs use_pg_clip_range.")
     importance_sampling: Literal["token", "seq", "seq-token"] = setting(
         "token",
         help="A ratio per token; one per sequence, the geometric mean of its tokens' (GSPO); or that value with each "
@@ -119,11 +113,10 @@ class ObjectiveKeys(Settings):
     dual_clip_loss: bool = setting(
         False, help="Limit the loss of a negative advantage A to -dual_clip_ratio * A, whatever the ratio."
     )
-    dual_clip_ratio: float | None = setting(
+    dual_clip_ratio: DualClip = setting(
         None,
         help="The limit of dual_clip_loss, above 1: verl's clip_ratio_c, TRL's delta (two-sided clipping). Default: "
         "1 + 2 * pg_clip (ROLL).",
-        gt=1,
     )
     max_len_mask: bool = setting(
         False,
@@ -138,13 +131,13 @@ class ObjectiveKeys(Settings):
     difficulty_low_threshold: float = setting(0.0, help="difficulty_mask: the mean reward must be above this.")
     difficulty_high_threshold: float = setting(1.0, help="difficulty_mask: the mean reward must be below this.")
     use_kl_loss: bool = setting(False, help="Add the KL divergence from the reference to the loss.")
-    kl_loss_coef: float = setting(
-        0.0, help="Weight of the divergence (loss_args.kl_estimator); needs use_kl_loss.", ge=0
+    kl_loss_coef: NotNegative = setting(
+        0.0, help="Weight of the divergence (loss_args.kl_estimator); needs use_kl_loss."
     )
-    kl_loss_bound: float | None = setting(
-        10.0, help="Upper limit of k3 per token, without gradient above (ROLL, verl: 10). ~: no limit.", gt=0
+    kl_loss_bound: OptionalPositive = setting(
+        10.0, help="Upper limit of k3 per token, without gradient above (ROLL, verl: 10). ~: no limit."
     )
-    entropy_loss_coef: float = setting(0.0, help="Weight of the entropy bonus.", ge=0)
+    entropy_loss_coef: NotNegative = setting(0.0, help="Weight of the entropy bonus.")
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
     ] = setting(

@@ -11,10 +11,10 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from roll_batching.checked_fields import bounds_of
 from roll_batching.jobs.config.diagnostics import KeyPath
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, FRAMEWORK_OF, ForeignKey, Verdict
 from roll_batching.jobs.config.job_keys import ROLES, JobKeys
@@ -169,11 +169,7 @@ def _registered(fields: dict[str, FieldInfo]) -> list[str]:
 
 def _values(field: FieldInfo) -> str:
     values = "a name, below" if registered_name(field) is not None else _annotation(field.annotation)
-    bounds = {Gt: "above {}", Ge: "at least {}", Lt: "below {}", Le: "at most {}"}
-    for limit in field.metadata:
-        if type(limit) in bounds:
-            values += ", " + bounds[type(limit)].format(getattr(limit, type(limit).__name__.lower()))
-    return values
+    return ", ".join([values, *bounds_of(field.metadata)])
 
 
 def _annotation(annotation: Any) -> str:

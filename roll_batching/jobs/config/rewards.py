@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.registry import Entry, Registry
-from roll_batching.settings.fields import RegisteredName, Settings, setting
+from roll_batching.settings.fields import MOST_PROCESSES, RegisteredName, Settings, setting
 
 REWARDS: Registry[Entry] = Registry(
     "reward function",
@@ -109,7 +109,10 @@ class RewardKeys(Settings):
         help="Instead of reward_function: rewards of several domains, by name; each is a metric, `reward/NAME`.",
     )
     reward_workers: int = setting(
-        1, help="Processes per reward function and data-parallel rank, which score in parallel.", ge=1
+        1,
+        help="Processes per reward function and data-parallel rank, which score in parallel.",
+        ge=1,
+        le=MOST_PROCESSES,
     )
     reward_timeout: float = setting(
         300.0,

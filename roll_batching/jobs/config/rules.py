@@ -14,6 +14,7 @@ from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_pr
 from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, missing_for_gym, uses_engine
 from roll_batching.jobs.config.fp8_rules import fp8_problems, models_that_cannot_sample
 from roll_batching.jobs.config.gigpo_rules import gigpo_problems
+from roll_batching.jobs.config.idle_rules import greedy_problems
 from roll_batching.jobs.config.image_rules import image_problems
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
@@ -77,6 +78,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += share_problems(shares, job.rewards, job.rollout_batch_size)
     problems += train_infer_problems(job)
     problems += gigpo_problems(job)
+    problems += greedy_problems(job)
     problems += async_problems(job)
     problems += dynamic_sampling_problems(job)
     problems += reward_shaping_problems(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from roll_batching.settings.fields import Settings, setting
+from roll_batching.settings.fields import MOST_PROCESSES, Settings, setting
 
 
 class TrainPolicy(Settings):
@@ -37,7 +37,7 @@ class TrainPolicy(Settings):
     )
     dataloader_seed: int = setting(0, help="Seed of the order of the data.", ge=0)
     dataloader_num_workers: int = setting(
-        0, help="Processes per rank that tokenise ahead. The stream does not depend on it.", ge=0
+        0, help="Processes per rank that tokenise ahead. The stream does not depend on it.", ge=0, le=MOST_PROCESSES
     )
     infinite_loop: bool = setting(
         True,

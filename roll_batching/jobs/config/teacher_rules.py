@@ -110,6 +110,7 @@ def missing_for_distillation(job: JobKeys) -> Iterator[Problem]:
 _UNREAD = (
     *("adv_estimator", "norm_mean_type", "norm_std_type", "reward_norm", "reward_shift", "reward_scale"),
     *("reward_clip", "advantage_clip", "gamma", "kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"),
+    *("episode_reward_weight", "step_reward_weight", "step_reward_gamma"),
 )
 """Keys of advantages; `critic_notices` has those of a critic."""
 _RESOLVED = {"adv_estimator": "reinforce"}

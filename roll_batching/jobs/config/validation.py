@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from roll_batching.checked_fields import unit_hint, unit_of
 from roll_batching.jobs.config.advantages import REFUSED_ESTIMATORS
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Problem, dotted, nearest
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, foreign_paths, given_foreign_keys, shown
@@ -146,7 +147,10 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
     bounds["less_than_equal"] = "at most {le}"
     if kind in bounds:
         limit = {name: f"{value:.12g}" for name, value in context.items() if isinstance(value, int | float)}
-        return Problem(path, f"is {given}; it must be {bounds[kind].format(**limit)}")
+        unit = unit_of(field.metadata) if field is not None else None
+        text = f"is {given}; it must be {bounds[kind].format(**limit)}{f' {unit}' if unit else ''}"
+        hint = unit_hint(given, field.metadata) if field is not None and isinstance(given, int | float) else ""
+        return Problem(path, f"{text}{hint}")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Problem(path, f"expected keys and values, got {shown(given)}")
     kinds = {

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, field_validator
 
 from roll_batching.jobs.config.devices import parse_devices
 from roll_batching.jobs.config.engines import EngineArgs
-from roll_batching.settings.fields import MOST_TOKENS, Roles, Settings, setting
-from roll_batching.settings.role import POLICY, RoleSettings
+from roll_batching.settings.fields import MOST_TOKENS, POLICY, Roles, Settings, setting
+from roll_batching.settings.role import RoleSettings
 
 
 def _to_strings(value: Any) -> Any:

@@ -139,8 +139,12 @@ def _set_value(source: Source, parts: list[str], value: Any, place: Place) -> No
         elif not last and section.get(part) is None:
             section[part] = {}
         if last:
+            replaced = [known for known in source.places if known[: len(path)] == path]
+            earlier = [source.places[known] for known in replaced if source.places[known] in source.overrides]
+            if earlier:
+                raise ValueError(f"replaces the {earlier[0]}; keep one of the two")
             section[key] = value
-            for below in [known for known in source.places if known[: len(path)] == path]:
+            for below in replaced:
                 del source.places[below]
             source.places[path] = place
         else:

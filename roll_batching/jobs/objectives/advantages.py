@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from roll_batching.checked_fields import CheckedFields, OptionalPositive
 from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.stateful import RunningMoments
 
@@ -27,7 +28,7 @@ VARIANCE_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageRule:
+class AdvantageRule(CheckedFields, error=DataError):
     """How rewards become advantages: subtract a mean, divide by a deviation, clip, whiten, clip.
 
     The default is GRPO's. `mean="group", std=None` is Dr. GRPO's, `mean="batch", std="batch"` REINFORCE with
@@ -42,9 +43,9 @@ class AdvantageRule:
     divided."""
     running: RunningMoments | None = None
     """Moments of all rewards so far, this step's included; for the scope "running"."""
-    reward_clip: float | None = None
+    reward_clip: OptionalPositive = None
     """Rewards are clipped to [-x, x] once they are normalised (as ROLL does)."""
-    advantage_clip: float | None = None
+    advantage_clip: OptionalPositive = None
     """Advantages are clipped to [-x, x] last."""
     whiten: bool = False
     """Give the advantages mean 0 and deviation 1 over response tokens (long responses count more): the sample's

@@ -13,7 +13,6 @@ from roll_batching.errors import ConfigError, LossError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, GAE
 from roll_batching.jobs.config.arguments import Arguments
-from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.jobs.config.objective_rules import AGGREGATIONS, advantage_arguments, loss_arguments, whitens
@@ -175,9 +174,7 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
     args = config.actor_train.training_args
     if args.max_steps > 0 or not config.max_steps:
         return args
-    per_step = -(-config.samples_per_rollout // config.mini_batch_size(dp_size)) * config.ppo_epochs
-    steps = config.max_steps - (config.critic_warmup if uses_critic(config) else 0)
-    return config.actor_train.with_training(max_steps=steps * per_step).training_args
+    return config.actor_train.with_training(max_steps=config.optimizer_steps(dp_size)).training_args
 
 
 def critic_role(config: JobConfig, dp_size: int) -> WorkerConfig:

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from roll_batching.checked_fields import CheckedFields, NotNegative, OptionalPositive, Share
 from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.advantages import EPSILON
 from roll_batching.jobs.observe.metrics_file import Metrics
@@ -36,16 +37,16 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GiGPO:
+class GiGPO(CheckedFields, error=DataError):
     """GiGPO with its settings."""
 
     std: Literal["group"] | None = None
     """Deviation to divide by: the sample's (over n - 1) plus 1e-6; None: none."""
-    episode_weight: float = 1.0
-    step_weight: float = 1.0
-    gamma: float = 0.95
+    episode_weight: NotNegative = 1.0
+    step_weight: NotNegative = 1.0
+    gamma: Share = 0.95
     """Discount per turn."""
-    advantage_clip: float | None = None
+    advantage_clip: OptionalPositive = None
     """Advantages are clipped to [-x, x]."""
 
     def __call__(self, episodes: Sequence[Episode], group_size: int) -> list[np.ndarray]:

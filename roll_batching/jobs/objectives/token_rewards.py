@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 
+from roll_batching.checked_fields import CheckedFields, OptionalPositive, PositiveShare
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
@@ -29,19 +32,19 @@ from roll_batching.settings.losses import KL_BOUND, KlEstimator
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenRewards:
+class TokenRewards(CheckedFields, error=DataError):
     """Turns the reward of a response into advantages of its tokens."""
 
-    gamma: float = 1.0
+    gamma: PositiveShare = 1.0
     """Discount per token of the sequence."""
-    lambd: float | None = None
+    lambd: Annotated[float | None, Ge(0), Le(1)] = None
     """Lambda of generalised advantage estimation, which reads `old_values`. None: discounted returns."""
     kl: KlCoefficient | None = None
     """Coefficient of the KL term in the reward, which reads `old_log_probs` and `ref_log_probs`. None: no KL term."""
     estimator: KlEstimator = "k1"
     whiten: bool = False
     """Mean 0 and deviation 1 over the tokens of each reward domain, as `AdvantageRule.whiten`."""
-    clip: float | None = None
+    clip: OptionalPositive = None
     """Advantages are clipped to [-x, x] last."""
 
     def __call__(

@@ -120,7 +120,7 @@ class Grpo:
             completed_steps = checkpoints.restore(PHASE, config.max_steps, self.state, reference, critic)
             if self.reference is not None and self.reference.has_own_weights and config.is_offload_states:
                 self.reference.offload_states("parameters")
-            self.context.start_phase(PHASE, config.max_steps, completed_steps)
+            self.context.start_phase(PHASE, config.max_steps, completed_steps, self.context.schedule)
             self._notify_remainder()
             if self.remote_reference is not None:
                 self.remote_reference.begin()

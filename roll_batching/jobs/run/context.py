@@ -23,6 +23,7 @@ from roll_batching.jobs.run.checkpoint import JobCheckpoints
 from roll_batching.jobs.run.folder import PreviousRun, lock_folder
 from roll_batching.jobs.run.recorder import RunRecorder
 from roll_batching.planning import Plan
+from roll_batching.settings.training import TrainingArgs
 from roll_batching.strategy import MegatronTrainStrategy
 
 
@@ -69,8 +70,10 @@ class JobContext:
         self.recorder = RunRecorder(config, enabled=dist.get_rank() == 0)
         self._folder_is_open = False
 
-    def start_phase(self, phase: str, steps: int, completed_steps: int) -> None:
+    def start_phase(self, phase: str, steps: int, completed_steps: int, training: TrainingArgs) -> None:
         """Open the run's folder for the first phase, and show the progress of `phase`. Collective.
+
+        `training` has the phase's number of optimizer steps.
 
         Called when everything is built and loaded: only then files of an earlier run are moved away, so that a job
         which fails before changes nothing.
@@ -83,6 +86,9 @@ class JobContext:
                     self.recorder.open(previous, self.checkpoints.resume_after)
             self._folder_is_open = True
         self.recorder.start_phase(phase, steps, completed_steps)
+        is_told = any(notice.key[-1] == "warmup_steps" for notice in self.config.notices)
+        if not is_told and (unfinished := training.unfinished_warmup(training.max_steps)) is not None:
+            self.recorder.progress.note(f"warmup_steps {unfinished}")
         if completed_steps == steps:
             self.recorder.progress.note(
                 f"{phase} is complete: all of its {steps:,} steps were done before. {self._next_action(phase)}"

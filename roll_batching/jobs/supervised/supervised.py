@@ -87,7 +87,7 @@ def _train(context: JobContext, phase: _Phase) -> None:
     teacher = teacher_of(context.config, strategy) if phase.name != WARMUP else None
     completed_steps = context.checkpoints.restore(phase.name, last, phase.steps, reference)
     validation = _validation(context, phase, reference, teacher)
-    context.start_phase(phase.name, last, completed_steps)
+    context.start_phase(phase.name, last, completed_steps, phase.training)
     for step in range(completed_steps + 1, last + 1):
         if phase.steps.ended:
             context.recorder.progress.note(f"the data ended with step {step - 1:,} of {last:,}")

@@ -13,6 +13,7 @@ from tests.campaigns.abuse.critics import CRITICS
 from tests.campaigns.abuse.engines import ENGINES
 from tests.campaigns.abuse.frozen import FREEZING
 from tests.campaigns.abuse.hybrids import HYBRIDS
+from tests.campaigns.abuse.limits import LIMITS
 from tests.campaigns.abuse.losses import LOSSES
 from tests.campaigns.abuse.objectives import OBJECTIVES
 from tests.campaigns.abuse.parts import PARTS
@@ -361,5 +362,5 @@ PLACES = [
 CASES = [
     *(*REWARDS, *RUNS, *RESUMES, *CRITICS, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *OUTPUTS, *PLANS, *PLACES),
     *(*ENGINES, *PARTS, *FREEZING),
-    *(*ROLLOUTS, *ADAPTERS, *TEACHERS, *OBJECTIVES, *VERDICTS, *HYBRIDS),
+    *(*ROLLOUTS, *ADAPTERS, *TEACHERS, *OBJECTIVES, *VERDICTS, *HYBRIDS, *LIMITS),
 ]

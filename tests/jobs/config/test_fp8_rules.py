@@ -146,8 +146,8 @@ def test_roles_take_the_keys_of_actor_train_and_may_leave_them() -> None:
 @pytest.mark.bad_input
 def test_a_model_in_fp8_does_not_sample() -> None:
     demo = Path(__file__).parents[3] / "configs" / "demo_grpo.yaml"
-    changes = [f"{path}={value}" for path, value in FP8.items()] + ["actor_train.model_args.dtype=bf16"]
-    changes += [f"{key('fp8_recipe')}=tensorwise"]
+    settings = FP8 | {"actor_train.model_args.dtype": "bf16", key("fp8_recipe"): "tensorwise"}
+    changes = [f"{path}={value}" for path, value in settings.items()]
 
     def said(*more: str) -> str:
         try:

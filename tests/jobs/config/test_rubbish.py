@@ -122,7 +122,7 @@ OVERRIDES = {
     "an item of digits": ("actor_train.device_mapping.²=1", "is not one"),
     "a large item": (f"actor_train.device_mapping.{'9' * 5000}=1", "is not one"),
     "a long text": ("seed=" + "x" * 100_000, "expected a whole number, got 'xxx"),
-    "devices": ("actor_train.device_mapping=0-99999999999", "names more than 65,536 devices"),
+    "devices": ("reference.device_mapping=0-99999999999", "names more than 65,536 devices"),
     "no key": ("=1", "an override is written path.to.key=value"),
 }
 

@@ -216,7 +216,7 @@ BROKEN = BROKEN_BATCHING | {
             },
         },
         {
-            f"{LAYOUT}.cluster.matmul_rate": "is 0; it must be above 0",
+            f"{LAYOUT}.cluster.matmul_rate": "is 0; it must be at least 1000000000 FLOP/s",
             f"{LAYOUT}.cluster.attention_rate": "expected a finite number",
             f"{LAYOUT}.cluster.attention_tile": "expected a whole number",
             f"{LAYOUT}.cluster.node_bandwidth": "expected a number",

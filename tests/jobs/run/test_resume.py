@@ -243,3 +243,14 @@ def test_trouble_with_checkpoints_tells_which_is_whole_and_how_to_go_on(tmp_path
         assert f"The checkpoint before it is complete: resume with resume_from_checkpoint={first}" in said
         report(said.replace(str(tmp_path), "..."))
     run_ranks(1, "tests.jobs.rl.jobs:run", job | {"resume_from_checkpoint": str(first)})
+
+
+def test_a_warm_up_longer_than_the_epochs_of_its_phase_is_said(tmp_path):
+    """How many steps epochs make is known when the data is read."""
+    write_data(tmp_path)
+    args = {"learning_rate": 1e-3, "warmup_steps": 10_000, "gradient_accumulation_steps": 64}
+    job = supervised(tmp_path, "late", warmup__training_args=args, warmup__num_train_epochs=1)
+    (outcome,) = run_ranks(1, "tests.jobs.rl.jobs:run", job, check=False, timeout=60)
+    steps = len(rows_of(tmp_path, "late"))
+    assert outcome.returncode == 0, outcome.output
+    assert f"warmup_steps is 10000, and {steps} optimizer steps are made: the learning rate rises to" in outcome.output
