@@ -22,9 +22,9 @@ from roll_batching.jobs.config.layout_rules import (
     differing_keys,
     layout_problems,
     sampling_problems,
-    sampling_role,
     size_problems,
 )
+from roll_batching.jobs.config.length_rules import length_problems
 from roll_batching.jobs.config.objective_rules import objective_problems, reward_norm_of, whitens
 from roll_batching.jobs.config.pretrained import missing_model, model_problems
 from roll_batching.jobs.config.reward_shaping_rules import reward_shaping_problems
@@ -83,7 +83,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += dynamic_sampling_problems(job)
     problems += reward_shaping_problems(job)
     problems += engine_problems(job)
-    problems += _lengths(job)
+    problems += length_problems(job)
     for name, role in job.roles.items():
         if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
             problems += cp_per_pack_problems(name, role, job)
@@ -327,29 +327,6 @@ def _reward_norm(job: JobKeys) -> Iterator[Problem]:
     elif job.adv_estimator == "grpo" and job.reward_shift:
         text = "grpo divides by the group's deviation; use adv_estimator: reinforce, or set this to false"
         yield Problem(("reward_shift",), text)
-
-
-def _lengths(job: JobKeys) -> Iterator[Problem]:
-    response, longest = job.response_length, job.sequence_length
-    if supervised(job):
-        return
-    if job.max_steps and response is not None and longest is not None and "sequence_length" in job.model_fields_set:
-        if longest < job.prompt_length + response:
-            text = f"is {longest}, less than prompt_length {job.prompt_length} + response_length {response}"
-            yield Problem(("sequence_length",), f"{text}; leave it or response_length out")
-    for role in ("actor_infer", "validation"):
-        tokens = getattr(job, role).generating_args.max_new_tokens
-        if tokens is not None and response is not None and tokens > response:
-            path = (role, "generating_args", "max_new_tokens")
-            yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
-    tokens = job.actor_infer.generating_args.max_new_tokens
-    limit, new_tokens = job.actor_infer.generating_args.max_tokens_in_cache, tokens or response
-    layout = sampling_role(job).strategy_args.strategy_config
-    if limit is not None and new_tokens is not None:
-        needed = job.prompt_length + new_tokens + (layout.tensor_model_parallel_size - 1) * layout.sequence_parallel
-        if limit < needed:
-            path = ("actor_infer", "generating_args", "max_tokens_in_cache")
-            yield Problem(path, f"is {limit}, but one prompt and its response may need {needed}; raise it")
 
 
 def missing_for_a_run(job: JobKeys) -> list[Problem]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import suppress
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
@@ -98,11 +99,10 @@ def _devices(file: SlimeFile, supervised: bool) -> int:
 
 def _plain(value: Any) -> Any:
     """The number that a text is, if it is one."""
-    for kind in (int, float):
-        try:
-            return kind(value) if isinstance(value, str) else value
-        except ValueError:
-            continue
+    if isinstance(value, str):
+        for kind in (int, float):
+            with suppress(ValueError):
+                return kind(value)
     return value
 
 
