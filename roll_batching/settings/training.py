@@ -62,8 +62,8 @@ class TrainingArgs(Settings):
             return None
         rate = self.learning_rate * steps / self.warmup_steps
         return (
-            f"is {self.warmup_steps}, and {steps} optimizer steps are made: the learning rate rises to {rate:.3g} "
-            f"alone, not to {self.learning_rate:g}"
+            f"is {self.warmup_steps}, above the number of optimizer steps, {steps}: the learning rate rises to "
+            f"{rate:.3g} alone, not to {self.learning_rate:g}"
         )
 
 

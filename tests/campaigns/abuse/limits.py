@@ -33,7 +33,9 @@ LIMITS = [
         "did you mean 2.5e-05 (25 microseconds)?",
     ),
     _refused("an override twice", {}, "replaces the override 'seed=1'", arguments=(*TRAIN, "seed=1", "seed=2")),
-    _refused("no checkpoint in the background", {}, "save_steps is 0", arguments=(*TRAIN, "async_save=true")),
+    _refused(
+        "no checkpoint in the background", {"save_steps": 0}, "save_steps is 0", arguments=(*TRAIN, "async_save=true")
+    ),
     Abuse(
         name="limits: gigabytes on the command line",
         code=REFUSED,
@@ -46,6 +48,6 @@ LIMITS = [
         name="limits: a warm-up longer than the job",
         code=DONE,
         settings={"actor_train.training_args.warmup_steps": 1000},
-        words=("warmup_steps", "is 1000, and 2 optimizer steps are made"),
+        words=("warmup_steps", "is 1000, above the number of optimizer steps, 1"),
     ),
 ]

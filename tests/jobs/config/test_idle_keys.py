@@ -348,7 +348,9 @@ def test_a_warm_up_longer_than_the_job_is_told(job, steps):
 
     steps = {"grpo": 4 * 16, "grpo, all on": 4 * 32}.get(job, steps)
     (text,) = told(2 * steps)
-    assert f"is {2 * steps}, and {steps} optimizer steps are made: the learning rate rises to 5e-07 alone" in text
+    assert (
+        f"is {2 * steps}, above the number of optimizer steps, {steps}: the learning rate rises to 5e-07 alone" in text
+    )
     assert told(steps) == []
 
 
