@@ -181,7 +181,7 @@ def test_the_drawing_of_the_house_is_todays(monkeypatch):
     assert drawing.PAGE.read_text() == drawing.page(), "run python scripts/draw_house.py"
 
 
-MOST_FILES, MOST_LINES = 110, 17_000
+MOST_FILES, MOST_LINES = 110, 17_200
 LOADED = """
 import importlib, json, sys
 importlib.import_module("{module}")

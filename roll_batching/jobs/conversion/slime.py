@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import suppress
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
@@ -20,7 +19,7 @@ from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
 from roll_batching.jobs.conversion.slime_command import PROGRAM
 from roll_batching.jobs.conversion.slime_objective import put_objective
 from roll_batching.jobs.conversion.slime_options import COUNTS, DEFAULTS, RL_DEFAULTS, SlimeFile
-from roll_batching.jobs.conversion.value_types import wrong_types
+from roll_batching.jobs.conversion.value_types import number_of, wrong_types
 
 _ROLE = "actor_train"
 _TRAIN = (_ROLE, "training_args")
@@ -93,17 +92,8 @@ def _devices(file: SlimeFile, supervised: bool) -> int:
     file.put((*strategy, "strategy_config", "tp_size"), per_engine, "--rollout-num-gpus-per-engine")
     for key in [key for key in file.data if key.startswith("--sglang-")]:
         if not any(key.startswith(name) for name, _, _ in file.reasons):
-            file.move(key, (*strategy, "strategy_config", key.removeprefix("--sglang-").replace("-", "_")), _plain)
+            file.move(key, (*strategy, "strategy_config", key.removeprefix("--sglang-").replace("-", "_")), number_of)
     return int(devices)
-
-
-def _plain(value: Any) -> Any:
-    """The number that a text is, if it is one."""
-    if isinstance(value, str):
-        for kind in (int, float):
-            with suppress(ValueError):
-                return kind(value)
-    return value
 
 
 def _model(file: SlimeFile) -> None:

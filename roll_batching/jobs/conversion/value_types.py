@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import shortened
@@ -39,3 +40,12 @@ def value_at(data: Any, key: str) -> Any:
     for part in key.split("."):
         data = data.get(part) if isinstance(data, Mapping) else None
     return data
+
+
+def number_of(value: Any) -> Any:
+    """The number that a text is, if it is one."""
+    if isinstance(value, str):
+        for kind in (int, float):
+            with suppress(ValueError):
+                return kind(value)
+    return value
