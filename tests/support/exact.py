@@ -23,5 +23,5 @@ def dtype_for(*, distributed_optimizer: bool) -> str:
 
 
 def limit_of(rounding: float) -> float:
-    """Limit in fp32, where the right result differs by `rounding` from itself, computed in other packs."""
+    """Limit in fp32, where the right result differs by `rounding` from itself, in fp64 or computed in other packs."""
     return FACTOR * max(rounding, 2.0**-23)

@@ -76,7 +76,50 @@ def _handed(name: str, body: str, *words: str, size: int = 1, tp: int = 1, start
     )
 
 
+def _shared(name: str, change: str, *words: str) -> Abuse:
+    """Two samples whose prompts of 30 tokens a plan shares, changed by `change` behind the plan."""
+    body = f"""
+from dataclasses import replace
+from roll_batching.planning import SharedPrefixes
+rows = [torch.cat([torch.arange(30), torch.tensor([n, n])]) for n in range(2)]
+fields = {{"input_ids": torch.cat(rows), "response_mask": torch.ones(64)}}
+batch = SampleBatch(torch.arange(2), torch.tensor([32, 32]), fields, dict.fromkeys(fields, "token"))
+table = gather_lengths(batch)
+strategy, ids = adopt(), fields["input_ids"].clone()
+table = replace(table, prefixes=SharedPrefixes.of_groups([0, 0], [30, 30], table.lengths))
+{change}
+plan = strategy.plan(table)
+assert plan.shared.any()
+strategy.train_step(batch, plan, SFTLoss())
+"""
+    return _handed(f"shared prefixes: {name}", body, *words)
+
+
+def _other_token(place: int) -> str:
+    return f'ids[{place}] += 1; batch = batch.with_fields({{"input_ids": ids}}, {{"input_ids": "token"}})'
+
+
 PARTS = [
+    _shared("another first token", _other_token(32), "share 29 positions with sample 0", "token 0", "input_ids"),
+    _shared("another last token", _other_token(61), "share 29 positions with sample 0", "token 29", "input_ids"),
+    _shared(
+        "a prefix that is too long",
+        "table = replace(table, prefixes=SharedPrefixes.of_groups([0, 0], [32, 32], table.lengths))",
+        "share 31 positions",
+        "token 30",
+        "find_shared_prefixes",
+    ),
+    _shared(
+        "samples in another order",
+        "batch = batch.with_ids(torch.tensor([1, 0])).with_fields({'input_ids': ids.flip(0)}, {'input_ids': 'token'})",
+        "share 29 positions",
+        "input_ids",
+    ),
+    _shared(
+        "experts for a dense model",
+        "batch = batch.with_fields({'routed_experts': torch.zeros(64, 2, 2).short()}, {'routed_experts': 'token'})",
+        "no mixture of experts",
+    ),
     _handed("the optimizer of another model", "adopt(optimizer=build('packed')[1])", "optimizer", "another model"),
     _handed("the class of an optimizer", "adopt(optimizer=torch.optim.SGD)", "optimizer", "get_megatron_optimizer"),
     _handed("temperature -1", "adopt(temperature=-1.0)", "temperature=-1.0"),
