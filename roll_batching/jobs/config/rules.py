@@ -31,7 +31,7 @@ from roll_batching.jobs.config.reward_shaping_rules import reward_shaping_proble
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
 from roll_batching.jobs.config.rollout_keys import rollout_problems
 from roll_batching.jobs.config.router_replay_rules import router_replay_problems
-from roll_batching.jobs.config.stream_rules import stream_problems
+from roll_batching.jobs.config.stream_rules import stream_problems, token_budget_problems
 from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.jobs.config.teacher_rules import missing_for_distillation, teacher_problems
 from roll_batching.jobs.config.train_infer_rules import train_infer_problems
@@ -69,7 +69,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += router_replay_problems(job)
     problems += supervised_problems(job)
     problems += [*_chats(job), *image_problems(job)]
-    problems += [*stream_problems(job), *_token_budget(job)]
+    problems += [*stream_problems(job), *token_budget_problems(job)]
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
     problems += rollout_problems(job)
@@ -88,20 +88,6 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
             problems += cp_per_pack_problems(name, role, job)
     return problems
-
-
-def _token_budget(job: JobKeys) -> Iterator[Problem]:
-    """Keys that say something else than TRL's short form."""
-    train, path = job.actor_train, ("token_budget",)
-    if job.token_budget <= 0:
-        return
-    if job.stream is not None:
-        yield Problem(path, "is the cap of planned packs, but the section train forms its own batches; keep one")
-    elif not train.use_sequence_packing:
-        yield Problem(path, "packs samples, and actor_train.use_sequence_packing is false; leave one of them out")
-    elif (cap := train.sequence_packing_args.max_packed_sequence_length_train) != job.token_budget:
-        text = f"is {job.token_budget}, but actor_train.sequence_packing_args.max_packed_sequence_length_train is {cap}"
-        yield Problem(path, f"{text}: both are the cap of a pack; leave one of them out")
 
 
 def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:

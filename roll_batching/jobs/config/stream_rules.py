@@ -1,4 +1,4 @@
-"""Rules and notices of `train`, load-balanced batching over a stream."""
+"""Rules and notices of `train`, load-balanced batching over a stream, and of TRL's `token_budget`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,20 @@ def stream_problems(job: JobKeys) -> Iterator[Problem]:
     if both <= policy.model_fields_set and train.batches_per_step != policy.load_balanced_batches_per_optimizer_step:
         text = "is another name for load_balanced_batches_per_optimizer_step, with another value; keep one of them"
         yield Problem((*_POLICY, "load_balanced_accumulate_steps"), text)
+
+
+def token_budget_problems(job: JobKeys) -> Iterator[Problem]:
+    """Keys that say something else than TRL's short form."""
+    train, path = job.actor_train, ("token_budget",)
+    if job.token_budget <= 0:
+        return
+    if job.stream is not None:
+        yield Problem(path, "is the cap of planned packs, but the section train forms its own batches; keep one")
+    elif not train.use_sequence_packing:
+        yield Problem(path, "packs samples, and actor_train.use_sequence_packing is false; leave one of them out")
+    elif (cap := train.sequence_packing_args.max_packed_sequence_length_train) != job.token_budget:
+        text = f"is {job.token_budget}, but actor_train.sequence_packing_args.max_packed_sequence_length_train is {cap}"
+        yield Problem(path, f"{text}: both are the cap of a pack; leave one of them out")
 
 
 def stream_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,7 @@ async def reward_func(args, sample, **kwargs):
 """
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=/m data.train_files=/d {}"
 SLIME = "python3 train.py --hf-checkpoint /m --label-key reward_model.ground_truth --custom-rm-path own_rewards.{}"
-FUNCTION = "custom_reward_function.path=own_rewards.py custom_reward_function.name="
+FUNCTION = "custom_reward_function.path=$PWD_OF_JOB/own_rewards.py custom_reward_function.name="
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def folder(tmp_path, monkeypatch):
 
 def job(folder: Path, origin: str, script: str, **changes):
     """The reward, and the key of answers, of a converted script in a tiny job."""
-    (folder / "run.sh").write_text(script + "\n")
+    (folder / "run.sh").write_text(f"PWD_OF_JOB={folder}\n{script}\n")
     theirs = convert_file(folder / "run.sh", ORIGINS[origin]).settings
     answers = theirs["actor_train"]["data_args"]["response"]
     assert answers == "reward_model.ground_truth"
@@ -87,7 +89,8 @@ def test_the_batch_form_and_slimes_contract_train(folder):
     run_ranks(1, "tests.jobs.rl.jobs:run", job(folder, "verl", VERL.format(FUNCTION + "batched")))
     assert all(0 < row["reward"] <= 1 for row in rows(folder))
     other = job(folder, "slime", SLIME.format("reward_func --reward-key score"), exp_name="slime")
-    run_ranks(1, "tests.jobs.rl.jobs:run", other)
+    paths = os.pathsep.join((str(folder), *sys.path))
+    run_ranks(1, "tests.jobs.rl.jobs:run", other, fresh=True, env={"PYTHONPATH": paths})
     found = read_metrics(folder / "runs" / "slime" / "metrics.jsonl")
     assert sum(row["reward"] for row in found) == pytest.approx(2 * 2 * sum(range(8)) / 8), "2 x digits, each once"
 
