@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -59,8 +60,10 @@ def test_agreements() -> None:
     assert all(other == first for other in others)
     assert first["fine"] == first["fine again"] == [0.0, 2.0, 4.0]
     assert first["many"] == [2.0 * i for i in range(MANY)]
-    assert first["one fails"] == "step: rank 3: ValueError: of rank 3"
-    assert first["two fail"] == "step: rank 0: ValueError: of rank 0; rank 3: ValueError: of rank 3"
+    place = r" \(\S+test_team\.py:\d+\)"
+    assert re.fullmatch(f"step: rank 3: ValueError: of rank 3{place}", first["one fails"])
+    both = f"step: rank 0: ValueError: of rank 0{place}; rank 3: ValueError: of rank 3{place}"
+    assert re.fullmatch(both, first["two fail"])
     assert "the plan: 0 on ranks 0, 1, 3, 1 on rank 2. Plan alike" in first["plans differ"]
     assert "the plan: 0 on ranks 0, 1, 1 on ranks 2, 3" in first["plans of replicas differ"]
     assert "the batch: 0 on rank 0, 1 on rank 1" in first["batches differ"]
@@ -103,7 +106,9 @@ def test_records() -> None:
     for short, long, error, calls in run_ranks(4, "tests.distributed.test_team:records"):
         assert short == [[0, 1], [2, 3]]
         assert [[len(word) for word in words] for words in long] == [[0, 3000], [6000, 9000]]
-        assert error == "words: rank 1: ValueError: of rank 1; rank 2: ValueError: of rank 2"
+        place = r" \(\S+test_team\.py:\d+\)"
+        both = f"words: rank 1: ValueError: of rank 1{place}; rank 2: ValueError: of rank 2{place}"
+        assert re.fullmatch(both, error)
         assert calls == 4  # two exchanges of two legs
 
 

@@ -34,6 +34,9 @@ _INFERENCE: tuple[KeyPath, ...] = (
 )
 """Keys of a role's passes without gradient."""
 
+NOT_EVALUATED = "nothing is evaluated"
+"""End of the notices about keys of an evaluation."""
+
 
 def greedy_problems(job: JobKeys) -> Iterator[Problem]:
     """Greedy decoding of groups, whose responses are then all the same."""
@@ -73,11 +76,12 @@ def _of_the_job(job: JobKeys) -> Iterator[tuple[KeyPath, str]]:
         for key in ("save_total_limit", "async_save"):
             yield (key,), "save_steps is 0: no checkpoint is written"
     if (reason := _without_evaluation(job)) is not None:
-        keys: list[KeyPath] = [(*data, "eval_file_name"), ("eval_samples",), ("eval_steps",)]
+        keys: list[KeyPath] = [(*data, "eval_file_name"), ("eval_steps",)]
+        keys += [("eval_samples",)] if job.eval_samples else []
         keys += [("validation", "generating_args", key) for key in GeneratingArgs.model_fields]
         keys += [("actor_train", *key) for key in _INFERENCE] if supervised(job) else []
         for path in keys:
-            yield path, f"{reason}: nothing is evaluated"
+            yield path, f"{reason}: {NOT_EVALUATED}"
     if job.dynamic_sampling:
         reason = "dynamic_sampling leaves no group with equal rewards"
         yield ("drop_zero_advantage_groups",), reason

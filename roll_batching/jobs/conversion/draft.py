@@ -13,6 +13,7 @@ from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, NoticeKind, Problem, dotted
 from roll_batching.jobs.config.foreign_keys import given_foreign_keys
+from roll_batching.jobs.config.idle_rules import NOT_EVALUATED
 from roll_batching.jobs.config.job import JobConfig
 from roll_batching.jobs.config.key_paths import field_at, given_keys
 from roll_batching.jobs.config.validation import check_source
@@ -157,7 +158,12 @@ def _load_without_problems(data: dict[str, Any], draft: Draft) -> JobConfig | No
                 draft.leave_out("(the whole file)", "refused", str(error))
                 return None
             continue
-        unread = [notice for notice in job.notices if notice.kind is not NoticeKind.OTHER_EFFECT]
+        # An evaluation's keys stay: a user who adds held-out data or a reward gets the framework's values.
+        unread = [
+            notice
+            for notice in job.notices
+            if notice.kind is not NoticeKind.OTHER_EFFECT and not notice.text.endswith(NOT_EVALUATED)
+        ]
         for notice in unread:
             _drop(data, draft, notice.key, "idle", notice.text.removeprefix("has no effect: "))
         for notice in job.notices:

@@ -27,6 +27,8 @@ def configured(folder, sampling, options=None, urls=(), engine="vllm", **changes
     role = {"strategy_args": {"strategy_name": engine}, "generating_args": sampling}
     if options:
         role["strategy_args"]["strategy_config"] = options
+    if not sampling.get("do_sample", True):  # equal responses are refused in groups
+        changes |= {"adv_estimator": "reinforce", "num_return_sequences_in_group": 1}
     if urls:
         role["engine_args"] = {"urls": list(urls)}
     return job(folder, actor_infer=role, warmup=None, **changes)
