@@ -7,7 +7,7 @@ import pytest
 from tests.jobs.launch.commands import done, train, trained, write_job
 
 REWARDS = "tests.jobs.rewards.reward_functions:"
-SHORT = {"warmup": None, "eval_samples": 0, "max_steps": 1, "output_dir": "runs"}
+SHORT = {"warmup": None, "max_steps": 1, "output_dir": "runs"}
 
 
 def shown(said: str) -> list[str]:
