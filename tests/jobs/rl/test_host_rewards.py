@@ -43,7 +43,7 @@ FUNCTION = "custom_reward_function.path=$PWD_OF_JOB/own_rewards.py custom_reward
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """Data as verl's, whose right answers lie in a section, and a file of rewards beside it."""
     (tmp_path / "own_rewards.py").write_text(FUNCTIONS)
     lines = [
@@ -57,7 +57,6 @@ def folder(tmp_path, monkeypatch):
         for i in range(8)
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
