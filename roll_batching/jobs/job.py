@@ -44,8 +44,6 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
         prompts_by_domain(config, inputs.prompts, inputs.reward)  # fails before the model is built
     device = start_processes(config.actor_train.backend_timeout)
     _check_settings(config)
-    with consensus(host_group(), "the job's models"):
-        check_capabilities(config, device)
     loss = _loss(config) if config.max_steps else None
     advantages = _advantages(config) if config.max_steps and not supervised(config) else None
     function = _rollout_function(config)
@@ -53,6 +51,8 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
         if inputs.reward is not None:
             exit_stack.callback(inputs.reward.close)
         check_lines(config, inputs, host_group())
+        with consensus(host_group(), "the job's models"):
+            check_capabilities(config, device)
         sampler_config = config if advantages is None else exit_stack.enter_context(engine_servers(config))
         context = JobContext(config, inputs, exit_stack, start_workers, function)
         try:

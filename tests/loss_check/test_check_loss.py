@@ -173,7 +173,7 @@ def test_the_command_takes_settings_and_fails_for_a_wrong_loss() -> None:
     [
         (["policy", "clip_hihg=0.3"], "clip_high"),
         (["policy", "clip_high"], "write NAME=VALUE"),
-        (["policy", "kl_coef=-1"], "refuses its settings"),
+        (["policy", "kl_coef=-1"], "kl_coef: input should be greater than or equal to 0"),
         (["polic"], "is unknown"),
         ([HERE + "Nothing"], "has no 'Nothing'"),
         ([HERE + "number"], "name a class of losses"),

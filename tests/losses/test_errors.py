@@ -106,19 +106,19 @@ def said() -> dict[str, str]:
 
 def line_of(function: Any, text: str) -> str:
     source, first = inspect.getsourcelines(function)
-    return f"line {first + next(i for i, line in enumerate(source) if text in line)}"
+    return f"test_errors.py:{first + next(i for i, line in enumerate(source) if text in line)}"
 
 
 @pytest.mark.parametrize(("name", "function", "text"), [
     ("Raw", scaled, "return"), ("RawInWhere", RawInWhere.token_loss, "return"),
 ])  # fmt: skip
 def test_a_sample_field_among_tokens_names_the_line_and_per_token(said: Any, name: str, function: Any, text: str):
-    assert f"test_errors.py, {line_of(function, text)})" in said[name]
+    assert f"{line_of(function, text)})" in said[name]
     assert 'tokens.per_token("advantages") has one value per token' in said[name]
 
 
 def test_other_sizes_name_the_line_alone(said: Any) -> None:
-    assert f"test_errors.py, {line_of(OtherSizes.token_loss, 'return')})" in said["OtherSizes"]
+    assert f"{line_of(OtherSizes.token_loss, 'return')})" in said["OtherSizes"]
     assert "per_token" not in said["OtherSizes"]
 
 

@@ -305,7 +305,8 @@ def run_own_settings(jobs):
 def test_a_response_that_one_rank_cannot_decode(folder):
     """Such as a token that the model has and the tokenizer lacks; the other ranks have other responses."""
     texts = run_ranks(2, "tests.jobs.rl.test_job:refusal_without_decoder", settings(folder, warmup=None))
-    assert texts == ["RankError: decoding the responses: rank 1: TypeError: no text for token 42"] * 2
+    start = "RankError: decoding the responses: rank 1: TypeError: no text for token 42 ("
+    assert len(set(texts)) == 1 and texts[0].startswith(start) and "test_job.py:" in texts[0], texts
 
 
 def refusal_without_decoder(payload):

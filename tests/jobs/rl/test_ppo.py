@@ -248,7 +248,6 @@ REFUSED = {
     "no number": ({"value_clip": float("nan")}, "value_clip", "finite"),
     "a negative clip": ({"value_clip": -1}, "value_clip", "above 0"),
     "groups without advantages": ({"drop_zero_advantage_groups": True}, "drop_zero_advantage_groups", "the critic"),
-    "its own schedule": ({"critic__training_args": {"max_steps": 9}}, "critic.training_args.max_steps", "leave it out"),
     "ROLL's placement": ({"batch_balance": True}, "batch_balance", "drawn over all ranks"),
     "no cap": ({"critic": {"use_dynamic_batching": True}}, "critic.max_tokens_per_microbatch_in_train", "is missing"),
     "a key of another role": ({"critic__logprob_plann": "own"}, "critic.logprob_plann", "did you mean"),
