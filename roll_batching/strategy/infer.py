@@ -377,7 +377,8 @@ class MegatronInferStrategy(ModelIOMixin):
         """`_pack` for a loss, with the loss's own checks of the samples in each micro-batch."""
         facts.equal("the loss", spec.description)
         self._head().require(spec.needs, spec.name)
-        check_declared(local, spec, self.state)
+        if isinstance(local, SampleBatch):  # `_pack` names what else it is
+            check_declared(local, spec, self.state)
         packs = self._pack(facts, local, plan, spec.masks)
         if spec.check is not None and (local.origin is None or self.layout.is_last_stage):
             micro_batches = [mb for mb in plan.micro_batches[self.layout.dp_rank] if not mb.is_filler]

@@ -56,7 +56,10 @@ def collected(file, *arguments):
 
 def test_every_slow_test_has_one_turn(file):
     turns = dict.fromkeys(run("--turns").stdout.splitlines())
-    parts = {suite: [turn.split()[1] for turn in turns if turn.split()[0] == suite] for suite in (*SUITES, "rest")}
+    parts = {
+        suite: [turn.split()[1] for turn in turns if turn.split()[0] == suite]
+        for suite in (*SUITES, "benchmarks", "rest")
+    }
     assert len(turns) - sum(turn.startswith("te ") for turn in turns) == sum(map(len, parts.values()))
     for texts in parts.values():
         found = [test for text in texts for test in part_of(range(7), text)]

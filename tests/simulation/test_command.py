@@ -40,6 +40,7 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 def test_a_step_of_lengths_with_its_timeline(lengths: Path, tmp_path: Path, capsys) -> None:
     json_file, picture = tmp_path / "out" / "step.json", tmp_path / "out" / "step.png"
+    json_file.parent.mkdir()
     files = ["--json", str(json_file), "--plot", str(picture)]
     code, out, _ = run([*OPTIONS, "--lengths", str(lengths), "--dp", "2", "--pp", "4", *files], capsys)
     assert code == 0
