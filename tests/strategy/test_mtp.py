@@ -137,7 +137,7 @@ def controls(payload: tuple[str, int]) -> dict[str, Any]:
         "joint": {},
         "detached": {"mtp_detach_heads": True},
         "frozen": {"mtp_loss_scaling_factor": 0.0},
-        "none": {"mtp_num_layers": 0},
+        "none": {"mtp_num_layers": 0, "mtp_loss_scaling_factor": 0.1},  # the default: heads alone read it
     }
     for number, (kind, changes) in enumerate(kinds.items()):
         _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{number}")
