@@ -30,7 +30,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "PlanConstraints": {"dp_size": 1, "max_tokens": 64},
 }
 """Fields without a default, and others that a valid object needs."""
-MADE_BY_US = {
+MADE_BY_US = {"LossCheck", 
     "AttentionRequirements", "Completion", "DroppedSample", "Generation", "Items", "MicroBatch", "MiniBatches",
     "PackLayout", "PackedParams", "PhasePeak", "Plan", "PlanReport", "RankReport",
     "RolloutPrompt", "SimulatedStep", "StageReport", "StepCounts", "StepResult", "StepTotals",
