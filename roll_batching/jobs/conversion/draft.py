@@ -72,7 +72,7 @@ class Draft:
 
 
 def check_draft(draft: Draft) -> Conversion:
-    """`draft` as a conversion whose settings load without a notice."""
+    """`draft` as a conversion whose settings load without a notice, but for an evaluation that lacks its data."""
     data = _known_values(draft)
     absent = [path for path in _PLACEHOLDERS if path[0] in data and _value_at(data, path) is _ABSENT]
     for path in absent:
