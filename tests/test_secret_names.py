@@ -12,6 +12,8 @@ SECRETS = {
     "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH",
     "sk-proj-abcdefGHIJKL0123456789",
     "sk-ant-api03-abcdefGHIJKL0123456789_x",
+    "sk-ant-api03-a-b_cdefGHIJKL0123456789-x-YZ-tail_of_the_key",
+    "ms-3fa85f64-5717-4562-b3fc-2c963f66afa6",
     "Bearer sk-abcdefghijklmnopqrst",
     "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
     "AKIAIOSFODNN7EXAMPLE",
@@ -28,6 +30,7 @@ PLAIN = {
     f"/root/.cache/huggingface/hub/models--Qwen--Qwen3/snapshots/{HEX}",
     "hf_model",
     "sk-learn-baseline-run-3",
+    "sk-learn-something_very_long_name",
     "http://10.0.0.1:8000/v1",
     "s3://bucket/key@2024",
     "123e4567-e89b-12d3-a456-426614174000",
@@ -41,7 +44,8 @@ PLAIN = {
     "name",
     ["WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD", "AWS_ACCESS_KEY_ID", "api_key", "apiKey", "x-api-key", "--wandb-key",
      "OPENAI_APIKEY", "DB_PASSWD", "client_secret", "Authorization", "aws.credentials", "token", "judge keys",
-     "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "private-key"],
+     "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "private-key",
+     "MLFLOW_TRACKING_TOKEN", "DASHSCOPE_KEY", "GITLAB_PAT"],
 )  # fmt: skip
 def test_names_of_secrets(name):
     assert is_secret(name)
@@ -77,3 +81,4 @@ def test_a_digest_is_random_but_public():
 def test_a_message_keeps_its_other_words():
     text = "http://user:pass@proxy:3128/v1 refused sk-proj-abcdefGHIJKL0123456789 twice"
     assert redact_forms(text) == f"{REDACTED}proxy:3128/v1 refused {REDACTED} twice"
+    assert redact_forms("refused sk-ant-api03-a-b_cdefGHIJ-0123456789-tail.") == f"refused {REDACTED}."

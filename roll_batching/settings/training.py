@@ -60,7 +60,7 @@ class TrainingArgs(Settings):
         """The notice that `warmup_steps` is more than the `steps` of a phase; None where it is not."""
         if self.warmup_steps <= steps:
             return None
-        rate = self.learning_rate * steps / self.warmup_steps
+        rate = self.lr_warmup_init + (self.learning_rate - self.lr_warmup_init) * steps / self.warmup_steps
         return (
             f"is {self.warmup_steps}, above the number of optimizer steps, {steps}: the learning rate rises to "
             f"{rate:.3g} alone, not to {self.learning_rate:g}"

@@ -55,7 +55,9 @@ def convert_file(path: Path, origin: Origin) -> Conversion:
     except ConfigFileError as error:
         raise ConfigFileError((_placed(one, composed) for one in error.problems), more=error.more) from None
     for key, why in composed.failed.items():
-        if not any(dotted(key[:end]) in draft.left_out for end in range(1, len(key))):
+        sections = [name for end in range(1, len(key)) if (name := dotted(key[:end])) in draft.left_out]
+        # A section that was left out for the lack of this value.
+        if all(str(key[-1]) in draft.left_out[name][1] for name in sections):
             draft.left_out[dotted(key)] = ("refused", why)
     paths = {origin: path for path, origin in draft.origins.items()}
     for key, written in composed.outside.items():

@@ -16,7 +16,7 @@ _PAIRS = {
     "chosen": ("chosen_key", "chosen"),
     "rejected": ("rejected_key", "rejected"),
 }
-_CHATS = {"messages": ("chat_key", "messages")}
+_CHATS = {"messages": ("chat_key", "messages"), "tools": ("tool_key", "tools")}
 _GYM = {"messages": ("responses_create_params", "responses_create_params.input")}
 _KINDS: Mapping[str, Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "grpo": {"ResponseDataset": _TEXTS, "NemoGymDataset": _GYM},
@@ -118,17 +118,20 @@ def _files(
         where = f"data.{which}.{number}" if isinstance(datasets, list) else f"data.{which}"
         merged = {**default, **one}
         path, found, why = _local(task, merged)
-        if not why and found != (wanted := {key: value for key, (value, _) in (keys or before or {}).items()} or found):
-            why = f"its lines have the keys {found}, but all files are read by the same keys, {wanted}"
+        wanted = {key: value for key, (value, _) in (keys or before or unread).items()}
+        if found and wanted and found != wanted:
+            other = f"its lines have the keys {found}, but all files are read by the same keys, {wanted}"
+            why = f"{why}; {other}" if why else other
         kinds = _KINDS[task].get(_kind(task, merged), {})
         named = {key: (value, f"{where}.{kinds[key][0]}") for key, value in found.items()}
+        if found:
+            _leave_out_details(file, task, where, one, merged)
         if why:
             file.draft.leave_out(where, "refused", why)
             unread = unread or named
             continue
         names.append(path)
         keys = named
-        _leave_out_details(file, task, where, one, merged)
     if names:
         file.draft.put((*_DATA, ours), names[0] if len(names) == 1 else names, f"data.{which}.data_path")
     file.take(f"data.{which}")

@@ -22,6 +22,9 @@ def convert_agentic(draft: Draft, data: dict[str, Any]) -> None:
     manager = manager if isinstance(manager, dict) else {}
     _groups(draft, data, manager.get("group_size", 1))
     _normalisation(draft, data, manager.get("tags"))
+    if data.get("adv_estimator") == "step_reinforce" and (discount := data.pop("step_reward_gamma", 0.95)) != 1:
+        text = f"{discount}: ROLL discounts the rewards of turns by it; the rollout_function returns discounted ones"
+        draft.leave_out("step_reward_gamma", "refused", text)
     for key in _MANAGERS:
         if data.pop(key, None) is not None:
             draft.leave_out(key, "refused", AGENTIC)

@@ -202,10 +202,10 @@ class _Interpreter:
             values = self.variables[only.name]
             if only.quoted or any(value.text is None for value in values):
                 return [replace(value, raw=value.raw or word.raw) for value in values]
-            return [replace(value, text=text) for value in values for text in (value.text or "").split()]
+            return [_part_of(value, text) for value in values for text in (value.text or "").split()]
         value = self._join(word, path)
         if isinstance(only, Variable) and not only.quoted and value.text is not None:
-            return [replace(value, text=text) for text in value.text.split()]
+            return [_part_of(value, text) for text in value.text.split()]
         return [replace(value, text=f"{word.name}={value.text}") if word.name and value.text is not None else value]
 
     def _join(self, word: Word, path: Path) -> Value:
@@ -285,6 +285,11 @@ class _Interpreter:
         if abs(result) > _LARGEST:
             raise ValueError
         return result
+
+
+def _part_of(value: Value, text: str) -> Value:
+    """One word of a value that the shell divides at spaces."""
+    return replace(value, text=text, from_home=value.from_home and str(Path.home()) in text)
 
 
 def _unread(word: Word, why: str) -> Value:

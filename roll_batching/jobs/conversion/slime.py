@@ -282,6 +282,8 @@ def _rollouts(file: SlimeFile, program: str) -> None:
         text = "slime's contract: an async function of args and a sample"
         file.put(("reward_function",), "slime_custom_rm", "--custom-rm-path", text)
         file.put(("reward_args", "path"), path, "--custom-rm-path")
+        if file.take("--group-rm"):
+            file.put(("reward_args", "grouped"), True, "--group-rm", "the function gets lists of one sample")
         file.move("--reward-key", ("reward_args", "reward_key"))
         file.move("--metadata-key", ("reward_args", "metadata_key"))
         if kind is not None:

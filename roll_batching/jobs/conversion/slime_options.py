@@ -199,6 +199,7 @@ _REFUSED: Mapping[str, str] = {
     "prompts come from actor_train.data_args.file_name": "disable-rollout-global-dataset",
     "prompt_length, response_length and sequence_length are the limits": "rollout-max-",
     "held-out prompts are read and sampled as validation.generating_args says": "eval-",
+    "held-out answers are scored as those of training are": "eval-reward-key",
     "a reward is one number; with --custom-rm-path it is taken from the function's dict": "reward-key",
     "rewards are called once per response": "group-rm",
     "write a reward function that asks the server": "rm-url",

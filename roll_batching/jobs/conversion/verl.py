@@ -24,7 +24,7 @@ from roll_batching.jobs.conversion.verl_command import GROUPS, PROGRAM
 from roll_batching.jobs.conversion.verl_critic import convert_ppo, critic_as_actor, critic_defaults, has_critic
 from roll_batching.jobs.conversion.verl_objective import convert_advantages, convert_dynamic_sampling, convert_loss
 from roll_batching.jobs.conversion.verl_optimizer import RlSteps, convert_optimizer, rl_steps_of
-from roll_batching.jobs.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile, defaults_of
+from roll_batching.jobs.conversion.verl_options import ACTOR, ASYNC, MODEL, ROLLOUT, VerlFile, defaults_of
 from roll_batching.jobs.conversion.verl_rollouts import convert_data, convert_evaluation, convert_rollouts
 from roll_batching.jobs.conversion.verl_supervised import convert_supervised
 
@@ -78,7 +78,7 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     file.data.setdefault("trainer", {})
     engine = _engine(file, groups, supervised)
     file.draft.defaults = fill_defaults(file.data, defaults_of(supervised, engine == "megatron"))
-    if program and program not in _PROGRAMS:
+    if program and program.removesuffix(".py").strip("./").replace("/", ".") not in _PROGRAMS:
         own = "verl.trainer.sft_trainer" if supervised else "verl.trainer.main_ppo"
         text = f"is another program: settings are read as those of {own}, and what else it does is not converted"
         file.draft.leave_out(program, "refused", text)
@@ -307,6 +307,8 @@ def _batching(file: VerlFile, devices: int) -> None:
 
 
 def _length(file: VerlFile) -> None:
+    if (mode := file.take("trainer.v1.trainer_mode")) not in (None, "sync"):
+        file.draft.leave_out("trainer.v1.trainer_mode", "refused", f"{mode}: {ASYNC}")
     steps, epochs = file.take("trainer.total_training_steps"), file.take("trainer.total_epochs")
     if steps is not None:
         file.put(("max_steps",), steps, "trainer.total_training_steps")

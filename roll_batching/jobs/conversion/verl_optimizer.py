@@ -83,6 +83,9 @@ def _schedule(file: VerlFile, section: str, rate: Any, steps: RlSteps) -> None:
     file.put((*_TRAIN, "lr_scheduler_type"), shape, f"{section}.lr_decay_style")
     file.move(f"{section}.min_lr", (*_TRAIN, "min_lr"))
     file.move(f"{section}.lr_warmup_init", (*_TRAIN, "lr_warmup_init"))
+    start = file.take(f"{section}.init_lr_ratio")
+    if start and isinstance(start, int | float) and isinstance(rate, int | float):
+        file.put((*_TRAIN, "lr_warmup_init"), float(f"{rate * start:.12g}"), f"{section}.init_lr_ratio")
     style = file.take(f"{section}.warmup_style") or file.take(f"{section}.lr_scheduler_type")
     file.put((*_TRAIN, "lr_scheduler_type"), style, f"{section}.lr_scheduler_type")
     share = file.take(f"{section}.min_lr_ratio")

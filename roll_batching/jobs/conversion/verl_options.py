@@ -191,9 +191,9 @@ _IDLE: Mapping[str, str] = {
         f"{ACTOR}.fsdp_config {ACTOR}.veomni {ACTOR}.torchtitan {ACTOR}.strategy engine.strategy engine.fsdp engine.dp_"
     ),
 }
-_ASYNC = "verl's asynchronous trainers are not converted: async_generation_ratio lets rollouts run ahead"
+ASYNC = "verl's asynchronous trainers are not converted: async_generation_ratio lets rollouts run ahead"
 _REFUSED: Mapping[str, str] = {
-    _ASYNC: "async_training rollout.nnodes rollout.n_gpus_per_node rollout.total_rollout_steps",
+    ASYNC: "async_training rollout.nnodes rollout.n_gpus_per_node rollout.total_rollout_steps",
     "rollouts have one turn": f"{ROLLOUT}.multi_turn data.tool_config_path data.function_tool_path",
     "samples are not weighted by their rewards like this": "algorithm.use_pf_ppo",
     "the optimizer is AdamW with the settings above": f"{ACTOR}.optim. optim.",

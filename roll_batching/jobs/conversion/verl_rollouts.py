@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
 from roll_batching.jobs.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile
@@ -38,10 +39,12 @@ _WITH_IMAGES = re.compile("vl", re.IGNORECASE)
 
 
 def _images(file: VerlFile) -> None:
-    """The key of images, which verl's files give a default, where the model's name or the file tells of images."""
+    """The key of images where the file or the model's name tells of some: verl has a default for all models."""
     key, frozen = file.take("data.image_key"), file.take(f"{ACTOR}.freeze_vision_tower")
     name = str(file.peek(f"{MODEL}.path") or file.draft.values.get("pretrain") or "").rpartition("/")[2]
-    if not _WITH_IMAGES.search(name) and not frozen:
+    # Composed files hold verl's defaults of all keys; a script has the keys that somebody wrote.
+    is_default = key is None or (key == "images" and file.peek("data.video_key") is not None)
+    if is_default and not _WITH_IMAGES.search(name) and not frozen:
         return
     text = "verl reads images of every model; here this key says that there are some"
     file.draft.put((*_DATA, "images"), key or "images", "data.image_key", text)
@@ -101,7 +104,8 @@ def convert_data(file: VerlFile) -> None:
 
 def _reward_function(file: VerlFile) -> None:
     """Verl's own function for rewards, and the manager that calls it."""
-    manager = file.take("reward.reward_manager.name") or file.take("reward_model.reward_manager")
+    manager = _manager(file)
+    file.take("reward_model.reward_manager")
     found = [name for name in _FUNCTIONS if file.peek(f"{name}.path") is not None]
     for section in found[:1]:
         path = file.take(f"{section}.path")
@@ -120,8 +124,19 @@ def _reward_function(file: VerlFile) -> None:
         file.draft.leave_out(key, "refused", f"verl chooses a function by the data_source of a line: {REWARDS}")
 
 
+def _manager(file: VerlFile) -> Any:
+    """Name of the reward manager."""
+    return file.peek("reward.reward_manager.name") or file.peek("reward_model.reward_manager")
+
+
 def _overlong_buffer(file: VerlFile) -> None:
-    """The penalty for long responses of verl's reward manager `dapo`."""
+    """The penalty for long responses of verl's reward manager `dapo`, the only one that reads it."""
+    if _manager(file) != "dapo":
+        for kwargs in ("reward_model.reward_kwargs", "reward.reward_kwargs"):
+            if file.take(f"{kwargs}.overlong_buffer_cfg") is not None:
+                text = "only verl's reward manager dapo reads it"
+                file.draft.leave_out(f"{kwargs}.overlong_buffer_cfg", "idle", text)
+        return
     for kwargs in ("reward_model.reward_kwargs", "reward.reward_kwargs"):
         section = f"{kwargs}.overlong_buffer_cfg"
         if file.peek(f"{section}.enable") is True and file.peek(f"{section}.penalty_factor") != 0:

@@ -95,6 +95,9 @@ class _Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     status: Status = Status.COMPLETED
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a sample has no {name} here: only {', '.join(self.__dataclass_fields__)}")
+
 
 class _Options(SimpleNamespace):
     """slime's `args`: the options in `reward_args.options`."""
@@ -109,11 +112,13 @@ def slime_custom_rm(
     path: str,
     reward_key: str | None = None,
     metadata_key: str = "metadata",
+    grouped: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> float:
     """The reward of slime's `--custom-rm-path`, an async function of `args` and a sample.
 
-    `options` are attributes of `args`; `reward_key` names the reward in a dict that it returns.
+    `options` are attributes of `args`; `reward_key` names the reward in a dict that it returns; `grouped`: the function
+    takes a list of samples, as under `--group-rm`.
     """
     function = _load(*_of_slime(path))
     # The function may compare the status with that of slime's own class.
@@ -127,13 +132,13 @@ def slime_custom_rm(
         status=kind.Status.COMPLETED if completion.finished else kind.Status.TRUNCATED,
     )
     args = _Options(**{"custom_rm_path": path, "reward_key": reward_key, **(options or {})})
-    result = _call(function, path, args, sample)
+    result = _only(_call(function, path, args, [sample]), path) if grouped else _call(function, path, args, sample)
     return result if reward_key is None else _item(result, reward_key, path)
 
 
-def _check_slime(*, path: str, **_: Any) -> str:
+def _check_slime(*, path: str, grouped: bool = False, **_: Any) -> str:
     _check_function(*_of_slime(path))
-    return ""
+    return f"{path} takes lists, and gets one sample at a time: it cannot compare samples" if grouped else ""
 
 
 def _of_slime(path: str) -> tuple[str, str]:

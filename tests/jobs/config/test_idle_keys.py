@@ -341,8 +341,9 @@ def test_greedy_decoding_of_single_responses_and_of_own_functions_is_allowed():
     [("grpo", 16), ("grpo, all on", 4), ("dpo", 4), ("sft, a stream", 3)],
 )
 def test_a_warm_up_longer_than_the_job_is_told(job, steps):
-    def told(warmup_steps: int) -> list[str]:
+    def told(warmup_steps: int, **more: Any) -> list[str]:
         change = {"actor_train.training_args.warmup_steps": warmup_steps, "actor_train.device_mapping": "0-1"}
+        change |= {f"actor_train.training_args.{key}": value for key, value in more.items()}
         config = config_from_dict(with_changes(job_of(job), change, separator="."))
         return [notice.text for notice in config.notices if notice.path == "actor_train.training_args.warmup_steps"]
 
@@ -352,6 +353,8 @@ def test_a_warm_up_longer_than_the_job_is_told(job, steps):
         f"is {2 * steps}, above the number of optimizer steps, {steps}: the learning rate rises to 5e-07 alone" in text
     )
     assert told(steps) == []
+    (text,) = told(2 * steps, lr_warmup_init=5e-7)
+    assert "rises to 7.5e-07 alone" in text
 
 
 @pytest.mark.bad_input

@@ -147,3 +147,10 @@ def test_the_sum_of_all_sequences_has_rolls_divisor(tmp_path: Path, name: str) -
     job = job_of(done, tmp_path)
     assert (job.loss_agg_mode, job.loss_agg_length) == ("token-sum", divisor)
     assert told in " ".join(one.meaning for one in done.changed if one.to == "loss_agg_length")
+
+
+@pytest.mark.parametrize(("discount", "is_refused"), [(None, True), (0.9, True), (1.0, False)])
+def test_discounts_of_turns_are_the_rollout_functions(tmp_path: Path, discount: float | None, is_refused: bool) -> None:
+    done = converted(tmp_path, adv_estimator="step_reinforce", step_reward_gamma=discount)
+    told = {one.key: one.why for one in done.left_out_as("refused")}.get("step_reward_gamma")
+    assert (told is not None) == is_refused and (told is None or "rollout_function returns discounted ones" in told)

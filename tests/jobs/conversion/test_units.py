@@ -228,6 +228,18 @@ def test_keys_of_pairs_are_kept_without_a_file(tmp_path: Path) -> None:
     assert (texts["chosen"], texts["rejected"], texts["prompt"]) == ("better", "worse", "prompt")
 
 
+def test_other_keys_of_texts_are_told_without_a_file(tmp_path: Path) -> None:
+    train = {"dataset_name": "openai_format", "data_path": "${oc.env:NO_SUCH_VARIABLE}", "chat_key": "turns"}
+    train |= {"tool_key": "functions", "system_key": "rules"}
+    data = {"train": train, "validation": {**train, "chat_key": "others"}}
+    done = nemo_rl.converted(tmp_path, nemo_rl.file_of("sft", data=data))
+    assert done.settings["actor_train"]["data_args"]["tools"] == "functions"
+    refused = slime.left_out(done, "refused")
+    assert "NO_SUCH_VARIABLE" in refused["data.train.data_path"]
+    assert "data_args.system" in refused["data.train.system_prompt_file"]
+    assert "'messages': 'others'" in refused["data.validation"]
+
+
 def test_verls_sum_of_tokens_has_no_divisor(tmp_path: Path) -> None:
     done = verl.converted(tmp_path, f"{A}.loss_agg_mode=token-sum {A}.loss_scale_factor=100")
     job = verl.job_of(done, tmp_path)

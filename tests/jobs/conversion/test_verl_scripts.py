@@ -134,7 +134,6 @@ def test_slimes_reward_function_is_kept(tmp_path):
     assert job_of(done, tmp_path).has_reward
     alone = left_out(slime_converted(tmp_path, "--rm-type math --reward-key score"), "refused")
     assert "with --custom-rm-path" in alone["--reward-key"]
-    assert "once per response" in left_out(slime_converted(tmp_path, f"{options} --group-rm"), "refused")["--group-rm"]
 
 
 # ---- chat templates and schedules
@@ -172,3 +171,57 @@ def test_cycles_of_a_cosine(tmp_path):
     assert "1.5: Megatron's cosine falls once" in left_out(done, "refused")["optim.num_cycles"]
     critic = "algorithm.adv_estimator=gae critic.optim.lr_scheduler_type=cosine critic.optim.num_cycles=1"
     assert "falls once" in left_out(converted(tmp_path, critic), "refused")["critic.optim.num_cycles"]
+
+
+def test_a_key_of_images_in_the_file_tells_of_images(tmp_path):
+    path = ("actor_train", "data_args", "images")
+    for given, kept in ((f"actor_rollout_ref.model.path=/m/GLM-4.1V {IMAGES}", "pictures"), ("", None)):
+        assert value_at(converted(tmp_path, given).settings, ".".join(path)) == kept
+
+
+IMAGES = "data.image_key=pictures"
+
+
+def test_asynchronous_trainers_are_refused_and_the_synchronous_one_is_not(tmp_path):
+    for mode in ("separate_async", "colocate_async"):
+        reason = left_out(converted(tmp_path, f"trainer.v1.trainer_mode={mode}"), "refused")["trainer.v1.trainer_mode"]
+        assert reason.startswith(f"{mode}: verl's asynchronous trainers are not converted")
+    assert "trainer.v1.trainer_mode" not in left_out(converted(tmp_path, "trainer.v1.trainer_mode=sync"), "refused")
+
+
+def test_only_verls_manager_dapo_reads_the_penalty_for_long_responses(tmp_path):
+    key = "reward.reward_kwargs.overlong_buffer_cfg"
+    penalty = f"+{key}.enable=True +{key}.len=64 +{key}.penalty_factor=0.5 +reward.reward_kwargs.max_resp_len=128"
+    for manager, reads in (("naive", False), ("dapo", True)):
+        done = converted(tmp_path, f"{penalty} reward.reward_manager.name={manager}")
+        assert ("overlong_buffer" in done.settings) == reads
+        assert (key in left_out(done, "idle")) != reads
+
+
+def test_a_warm_up_begins_at_automodels_share_of_the_rate(tmp_path):
+    done = sft(
+        tmp_path,
+        "torchrun --nproc_per_node=2",
+        "engine=automodel optim.lr=2e-5 optim.init_lr_ratio=0.1 optim.lr_warmup_steps=9",
+    )
+    assert value_at(done.settings, "actor_train.training_args.lr_warmup_init") == 2e-6
+
+
+def test_a_program_of_verls_by_its_path_is_verls_own(tmp_path):
+    for program, is_own in (("verl/trainer/main_ppo.py", True), ("my/trainer/main_ppo.py", False)):
+        path = tmp_path / "run.sh"
+        path.write_text(f"python3 {program} {NEEDED}\n")
+        told = [one.key for one in convert_file(path, ORIGINS["verl"]).left_out]
+        assert (program in told) != is_own
+
+
+def test_the_home_directory_belongs_to_its_own_words(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(f'ARGS="actor_rollout_ref.model.path=$HOME/m {NEEDED}"\npython3 -m verl.trainer.main_ppo $ARGS\n')
+    changed = {one.key: one.meaning for one in convert_file(path, ORIGINS["verl"]).changed if "$HOME" in one.meaning}
+    assert list(changed) == ["actor_rollout_ref.model.path"]
+
+
+def test_slimes_groups_of_samples_are_kept(tmp_path):
+    done = slime_converted(tmp_path, "--custom-rm-path my.rewards.score --group-rm")
+    assert done.settings["reward_args"] == {"path": "my.rewards.score", "grouped": True}

@@ -63,6 +63,14 @@ async def asks(args, sample, **kwargs):
 
 def plain(args, sample):
     return sample.response_length
+
+
+def lists(args, samples):
+    return [sample.response_length for sample in samples]
+
+
+def tokens(args, sample):
+    return len(sample.tokens)
 """
 ROLL = """
 def reward_fn(response, ground_truth, reward_type="loose"):
@@ -141,6 +149,10 @@ def test_slimes_contract_with_samples_and_options(folder):
     assert reward("slime_custom_rm", path="slime_rewards.plain")(completion("abcd")) == 4
     with pytest.raises(ValueError, match=r"args\.rm_url is not set here: add it to reward_args\.options"):
         reward("slime_custom_rm", path="slime_rewards.asks")(completion())
+    with pytest.raises(ValueError, match=r"a sample has no tokens here: only prompt, response, .*status"):
+        reward("slime_custom_rm", path="slime_rewards.tokens")(completion())
+    grouped = reward("slime_custom_rm", path="slime_rewards.lists", grouped=True)
+    assert grouped(completion("abcd")) == 4 and "cannot compare samples" in grouped.notice
     with pytest.raises(ValueError, match="which has no 'other'"):
         reward("slime_custom_rm", path="slime_rewards.reward_func", reward_key="other")(completion())
 
