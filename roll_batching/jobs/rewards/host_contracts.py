@@ -68,7 +68,8 @@ def _check_answer(line: PromptLine, **_: Any) -> None:
     """Raises ValueError for a line without a right answer."""
     if line.answer is None:
         keys = printable(", ".join(line.record), characters=80)
-        raise ValueError(f"no ground truth: actor_train.data_args.response names no key of the line, which has {keys}")
+        text = "no ground truth: actor_train.data_args.response names no key with a value"
+        raise ValueError(f"{text}; the line's keys are {keys}")
 
 
 verl_compute_score.check_arguments = _check_verl  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from tests.campaigns.abuse.convert import CONVERSIONS, OUTPUTS
 from tests.campaigns.abuse.critics import CRITICS
 from tests.campaigns.abuse.engines import ENGINES
 from tests.campaigns.abuse.frozen import FREEZING
+from tests.campaigns.abuse.host_rewards import HOST_REWARDS
 from tests.campaigns.abuse.hybrids import HYBRIDS
 from tests.campaigns.abuse.limits import LIMITS
 from tests.campaigns.abuse.losses import LOSSES
@@ -38,6 +39,7 @@ from tests.campaigns.abuse.scenes import (
     small_disk,
 )
 from tests.campaigns.abuse.teachers import TEACHERS
+from tests.campaigns.abuse.texts import TEXTS
 from tests.campaigns.abuse.verdicts import VERDICTS
 
 SOON = 30.0
@@ -363,4 +365,5 @@ CASES = [
     *(*REWARDS, *RUNS, *RESUMES, *CRITICS, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *OUTPUTS, *PLANS, *PLACES),
     *(*ENGINES, *PARTS, *FREEZING),
     *(*ROLLOUTS, *ADAPTERS, *TEACHERS, *OBJECTIVES, *VERDICTS, *HYBRIDS, *LIMITS),
+    *(*HOST_REWARDS, *TEXTS),
 ]
