@@ -142,4 +142,4 @@ def describe_error(error: BaseException) -> str:
     place = user_place(error)
     place = f" at {place}" if place else ""
     text = f": {printable(text)}" if text else ""
-    return f"{type(error).__name__}{text}{'' if isinstance(error, (ImportError, SyntaxError)) else place}"
+    return f"{type(error).__name__}{text}{place}"

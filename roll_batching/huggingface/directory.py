@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError
-from roll_batching.files import cause
+from roll_batching.files import cause, open_regular
 
 CONFIG, GENERATION, INDEX, SINGLE = (
     "config.json",
@@ -50,7 +50,8 @@ def directory_of(name: str) -> Path:
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises ConfigError, naming the file, if it cannot be read or holds another type."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        with open_regular(file) as stream:
+            value = json.loads(stream.read().decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {cause(error)}") from None
     except ValueError as error:

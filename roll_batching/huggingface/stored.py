@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import CheckpointError
-from roll_batching.files import cause
+from roll_batching.files import cause, open_regular
 from roll_batching.huggingface.directory import INDEX, SINGLE, read_json
 
 _BLOCK_BYTES = 4 * 2**20
@@ -166,9 +166,7 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
             f"{file} needs the package safetensors ({error}): pip install 'roll-batching[hf]'"
         ) from None
     try:
-        with safe_open(str(file), framework="pt"):  # checks the header and the file's size
-            pass
-        with file.open("rb") as opened:
+        with open_regular(file) as opened, safe_open(str(file), framework="pt"):  # checks header and file size
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
     except (OSError, SafetensorError) as error:

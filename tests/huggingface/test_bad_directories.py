@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -46,6 +49,22 @@ def test_shards_inside_the_directory_and_links_to_a_cache_are_read(tmp_path, nam
     (model / name).parent.mkdir(exist_ok=True)
     (model / name).symlink_to(tmp_path / "blobs" / "0123")
     assert StoredTensors(model).shapes == {"weight": (2,)}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    """As a process of its own: a read that waits cannot be interrupted by the test."""
+    os.mkfifo(tmp_path / name)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from roll_batching.huggingface.directory import read_json; from roll_batching.huggingface import stored\n"
+        "path = Path(sys.argv[1])\n"
+        "read_json(path) if path.suffix == '.json' else stored._header(path)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / name)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert f"{name} cannot be read: " in done.stderr and "it is no regular file" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])

@@ -101,6 +101,40 @@ def test_pairs_and_judged_answers_end_with_it(tmp_path):
     assert all("sums" in own.decode(tokens) for tokens, _ in rows)
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_arguments_of_calls_are_texts_where_the_template_joins_or_prints_them(tmp_path, arguments):
+    template = template_of(tmp_path, "deepseek_v3")
+    call = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "add", "arguments": arguments}}]}
+    text, parts = learnt(template, [ASK, call, RESULT, TWO], {})
+    assert 'add\n```json\n{"a": 1}\n```' in parts[0] and text.startswith(template.prompt([ASK], {}))
+    own = template._tokenizer.tokenizer
+    own.chat_template = own.chat_template.replace("call.function.arguments +", "call.function.arguments ~")
+    template = ChatTemplate(template._tokenizer)
+    assert '{"a": 1}' in learnt(template, [ASK, call, RESULT, TWO], {})[1][0], "not in Python's notation"
+
+
+@pytest.mark.bad_input
+def test_a_template_that_fails_both_ways_is_named_with_both_errors(tmp_path):
+    template = template_of(tmp_path, "deepseek_v3")
+    with pytest.raises(DataError, match="dict.*with arguments of calls as texts: .*(None|content)"):
+        template.conversation([ASK, CALLING, {**RESULT, "content": None}])
+
+
+def test_two_stop_tokens_of_the_last_turn_do_not_hide_a_turn_without_any(tmp_path):
+    write_directory(tmp_path, "qwen3")
+    own = HFTokenizer(tmp_path)
+    turn = "{% generation %}{{ m.content }}{% if END %}{{ '<|im_end|><|endoftext|>' }}{% endif %}{% endgeneration %}"
+    lacking = {"loop.last": True, "true": False}
+    for end, expected in lacking.items():
+        own.tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}"
+            + turn.replace("END", end)
+            + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        )
+        template, messages = ChatTemplate(own), [ASK, TWO, MORE, FOUR]
+        assert template.lacks_stops(messages, *template.conversation(messages)) == expected
+
+
 @pytest.mark.parametrize("name", [name for name in STOPS if name not in WITHOUT_TOOLS])
 def test_tools_are_shown(tmp_path, name):
     template = template_of(tmp_path, name)
@@ -131,6 +165,13 @@ def test_variables_of_a_template_are_neither_its_own_nor_those_of_transformers()
     assert read["qwen3"] == {"tools", "enable_thinking"} and read["gemma3"] == set() == read["deepseek_v3"]
     assert read["gpt_oss"] == {"tools", "reasoning_effort"}
     assert variables_of("{% if %}") == frozenset()
+    for template in (
+        "{% set tools = tools | default([]) %}{{ tools }}",
+        "{% for tools in [tools] %}{{ tools }}{% endfor %}",
+        "{% if not tools %}{% set tools = [] %}{% endif %}{{ tools }}",
+    ):
+        assert variables_of(template) == {"tools"}, template
+    assert variables_of("{% if messages %}{% set own = 1 %}{% endif %}{{ own }}") == frozenset()
 
 
 def job(folder, name, task, lines, **data):

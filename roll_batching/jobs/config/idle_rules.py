@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
+from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import KeyPath, Notice, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.key_paths import field_at
@@ -34,22 +37,46 @@ _INFERENCE: tuple[KeyPath, ...] = (
 )
 """Keys of a role's passes without gradient."""
 
+_GREEDY = 1e-4
+"""Largest top_p and temperature at which the likeliest token is taken in practice."""
 NOT_EVALUATED = "nothing is evaluated"
 """End of the notices about keys of an evaluation."""
 
 
-def greedy_problems(job: JobKeys) -> Iterator[Problem]:
-    """Greedy decoding of groups, whose responses are then all the same."""
+def group_problems(job: JobKeys) -> Iterator[Problem]:
+    """Groups that cannot be compared: given as one response, or of greedy decoding, whose responses are the same."""
     args, size = job.actor_infer.generating_args, job.group_size
-    if supervised(job) or not job.max_steps or size < 2 or job.rollout_function is not None:
+    if supervised(job) or not job.max_steps:
         return
-    key = "do_sample" if not args.do_sample else "top_k" if args.top_k == 1 else None
-    if key is not None:
-        value = "false" if key == "do_sample" else "1"
-        text = f"is {value}: greedy decoding makes the {size} responses of a prompt equal, and nothing is learned from"
-        cure = "set do_sample to true" if key == "do_sample" else "raise top_k, or set it to 0"
-        text += f" comparing them; {cure}, or num_return_sequences_in_group to 1"
-        yield Problem(("actor_infer", "generating_args", key), text)
+    is_given = "num_return_sequences_in_group" in job.model_fields_set  # resolved settings have it, too
+    if is_given and (job.has_reward or job.rollout_function is not None):
+        yield from single_responses(job)
+    greedy = greedy_key(args)
+    if greedy is None or size < 2 or job.rollout_function is not None:
+        return
+    key, value = greedy
+    text = f"is {value}: greedy decoding makes the {size} responses of a prompt equal, and nothing is learned from"
+    cure = {"do_sample": "set do_sample to true", "top_k": "raise top_k, or set it to 0"}.get(key, f"raise {key}")
+    text += f" comparing them; {cure}, or num_return_sequences_in_group to 1"
+    yield Problem(("actor_infer", "generating_args", key), text)
+
+
+def greedy_key(args: GeneratingArgs) -> tuple[str, str] | None:
+    """The key of `args` that makes decoding greedy, and its value; None where tokens are sampled."""
+    if not args.do_sample:
+        return "do_sample", "false"
+    if args.top_k == 1:
+        return "top_k", "1"
+    tiny = [key for key in ("temperature", "top_p") if getattr(args, key) <= _GREEDY]
+    return (tiny[0], f"{getattr(args, tiny[0]):g}") if tiny else None
+
+
+def single_responses(job: JobKeys) -> Iterator[Problem]:
+    """Groups of one response, where the advantage estimator compares responses."""
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    if job.task == "grpo" and estimator is not None and estimator.compares and job.group_size < 2:
+        text = f"is {job.group_size}: {estimator.name} compares the responses of a prompt and needs at least 2; raise"
+        yield Problem(("num_return_sequences_in_group",), f"{text} it, or set adv_estimator to reinforce")
 
 
 def idle_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
@@ -60,6 +87,7 @@ def idle_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
         if value is not None and field is not None and value != field.default:
             yield no_effect(path, reason)
     yield from _kl_bound(job, given)
+    yield from _equal_answers(job, given)
     yield from _short_warmups(job)
 
 
@@ -91,10 +119,18 @@ def _of_the_job(job: JobKeys) -> Iterator[tuple[KeyPath, str]]:
         elif not job.has_reward:
             for key in RewardKeys.model_fields:
                 yield (key,), "no reward_function scores responses"
+        buffer, longest = job.overlong_buffer, job.actor_infer.generating_args.max_new_tokens
+        if buffer is not None and longest is not None and job.rollout_function is None:
+            begin = (buffer.response_length or job.response_length or longest) - buffer.length
+            if longest <= begin:
+                reason = f"a response has at most {longest} tokens, and the penalty begins after {begin}"
+                yield ("overlong_buffer",), reason
         if not job.rewards:
             yield (*data, "tag"), "there are no `rewards`, whose prompts tags select"
         if job.actor_train.data_args.messages is not None:
             yield (*data, "prompt"), "messages is given"
+    if job.actor_train.model_args.model_name_or_path not in (None, job.pretrain):
+        yield ("pretrain",), "actor_train.model_args.model_name_or_path is given"
     tokenizer = job.tokenizer
     if tokenizer.type == "char":
         yield ("tokenizer", "name_or_path"), "tokenizer.type is char"
@@ -121,14 +157,15 @@ def _without_evaluation(job: JobKeys) -> str | None:
 
 def _of_sampling(job: JobKeys) -> Iterator[tuple[KeyPath, str]]:
     """Keys of greedy decoding; the sampling temperature is also that of the loss's log-probs."""
-    path, reason = ("generating_args",), "do_sample is false: decoding is greedy"
-    if not job.validation.generating_args.do_sample:
-        for key in _SHAPES:
-            yield ("validation", *path, key), reason
-    if not job.actor_infer.generating_args.do_sample:
-        is_read = job.task == "grpo" and job.actor_train.logprob_temperature is None
-        for key in _SHAPES[1:] if is_read else _SHAPES:
-            yield ("actor_infer", *path, key), reason
+    for role in ("validation", "actor_infer"):
+        greedy = greedy_key(getattr(job, role).generating_args)
+        if greedy is None:
+            continue
+        key, value = greedy
+        is_read = role == "actor_infer" and job.task == "grpo" and job.actor_train.logprob_temperature is None
+        for other in _SHAPES[1:] if is_read else _SHAPES:
+            if other != key:
+                yield (role, "generating_args", other), f"{key} is {value}: decoding is greedy"
 
 
 def _of_roles(job: JobKeys, given: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -177,6 +214,14 @@ def _of_rollouts(job: JobKeys) -> Iterator[tuple[KeyPath, str]]:
             yield ("actor_infer", *_LAYOUT, key), "rollouts are sampled by actor_train's model, with its settings"
 
 
+def _equal_answers(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
+    """Several greedy answers to a held-out prompt: they cost time and are the same."""
+    path = ("validation", "generating_args", "num_return_sequences")
+    number, args = _value_at(given, path), job.validation.generating_args
+    if isinstance(number, int) and number > 1 and greedy_key(args) is not None and _without_evaluation(job) is None:
+        yield Notice(path, f"decoding is greedy: the {number} answers to a prompt are equal, and 1 measures the same")
+
+
 def _kl_bound(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
     """A bound of k3 in a loss without it."""
     loss = LOSSES.get(job.loss_function)
@@ -196,6 +241,12 @@ def _short_warmups(job: JobKeys) -> Iterator[Notice]:
     if job.world_size is not None and job.world_size % size == 0:
         dp_size = job.world_size // size
     phases.append((("actor_train",), job.actor_train.training_args, job.optimizer_steps(dp_size)))
+    if uses_critic(job) and job.critic is not None:
+        args = job.critic.training_args
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
+        phases.append(
+            (("critic",), args, job.max_steps * math.ceil(job.samples_per_rollout / size) * job.critic_epochs)
+        )
     if job.warmup is not None:
         steps = job.warmup.training_args.max_steps if job.warmup.num_train_epochs is None else None
         phases.append((("warmup",), job.warmup.training_args, steps))

@@ -158,6 +158,9 @@ def objective_problems(job: JobKeys) -> Iterator[Problem]:
         if name in loss.keys:
             text = f"is given by a key of the job: {loss.keys[name]}; set that, and leave this out"
             yield Problem(("loss_args", name), text)
+    if loss.name == "kto" and all(job.loss_args.get(name) == 0 for name in ("desirable_weight", "undesirable_weight")):
+        text = "is 0, and so is desirable_weight: nothing is trained; leave one of them out"
+        yield Problem(("loss_args", "undesirable_weight"), text)
     own = {name: value for name, value in job.loss_args.items() if name not in loss.keys}
     yield from _arguments(loss).read(own, ("loss_args",))[1]
 
@@ -181,6 +184,8 @@ def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
     for key in ("kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"):
         if key in given and not job.add_token_level_kl:
             yield no_effect((key,), "add_token_level_kl is false")
+    if job.add_token_level_kl and not job.init_kl_coef:
+        yield no_effect(("add_token_level_kl",), "init_kl_coef is 0, and target_kl only scales it")
     if "kl_horizon" in given and job.add_token_level_kl and job.target_kl is None:
         yield no_effect(("kl_horizon",), "without target_kl the weight is fixed")
     if loss is not None and "advantages" not in loss.reads:

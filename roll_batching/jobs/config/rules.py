@@ -14,7 +14,7 @@ from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_pr
 from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, missing_for_gym, uses_engine
 from roll_batching.jobs.config.fp8_rules import fp8_problems, models_that_cannot_sample
 from roll_batching.jobs.config.gigpo_rules import gigpo_problems
-from roll_batching.jobs.config.idle_rules import greedy_problems
+from roll_batching.jobs.config.idle_rules import group_problems, single_responses
 from roll_batching.jobs.config.image_rules import image_problems
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
@@ -78,7 +78,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += share_problems(shares, job.rewards, job.rollout_batch_size)
     problems += train_infer_problems(job)
     problems += gigpo_problems(job)
-    problems += greedy_problems(job)
+    problems += group_problems(job)
     problems += async_problems(job)
     problems += dynamic_sampling_problems(job)
     problems += reward_shaping_problems(job)
@@ -185,8 +185,9 @@ def _chats(job: JobKeys) -> Iterator[Problem]:
             (*path, "chat_template_columns", "tools"), f"is set by {'.'.join(path)}.tools: name the key there"
         )
     has_chats = data.chat or data.messages is not None or (job.warmup is not None and job.warmup.messages is not None)
-    for key in ("chat_template_columns", "chat_template_kwargs"):
-        if getattr(data, key) and not has_chats:
+    for key in ("tools", "chat_template_columns", "chat_template_kwargs"):
+        value = getattr(data, key)
+        if value and value != type(data).model_fields[key].default and not has_chats:
             yield Problem((*path, key), "is for chats: set messages or chat, or leave it out")
 
 
@@ -364,10 +365,7 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     if job.eval_samples and (job.has_reward or job.rollout_function):
         text = "is missing: the JSONL file of held-out prompts; or set eval_samples: 0"
         need(data.eval_file_name, ("actor_train", "data_args", "eval_file_name"), text)
-    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
-    if estimator is not None and estimator.compares:
-        text = f"is {job.group_size}: {estimator.name} compares the responses of a prompt and needs at least 2"
-        need(job.group_size > 1, ("num_return_sequences_in_group",), text)
+    problems += single_responses(job)
     if job.norm_std_type == "batch":
         text = "is batch, and a step has one response, which has no deviation: raise rollout_batch_size"
         need(job.rollout_batch_size * job.group_size > 1, ("norm_std_type",), text)

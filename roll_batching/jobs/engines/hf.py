@@ -72,7 +72,8 @@ class HFEngine:
         """Compares the log-probs of `probe`. Raises EngineError when they are of other weights."""
         tokens = torch.tensor([probe.tokens], device=self.device)
         log_probs = self._model(input_ids=tokens).logits[0, :-1].float().log_softmax(-1)
-        self._gap_limit.check(probe.gap(log_probs.gather(1, tokens[0, 1:, None])[:, 0].tolist()))
+        gap = probe.gap(log_probs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+        self._gap_limit.check(gap, probe.largest_gap)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest], settings: GenerationSettings) -> list[GenerationResult]:

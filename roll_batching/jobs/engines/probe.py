@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from roll_batching.distributed import exchange
 from roll_batching.errors import EngineError
@@ -19,7 +20,9 @@ from roll_batching.samples import SampleBatch, collect, distribute
 from roll_batching.strategy import MegatronInferStrategy
 
 _TOKENS, _SEED = 32, 0
-_SMALLEST_LIMIT, _LARGEST_LIMIT = 1e-4, 0.1
+_SMALLEST_LIMIT = 1e-4
+_LARGEST_FP32, _LARGEST_BF16, _LARGEST_FP8 = 1e-3, 0.05, 0.1
+"""Largest gaps of rounding by what the trainer computes in. Measured in bf16: 0.011 in the mean (docs/results.md)."""
 _GROWTH = 4.0
 """A gap may be this many times the first one, which shows the rounding of both sides' dtypes."""
 
@@ -30,6 +33,8 @@ class Probe:
 
     tokens: list[int]
     log_probs: list[float]
+    largest_gap: float
+    """That the trainer's precision explains."""
 
     def gap(self, log_probs: Sequence[float]) -> float:
         """Median difference to an engine's log-probs: mixtures of experts may have a few outliers.
@@ -56,7 +61,9 @@ def make_probe(strategy: MegatronInferStrategy) -> Probe:
         results = strategy.compute_log_probs(distribute(local_batch, plan), plan)
     row = collect(results, plan, like=local_batch)["log_probs"].tolist()
     log_probs = exchange(layout.host_group, "the probe of a weight update", lambda: row)[0][: count - 1]
-    return Probe(tokens=tokens, log_probs=log_probs)
+    largest_gap = _LARGEST_FP32 if strategy.dtype in (torch.float32, torch.float64) else _LARGEST_BF16
+    is_fp8 = strategy.settings.pack_multiple > 1
+    return Probe(tokens=tokens, log_probs=log_probs, largest_gap=_LARGEST_FP8 if is_fp8 else largest_gap)
 
 
 @contextmanager
@@ -71,18 +78,19 @@ def _at_temperature_1(strategy: MegatronInferStrategy) -> Iterator[None]:
 
 
 class GapLimit:
-    """The largest gap of a probe that rounding explains, from the first gap of a run."""
+    """The largest gap of a probe that rounding explains, from the first gap of a run and the trainer's precision."""
 
     def __init__(self) -> None:
         self._limit: float | None = None
 
-    def check(self, gap: float) -> None:
-        """Raises EngineError when `gap` is not of rounding."""
-        limit = self._limit or min(max(_GROWTH * gap, _SMALLEST_LIMIT), _LARGEST_LIMIT)
+    def check(self, gap: float, largest: float) -> None:
+        """Raises EngineError when `gap` is not of rounding, which is at most `largest`."""
+        limit = self._limit or min(max(_GROWTH * gap, _SMALLEST_LIMIT), largest)
         if not gap <= limit:  # nor nan
             raise EngineError(
                 f"it has other weights than were sent: its log-probs of a probe differ from the trainer's by "
                 f"{gap:.2g} in the median, and rounding explains {limit:.2g}. "
-                "Look at its log for tensors that it did not load"
+                "Look at its log for tensors that it did not load. A server in another dtype than the trainer's "
+                "(model_args.dtype), or with quantization, rounds more: start it with the same"
             )
         self._limit = limit

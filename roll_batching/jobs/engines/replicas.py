@@ -139,7 +139,7 @@ class Replicas:
 
         async def compare(session: Any, url: str) -> None:
             gap = probe.gap(self.api.parse_scores(await post(session, url, call)))
-            self._gap_limits.setdefault(url, GapLimit()).check(gap)
+            self._gap_limits.setdefault(url, GapLimit()).check(gap, probe.largest_gap)
 
         self.drop(
             self.on_each(tuple(self._live), compare),

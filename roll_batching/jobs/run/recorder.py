@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from roll_batching.errors import RollBatchingError
 from roll_batching.files import atomic_file
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.withheld import without_secrets
@@ -58,6 +59,9 @@ class RunRecorder:
         """
         if not self._enabled:
             return
+        for name in (METRICS, CONFIG, RUN_INFO, PLAN, self._sample_log.path.name):
+            if (self.folder / name).is_fifo():
+                raise RollBatchingError(f"{self.folder / name} is a pipe, and writing waits for its reader: remove it")
         config, metrics = self.folder / CONFIG, self.folder / METRICS
         text = yaml.safe_dump(without_secrets(self._config.to_dict()), sort_keys=False, allow_unicode=True)
         if resume_after is None:

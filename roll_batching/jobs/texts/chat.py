@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NONE: Mapping[str, Any] = {}
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+_CALL: dict[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 _FOLLOWERS: Mapping[bool, tuple[Message, Message]] = {
     False: ({"role": ASSISTANT, "content": "a"}, {"role": "user", "content": "b"}),
     True: (
@@ -85,9 +86,14 @@ class ChatTemplate:
         return tokens, mask
 
     def lacks_stops(self, messages: Sequence[Message], tokens: Sequence[int], mask: Sequence[bool]) -> bool:
-        """Whether a turn of a `conversation` trains no stop token: fewer are trained than the assistant has turns."""
-        trained = sum(marked and token in self._stops for token, marked in zip(tokens, mask, strict=True))
-        return trained < sum(message["role"] == ASSISTANT for message in messages)
+        """Whether a turn of a `conversation` trains no stop token."""
+        stops = [marked and token in self._stops for token, marked in zip(tokens, mask, strict=True)]
+        # A template may mark a turn in several parts, and end one with two stop tokens: neither count alone will do.
+        parts = itertools.groupby(range(len(stops)), key=lambda place: mask[place])
+        ended_parts = sum(marked and any(stops[place] for place in places) for marked, places in parts)
+        speakers = [role for role, _ in itertools.groupby(message["role"] for message in messages)]
+        turns = sum(message["role"] == ASSISTANT for message in messages)
+        return sum(stops) < turns or ended_parts < speakers.count(ASSISTANT)
 
     @property
     def _stops(self) -> tuple[int, ...]:
@@ -163,24 +169,53 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Message], variables: Mapping[str, Any], **options: Any) -> Any:
         read = {name: value for name, value in variables.items() if name in self.variables}
+        conversions = (_as_text,) if self._prints_arguments else (_as_object, _as_text)
+        errors: list[str] = []
+        for convert in conversions if any(map(_calls, messages)) else conversions[:1]:
+            converted = [_with_arguments(message, convert) for message in messages]
+            try:
+                return self._tokenizer.tokenizer.apply_chat_template(converted, **read, **options)
+            except Exception as error:  # a template is code, which may raise anything
+                errors.append(f"{type(error).__name__}: {error}")
+        raise DataError(f"the chat template fails on it ({'; with arguments of calls as texts: '.join(errors)})")
+
+    @cached_property
+    def _prints_arguments(self) -> bool:
+        """Whether the template prints the arguments of calls: an object would be in Python's notation, not JSON."""
+        messages = [{"role": "user", "content": "a"}, _FOLLOWERS[True][0]]
         try:
-            return self._tokenizer.tokenizer.apply_chat_template(list(map(_plain, messages)), **read, **options)
-        except Exception as error:  # a template is code, which may raise anything
-            raise DataError(f"the chat template fails on it ({type(error).__name__}: {error})") from None
+            text = self._tokenizer.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # a template without tools, or one that joins texts
+            return False
+        return str(_CALL["function"]["arguments"]) in text
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """`message` with arguments of calls as objects: templates iterate over them, or write them as JSON themselves."""
+def _calls(message: Message) -> list[Any]:
     calls = message.get("tool_calls")
-    return dict(message) if not calls else {**message, "tool_calls": [_parsed(call) for call in calls]}
+    return calls if isinstance(calls, list) else []
 
 
-def _parsed(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """`message` with converted arguments of its calls.
+
+    Most templates iterate over objects, or write them as JSON themselves; DeepSeek's join texts.
+    """
+    calls: list[Any] = []
+    for call in _calls(message):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            call = {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+        calls.append(call)
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _as_object(arguments: Any) -> Any:
     try:
-        arguments = json.loads(function["arguments"])
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll_batching.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 TOOLS = "tools"
 KWARGS = "chat_template_kwargs"
@@ -31,11 +34,25 @@ def variables_of(template: str) -> frozenset[str]:
         parsed = environment.parse(_GENERATION.sub("", template))
     except jinja2.TemplateError:
         return frozenset()  # rendering it names the fault
-    # Names that are set inside a loop or a branch count as undeclared; those with a default are tested before.
-    assigned = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    # Jinja counts names that are set inside a loop or a branch as undeclared. Variables are tested or read before.
+    first: dict[str, str] = {}
+    for name in _names(parsed):
+        first.setdefault(name.name, name.ctx)
+    assigned = {name for name, use in first.items() if use == "store"}
     tested = {test.node.name for test in parsed.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
     names = meta.find_undeclared_variables(parsed) - (assigned - tested) - _GIVEN
     return frozenset(name for name in names if not name.endswith("_token"))
+
+
+def _names(node: nodes.Node) -> Iterator[nodes.Name]:
+    """Names in the order of evaluation: `{% set tools = tools or [] %}` reads the variable first."""
+    from jinja2 import nodes
+
+    children = list(node.iter_child_nodes())
+    if isinstance(node, nodes.Assign | nodes.For):
+        children[:2] = children[1::-1]  # the target comes before the value
+    for child in children:
+        yield from [child] if isinstance(child, nodes.Name) else _names(child)
 
 
 @dataclass(frozen=True, kw_only=True)

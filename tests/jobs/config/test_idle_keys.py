@@ -292,6 +292,21 @@ PAIRS_OF_KEYS = {
     "two norms of gradients": (
         {"max_grad_norm": 0.5, "actor_train.training_args": {"max_grad_norm": 2.0}}, "max_grad_norm",
     ),
+    "a temperature of evaluation with one token": (
+        {"validation": {"generating_args": {"top_k": 1, "temperature": 0.5}}},
+        "validation.generating_args.temperature",
+    ),
+    "several greedy answers": (
+        {"validation": {"generating_args": {"do_sample": False, "num_return_sequences": 4}}},
+        "validation.generating_args.num_return_sequences",
+    ),
+    "two models": ({"pretrain": "here", "actor_train.model_args": {"model_name_or_path": "there"}}, "pretrain"),
+    "a divergence without weight": (
+        {"add_token_level_kl": True, "reference": {}, "init_kl_coef": 0.0, "target_kl": 0.1}, "add_token_level_kl",
+    ),
+    "a buffer that no response reaches": (
+        {f"{SAMPLING}.max_new_tokens": 8, "overlong_buffer": {"length": 8}}, "overlong_buffer",
+    ),
     "two sources of characters": (
         {"tokenizer": {"vocabulary": "ab#", "vocabulary_file": "x", "eos_token": "#"}}, "tokenizer.vocabulary",
     ),
@@ -312,6 +327,13 @@ def changed_rl(changes: dict[str, Any]) -> dict[str, Any]:
 REFUSED = {
     "greedy groups": ({f"{SAMPLING}.do_sample": False}, "do_sample to true"),
     "groups of the likeliest token": ({f"{SAMPLING}.top_k": 1}, "raise top_k"),
+    "a tiny top_p": ({f"{SAMPLING}.top_p": 1e-9}, "top_p: is 1e-09: greedy decoding .* raise top_p"),
+    "a tiny temperature": ({f"{SAMPLING}.temperature": 1e-4}, "temperature: is 0.0001: greedy decoding"),
+    "groups of one": ({"num_return_sequences_in_group": 1}, "is 1: grpo compares .* set adv_estimator to reinforce"),
+    "KTO without weights": (
+        {**JOBS["kto"], "loss_args": {"desirable_weight": 0.0, "undesirable_weight": 0}}, "nothing is trained",
+    ),
+    "tools without chats": ({f"{DATA}.tools": "functions"}, "data_args.tools: is for chats"),
     "a rate that rises": ({"actor_train.training_args": {"min_lr": 1e-4}}, "min_lr is 0.0001, above learning_rate"),
     "a rate of the critic that rises": (
         {"adv_estimator": "gae", "critic": {"training_args": {"min_lr": 1.0}}}, "min_lr is 1, above learning_rate",
@@ -338,16 +360,17 @@ def test_greedy_decoding_of_single_responses_and_of_own_functions_is_allowed():
 
 @pytest.mark.parametrize(
     ("job", "steps"),
-    [("grpo", 16), ("grpo, all on", 4), ("dpo", 4), ("sft, a stream", 3)],
+    [("grpo", 16), ("grpo, all on", 4), ("dpo", 4), ("sft, a stream", 3), ("ppo", 16)],
 )
 def test_a_warm_up_longer_than_the_job_is_told(job, steps):
     def told(warmup_steps: int, **more: Any) -> list[str]:
-        change = {"actor_train.training_args.warmup_steps": warmup_steps, "actor_train.device_mapping": "0-1"}
-        change |= {f"actor_train.training_args.{key}": value for key, value in more.items()}
+        change = {f"{role}.training_args.warmup_steps": warmup_steps, "actor_train.device_mapping": "0-1"}
+        change |= {f"{role}.training_args.{key}": value for key, value in more.items()}
         config = config_from_dict(with_changes(job_of(job), change, separator="."))
-        return [notice.text for notice in config.notices if notice.path == "actor_train.training_args.warmup_steps"]
+        return [notice.text for notice in config.notices if notice.path == f"{role}.training_args.warmup_steps"]
 
-    steps = {"grpo": 4 * 16, "grpo, all on": 4 * 32}.get(job, steps)
+    role = "critic" if job == "ppo" else "actor_train"
+    steps = {"grpo": 4 * 16, "grpo, all on": 4 * 32, "ppo": 4 * 16}.get(job, steps)
     (text,) = told(2 * steps)
     assert (
         f"is {2 * steps}, above the number of optimizer steps, {steps}: the learning rate rises to 5e-07 alone" in text

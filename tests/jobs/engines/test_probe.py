@@ -68,19 +68,44 @@ def test_a_head_that_vllm_packs_on_a_cpu_is_sent(folder):
 
 def test_a_limit_follows_the_first_gap():
     """Rounding of both sides shows in the first gap; outliers of a few tokens do not count; nan never passes."""
-    probe = Probe(tokens=[1, 2, 3, 4], log_probs=[-1.0, -2.0, -3.0])
+    probe = Probe(tokens=[1, 2, 3, 4], log_probs=[-1.0, -2.0, -3.0], largest_gap=0.05)
     assert probe.gap([-1.01, -2.02, -9.0]) == pytest.approx(0.02)
     with pytest.raises(EngineError, match="sent 2 log-probs for a prompt of 4 tokens"):
         probe.gap([-1.0, -2.0])
     limit = GapLimit()
     for gap in (0.5, float("nan")):
         with pytest.raises(EngineError, match="other weights"):
-            limit.check(gap)
-    limit.check(0.01)
-    limit.check(0.039)
+            limit.check(gap, 0.05)
+    limit.check(0.01, 0.05)
+    limit.check(0.039, 0.05)
     with pytest.raises(EngineError, match="by 0.041 in the median, and rounding explains 0.04"):
-        limit.check(0.041)
+        limit.check(0.041, 0.05)
     exact = GapLimit()
-    exact.check(1e-6)
+    exact.check(1e-6, 0.05)
     with pytest.raises(EngineError, match="other weights"):
-        exact.check(2e-4)
+        exact.check(2e-4, 0.05)
+
+
+@pytest.mark.bad_input
+def test_the_precision_of_the_trainer_bounds_the_first_gap_too(folder):
+    """A median of 0.041 in bf16 is of rounding, and 0.06 after it is not; fp32 rounds far less."""
+    limit = GapLimit()
+    limit.check(0.041, 0.05)
+    for checked, gap, largest in ((limit, 0.06, 0.05), (GapLimit(), 0.06, 0.05), (GapLimit(), 0.002, 1e-3)):
+        with pytest.raises(EngineError, match=f"rounding explains {largest:.2g}.*model_args.dtype"):
+            checked.check(gap, largest)
+    run_ranks(1, "tests.jobs.engines.test_probe:check_largest_gap", job(folder))
+
+
+def check_largest_gap(settings):
+    from roll_batching.jobs.config import config_from_dict
+    from roll_batching.jobs.engines.probe import make_probe
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    config = config_from_dict(settings)
+    for dtype, expected in (("fp32", 1e-3), ("bf16", 0.05)):
+        model = config.actor_train.model_args.model_copy(update={"dtype": dtype})
+        worker = config.actor_train.model_copy(update={"model_args": model})
+        strategy = MegatronTrainStrategy(worker, seed=0)
+        strategy.initialize()
+        assert make_probe(strategy).largest_gap == expected, dtype

@@ -86,12 +86,34 @@ def test_the_main_block_of_an_answer_runs_as_a_script_alone() -> None:
     assert judged(code, "assert f() == 1", {"stdin": "4\n", "expected_stdout": "5"}) == 1
 
 
+UNITTEST = """import unittest
+class T(unittest.TestCase):
+    def test_a(self): self.assertEqual(f(), 1)
+"""
+
+
+def test_unittest_and_humaneval_count_in_the_form_that_errors_name() -> None:
+    suite = "unittest.defaultTestLoader.loadTestsFromTestCase(T)"
+    for test in (
+        f"{UNITTEST}assert unittest.TextTestRunner().run({suite}).wasSuccessful()",
+        "METADATA = {}\ndef check(candidate):\n    assert candidate() == 1\ncheck(f)",
+    ):
+        assert judged("def f(): return 1", test) == 1
+        assert judged("def f(): return 2", test) == 0
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("record", "words"),
     [
         ({"test_cases": ["def check(f):\n    assert f() == 1"]}, "a test calls nothing"),
         ({"test_cases": ["class TestIt:\n    def test_a(self):\n        assert False"]}, "a test calls nothing"),
+        ({"test_cases": ["METADATA = {}\ndef check(f):\n    assert f() == 1"]}, r"calls nothing.*check\(NAME\)"),
+        (
+            {"test_cases": [UNITTEST + "if __name__ == '__main__':\n    unittest.main()"]},
+            "does not run: for unittest write",
+        ),
+        ({"test_cases": [UNITTEST + "unittest.main(exit=False)"]}, "ignores the result of unittest"),
         ({"test_cases": ["async def test_a():\n    assert False"]}, "a test calls nothing"),
         ({"test_cases": ["def test_a(x):\n    assert False"]}, "takes arguments: fixtures"),
         ({"test_cases": ["def test_a("]}, "a test is no Python"),
@@ -114,6 +136,19 @@ ASSERTS_NOTHING = {
     "a constant": "assert True",
     "a text": "assert 'f() == 1'",
     "in a function": "def test_a():\n    f()",
+    "a tuple": "assert (f() == 1, 'wrong')",
+    "a list": "assert [f() == 1]\nassert [f() == x for x in range(3)]",
+    "a dict": "assert {'wrong': f()}",
+    "a generator": "assert (f() == x for x in range(3))",
+    "a lambda": "assert lambda: f() == 1",
+    "an f-string": "assert f'{f()} == 1'",
+    "no name": "assert 1 == 1",
+    "or True": "assert f() == 1 or True",
+    "a tuple for unittest": "from unittest import TestCase\nTestCase().assertTrue((f() == 1, 'wrong'))",
+    "caught": "try:\n    assert f() == 1\nexcept AssertionError:\n    print('wrong')",
+    "caught with others": "try:\n    if f() != 1: raise ValueError\nexcept (KeyError, Exception) as e:\n    pass",
+    "caught by all": "import sys\ntry:\n    if f() != 1: sys.exit(1)\nexcept:\n    pass",
+    "suppressed": "import contextlib\nwith contextlib.suppress(AssertionError):\n    assert f() == 1",
 }
 
 
@@ -138,6 +173,14 @@ NEVER_REACHED_WHEN_RIGHT = {
     "assert False after what must raise": "try:\n    f()[7]\n    assert False\nexcept IndexError:\n    pass",
     "raise in else": "try:\n    f()[7]\nexcept IndexError:\n    pass\nelse:\n    raise ValueError",
     "a case": "match f():\n    case [1]: pass\n    case _: raise ValueError",
+    "pytest.fail": "import pytest\ndef test_a():\n    if f() != [1]: pytest.fail('wrong')",
+    "pytest.fail under Exception": "import pytest\ntry:\n    f()[7]\n    pytest.fail('')\nexcept Exception: pass",
+    "unittest's fail": "from unittest import TestCase\nif f() != [1]:\n    TestCase().fail('wrong')",
+    "sys.exit": "import sys\nif f() != [1]:\n    sys.exit(1)",
+    "os._exit": "import os\nif f() != [1]:\n    os._exit(1)",
+    "SystemExit": "if f() != [1]: raise SystemExit",
+    "caught and raised again": "try:\n    assert f() == [1]\nexcept AssertionError:\n    raise\nexcept Exception: pass",
+    "another error is caught": "try:\n    assert f() == [1]\nexcept KeyError:\n    pass",
     "two on one line, after é": "é = f(); assert é == [1], 'é'; assert (x := len(é)) == 1\r\nassert x",
     "over lines": "assert (f() ==\n        [  # one\n 1])",
 }

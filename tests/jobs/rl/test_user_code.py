@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from roll_batching.registry import user_place
+from roll_batching.errors import ConfigError
+from roll_batching.registry import describe_error, load_dotted, user_place
 from tests.jobs.rl import user_code
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
@@ -37,6 +38,26 @@ def test_an_error_that_passed_no_users_code_names_none() -> None:
         read_lengths("nowhere.csv")
     caught.value.__traceback__ = caught.value.__traceback__.tb_next
     assert user_place(caught.value) == ""
+
+
+@pytest.mark.parametrize("function", [user_code.in_import, user_code.in_syntax])
+def test_an_import_that_fails_inside_a_function_names_its_line(function: Any) -> None:
+    with pytest.raises((ImportError, SyntaxError)) as caught:
+        function()
+    assert describe_error(caught.value).endswith(place_of(function.__name__))
+
+
+def test_a_module_that_is_not_there_has_no_line_and_one_whose_import_fails_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "module_of_user.py").write_text("\nimport nowhere_to_be_found\n")
+    for path, words in (
+        ("nowhere_to_be_found:f", r"No module named 'nowhere_to_be_found'\); the module must"),
+        ("module_of_user:f", r"No module named 'nowhere_to_be_found' at .*module_of_user.py:2\)"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_dotted("reward", path)
 
 
 CASES = {

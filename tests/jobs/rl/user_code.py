@@ -23,6 +23,16 @@ def in_own_line(*_: Any) -> float:
     raise KeyError("level")  # in_own_line
 
 
+def in_import(*_: Any) -> float:
+    import roll_batching.nowhere  # in_import
+
+    return roll_batching.nowhere
+
+
+def in_syntax(*_: Any) -> float:
+    exec("def (")  # in_syntax
+
+
 class InTorch:
     """A loss that fails inside of torch."""
 

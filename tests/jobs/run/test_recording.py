@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from roll_batching.errors import RollBatchingError
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -52,3 +55,18 @@ def test_a_tracker_that_takes_no_figures_is_named(tmp_path):
     with pytest.raises(RollBatchingError, match="wandb refuses the step's metrics.*resume the run"):
         run.add({"phase": "rl", "step": 2, "loss": 1.0})
     run.close()
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl", "config.yaml"])
+def test_a_pipe_in_the_runs_folder_is_not_waited_for(tmp_path, name):
+    from roll_batching.jobs.config import config_from_dict
+    from roll_batching.jobs.run.folder import PreviousRun
+    from roll_batching.jobs.run.recorder import RunRecorder
+
+    write_data(tmp_path)
+    config = config_from_dict(settings(tmp_path))
+    config.run_folder.mkdir(parents=True)
+    os.mkfifo(config.run_folder / name)
+    with pytest.raises(RollBatchingError, match=f"{name} is a pipe, and writing waits for its reader: remove it"):
+        RunRecorder(config, enabled=True).open(PreviousRun(config.run_folder), None)

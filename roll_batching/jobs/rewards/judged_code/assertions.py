@@ -10,16 +10,22 @@ import re
 from collections.abc import Iterator
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|$)")
+_EXITS = ("sys.exit", "os._exit", "os.abort", "exit", "quit")
+_FAILED = "Failed"
+"""Exception of `pytest.fail` and `pytest.raises`."""
+_NOT_EXCEPTIONS = (_FAILED, "SystemExit", "KeyboardInterrupt")
+"""Exceptions that `except Exception` does not catch."""
 
 
 def failing_parts(tree: ast.Module) -> list[ast.expr]:
     """The expressions that are evaluated where `tree` decides whether to fail.
 
     These are conditions of `assert`, calls of `assert...` (unittest, numpy.testing), contexts of `raises`, and what
-    stands before a `raise` or an `assert False`: the condition of its `if`, the first expression of its `try`.
-    Conditions that are constant do not count, nor what stands under `if False`.
+    stands before a statement that always fails (`raise`, `assert False`, `self.fail`, `sys.exit`): the condition of its
+    `if`, the first expression of its `try`. Conditions that hold by their form do not count, nor what stands under
+    `if False`, nor failures that a handler or `contextlib.suppress` around them catches without failing itself.
     """
-    return list(dict.fromkeys(_parts(tree.body, None)))
+    return list(dict.fromkeys(_parts(tree.body, None, ())))
 
 
 def with_calls(text: str, parts: list[ast.expr], name: str) -> str:
@@ -32,31 +38,81 @@ def with_calls(text: str, parts: list[ast.expr], name: str) -> str:
     return b"".join(lines).decode("utf-8", "surrogatepass")
 
 
-def _parts(block: list[ast.stmt], parent: ast.stmt | None) -> Iterator[ast.expr]:
+def _parts(block: list[ast.stmt], parent: ast.stmt | None, enclosing: tuple[ast.stmt, ...]) -> Iterator[ast.expr]:
+    """`enclosing`: the `try` and `with` whose body this is, innermost first."""
     for statement in block:
-        if isinstance(statement, ast.Assert) and not isinstance(statement.test, ast.Constant):
-            yield statement.test
-        elif isinstance(statement, ast.Raise) or (isinstance(statement, ast.Assert) and _is_false(statement.test)):
+        failure = _failure(statement)
+        if failure:
             before = _first_expression(parent)
-            if before is not None:
+            if before is not None and _escapes(failure, enclosing):
                 yield before
-        elif isinstance(statement, ast.Expr) and _is_assertion(statement.value):
-            yield statement.value
-        elif isinstance(statement, ast.With):
+        elif isinstance(statement, ast.Assert):
+            if not _always_holds(statement.test) and _escapes("AssertionError", enclosing):
+                yield statement.test
+        elif isinstance(statement, ast.Expr):
+            if _is_assertion(statement.value) and _escapes("AssertionError", enclosing):
+                yield statement.value
+        elif isinstance(statement, ast.With) and _escapes(_FAILED, enclosing):
             yield from (item.context_expr for item in statement.items if _is_assertion(item.context_expr))
-        yield from _inner_parts(statement)
+        yield from _inner_parts(statement, enclosing)
 
 
-def _inner_parts(statement: ast.stmt) -> Iterator[ast.expr]:
+def _inner_parts(statement: ast.stmt, enclosing: tuple[ast.stmt, ...]) -> Iterator[ast.expr]:
     skips_body = isinstance(statement, ast.If | ast.While) and _is_false(statement.test)
-    parent = None if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else statement
+    parent: ast.stmt | None = statement
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        parent, enclosing = None, ()  # it runs where it is called
     for field, value in ast.iter_fields(statement):
         if not isinstance(value, list) or (field == "body" and skips_body):
             continue
-        yield from _parts([one for one in value if isinstance(one, ast.stmt)], parent)
+        is_caught = field == "body" and isinstance(statement, ast.Try | ast.With)
+        around = (statement, *enclosing) if is_caught else enclosing
+        yield from _parts([one for one in value if isinstance(one, ast.stmt)], parent, around)
         for one in value:
             if isinstance(one, ast.ExceptHandler | ast.match_case):
-                yield from _parts(one.body, statement)
+                yield from _parts(one.body, statement, enclosing)
+
+
+def _failure(statement: ast.AST) -> str:
+    """The name of the exception that `statement` raises whenever it runs; empty if it may pass."""
+    if isinstance(statement, ast.Raise):
+        raised = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
+        return _last_name(raised) or "Exception"
+    if isinstance(statement, ast.Assert) and _is_false(statement.test):
+        return "AssertionError"
+    function = (
+        statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+    )
+    if function is None:
+        return ""
+    if ast.unparse(function) in _EXITS:
+        return "SystemExit"
+    if _last_name(function) != "fail":
+        return ""
+    return _FAILED if ast.unparse(function) in ("pytest.fail", "fail") else "AssertionError"
+
+
+def _escapes(failure: str, enclosing: tuple[ast.stmt, ...]) -> bool:
+    """Whether the exception named `failure` leaves all of `enclosing`, or a handler fails in its place."""
+    for statement in enclosing:
+        if isinstance(statement, ast.With):
+            managers = [item.context_expr for item in statement.items if isinstance(item.context_expr, ast.Call)]
+            kinds = [kind for call in managers if _last_name(call.func) == "suppress" for kind in call.args]
+            if any(_catches(kind, failure) for kind in kinds):
+                return False
+        if isinstance(statement, ast.Try):
+            handler = next((one for one in statement.handlers if _catches(one.type, failure)), None)
+            nodes = [node for one in handler.body for node in ast.walk(one)] if handler else []
+            if handler and not any(isinstance(node, ast.Assert) or _failure(node) for node in nodes):
+                return False
+    return True
+
+
+def _catches(kind: ast.expr | None, failure: str) -> bool:
+    if isinstance(kind, ast.Tuple):
+        return any(_catches(one, failure) for one in kind.elts)
+    caught = "BaseException" if kind is None else _last_name(kind)
+    return caught in ("BaseException", failure) or (caught == "Exception" and failure not in _NOT_EXCEPTIONS)
 
 
 def _first_expression(statement: ast.stmt | None) -> ast.expr | None:
@@ -72,9 +128,36 @@ def _first_expression(statement: ast.stmt | None) -> ast.expr | None:
 
 
 def _is_assertion(value: ast.expr) -> bool:
-    function = value.func if isinstance(value, ast.Call) else None
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if not isinstance(value, ast.Call):
+        return False
+    name = _last_name(value.func)
+    if name == "assertTrue" and value.args and _is_true(value.args[0]):
+        return False
     return name.lower().startswith("assert") or name == "raises"
+
+
+def _last_name(value: ast.expr | None) -> str:
+    return value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+
+
+def _always_holds(condition: ast.expr) -> bool:
+    """Whether `condition` cannot depend on the code: it is true by its form, or names nothing."""
+    return _is_true(condition) or not any(isinstance(node, ast.Name) for node in ast.walk(condition))
+
+
+def _is_true(value: ast.expr) -> bool:
+    match value:
+        case ast.Constant():
+            return bool(value.value)
+        case ast.Tuple() | ast.List() | ast.Set():
+            return not all(isinstance(one, ast.Starred) for one in value.elts)
+        case ast.Dict():
+            return any(key is not None for key in value.keys)
+        case ast.BoolOp():
+            return (any if isinstance(value.op, ast.Or) else all)(map(_is_true, value.values))
+        case ast.ListComp(elt=ast.Compare()):  # `all` was forgotten
+            return True
+    return isinstance(value, ast.GeneratorExp | ast.Lambda | ast.JoinedStr)
 
 
 def _is_false(value: ast.expr) -> bool:

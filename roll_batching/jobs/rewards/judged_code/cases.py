@@ -20,6 +20,11 @@ PRELUDE = (
 """Imports that code may use without writing them, as in ROLL (roll/utils/local_code/execute_utils.py, 8eb27cc)."""
 _ASSERTIONS = ("pytest", "assert")
 _REFUSED = ("text", "check_based")
+_BLOCKS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.If
+_UNITTEST = (
+    "for unittest write `assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(CLASS))"
+    ".wasSuccessful()`"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +102,24 @@ def _assertions(text: str) -> AssertionCase:
             raise ValueError(
                 f"the test {test.name} takes arguments: fixtures and parameters of pytest are not supported"
             )
-    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    if not tests and all(isinstance(one, defined) for one in body):
+    if not tests and all(map(_runs_nothing, body)) and any(isinstance(one, _BLOCKS) for one in body):
+        call = "call its function, as in check(NAME) after HumanEval's check(candidate)"
+        cure = f"`if __name__` does not run: {_UNITTEST}" if "unittest" in text else call
         raise ValueError(
-            f"a test calls nothing: {text[:60]!r}; write assertions, or functions test_* without arguments"
+            f"a test calls nothing: {text[:60]!r}; write assertions, or functions test_* without arguments; {cure}"
         )
+    calls = [ast.unparse(one) for one in body if isinstance(one, ast.Expr)]
+    if any("unittest.main(" in call or "TextTestRunner(" in call for call in calls):
+        raise ValueError(f"a test ignores the result of unittest, or exits with it: {text[:60]!r}; {_UNITTEST}")
     if not parts:
         raise ValueError(f"a test asserts nothing, so that any code passes it: {text[:60]!r}; write assertions")
     return AssertionCase(text=text, functions=tuple(dict.fromkeys(test.name for test in tests)), parts=tuple(parts))
+
+
+def _runs_nothing(statement: ast.stmt) -> bool:
+    """Whether `statement` only defines names, or is the block of a script."""
+    if isinstance(statement, ast.If):
+        return ast.unparse(statement.test) == "__name__ == '__main__'"
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):
+        return not any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    return isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass | _BLOCKS)
