@@ -27,10 +27,10 @@ HERE = "tests.strategy.test_lone_failures:"
 SOON = 40
 
 
-def strategy() -> Any:
+def strategy(**options: bool) -> Any:
     from tests.strategy.test_checkpoint import steps, strategy_of
 
-    made = strategy_of({"fill": True, "layout": Layout(dp=2, distopt=True).megatron()})
+    made = strategy_of({"fill": True, "layout": Layout(dp=2, distopt=True).megatron() | options})
     steps(made, 0, 1)
     return made
 
@@ -169,23 +169,27 @@ def fail_inside(payload: tuple[str, str]) -> None:
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 
     act, path = payload
-    made = strategy()
-    if act == "load":
+    gathers = act.startswith("gather")
+    made = strategy(**(dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), True) if gathers else {}))
+    loads = act in ("load", "gather to load")
+    if loads:
         made.save(path)
     if dist.get_rank() == 1:
 
         def fail(*arguments: Any, **options: Any) -> None:
             raise MemoryError("no memory for the plan")
 
-        if act == "assemble":
+        if gathers:
+            made.chunks[0].start_param_sync = fail
+        elif act == "assemble":
             made.optimizer.chained_optimizers[0]._get_main_param_and_optimizer_states = fail
         else:
             torch_strategy.mcore_to_pyt_state_dict = fail
-    getattr(made, "load" if act == "load" else "save")(path)
+    getattr(made, "load" if loads else "save")(path)
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("act", ["save", "load", "assemble"])
+@pytest.mark.parametrize("act", ["save", "load", "assemble", "gather to save", "gather to load"])
 def test_a_failure_inside_collectives_ends_its_rank_and_so_the_others(tmp_path: Any, act: str, report: Any) -> None:
     started = time.monotonic()
     outcomes = run_ranks(2, HERE + "fail_inside", (act, str(tmp_path / "state")), timeout=150, check=False, grace=60)
