@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, Unit
 
 import roll_batching
 from roll_batching.checked_fields import CheckedFields
-from roll_batching.errors import LossError, PlanError, RollBatchingError
+from roll_batching.errors import ConfigError, LossError, PlanError, RollBatchingError
 
 pytestmark = pytest.mark.bad_input
 
@@ -212,3 +212,13 @@ def test_losses_and_rates_of_the_report():
         with pytest.raises(PlanError) as caught:
             Cluster(**{name: value})
         assert str(caught.value).endswith(cure), caught.value
+
+
+@pytest.mark.parametrize("seed", [math.nan, 1.5, -1, True, "1", 1 << 60])
+def test_a_strategy_takes_only_seeds(seed):
+    from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+
+    for make in (MegatronInferStrategy, MegatronTrainStrategy):
+        with pytest.raises(ConfigError, match=f"seed={seed!r} (must be an integer of at least 0|is above 2\\^40)"):
+            make(None, seed=seed)
+    assert MegatronTrainStrategy(None, seed=np.int64(3)).seed == 3
