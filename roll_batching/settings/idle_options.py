@@ -60,7 +60,7 @@ def idle_options_of_model(layout: MegatronConfig, architecture: Any) -> Iterator
 
 def _missing_parts(architecture: Any) -> dict[str, str]:
     """By name in `recompute_modules`, the part that the model lacks."""
-    missing = {}
+    missing: dict[str, str] = {}
     if architecture.moe is None:
         missing |= dict.fromkeys(("moe", "moe_act", "shared_experts"), "mixture of experts")
     elif not architecture.moe.shared_expert_ffn_hidden_size:
