@@ -6,12 +6,14 @@ Pydantic reads the same bounds (`settings.fields.section_of`), so that YAML, Pyt
 from __future__ import annotations
 
 import collections.abc
+import inspect
 import math
 import operator
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal
@@ -81,6 +83,7 @@ class FieldKind:
     takes_functions: bool
     metadata: tuple[Any, ...]
     """Bounds and unit."""
+    default: Any = None
 
     @classmethod
     def of(cls, annotation: Any) -> FieldKind | None:
@@ -116,7 +119,9 @@ class FieldKind:
             return value
         number = self._number(value)
         if number is None or any(not _holds(bound, number) for bound in self.metadata):
-            raise ValueError(f"is {value!r}; it must be {self._wanted()}{unit_hint(number, self.metadata)}")
+            raise ValueError(
+                f"is {value!r}; it must be {self._wanted()}{unit_hint(number, self.metadata, self.default)}"
+            )
         return number
 
     def _number(self, value: Any) -> bool | int | float | None:
@@ -157,13 +162,22 @@ def unit_of(metadata: Iterable[Any]) -> str | None:
     return next((item.unit for item in metadata if isinstance(item, Unit)), None)
 
 
-def unit_hint(value: float | None, metadata: Iterable[Any]) -> str:
-    """The end of an error about `value`: in which other unit it would be within the bounds; often empty."""
+def unit_hint(value: float | None, metadata: Iterable[Any], default: Any = None) -> str:
+    """The end of an error about `value`: the value in another unit, within the bounds; often empty.
+
+    Of several units the one that comes nearest to the `default`.
+    """
     metadata = tuple(metadata)
-    for factor, unit in _MISTAKEN.get(unit_of(metadata) or "", ()):
-        if value and all(_holds(bound, value * factor) for bound in metadata):
-            return f"; did you mean {value * factor:g} ({value:g} {unit})?"
-    return ""
+    units = [
+        (value * factor, unit)
+        for factor, unit in _MISTAKEN.get(unit_of(metadata) or "", ())
+        if value and all(_holds(bound, value * factor) for bound in metadata)
+    ]
+    if not units:
+        return ""
+    is_known = isinstance(default, float) and default > 0
+    number, unit = min(units, key=lambda one: abs(math.log(one[0] / default)) if is_known and one[0] > 0 else 0.0)
+    return f"; did you mean {number:g} ({value:g} {unit})?"
 
 
 def _holds(bound: Any, number: float) -> bool:
@@ -178,11 +192,24 @@ def _limit(bound: Any) -> Any:
 
 @cache
 def _kinds(cls: type[Any]) -> dict[str, FieldKind]:
+    if not hasattr(cls, "__dataclass_fields__"):
+        return {}
+    annotations = {
+        name: (owner, annotation)
+        for owner in reversed(cls.__mro__)
+        if "__dataclass_fields__" in vars(owner)  # other classes declare no fields
+        for name, annotation in inspect.get_annotations(owner).items()
+    }
+    kinds = {field: FieldKind.of(_resolve(*annotations[field.name])) for field in fields(cls)}
+    return {field.name: replace(kind, default=field.default) for field, kind in kinds.items() if kind is not None}
+
+
+def _resolve(owner: type[Any], annotation: Any) -> Any:
+    """The type that an annotation of the class `owner` names; `Any` if only a type checker can resolve it."""
+    holder = types.SimpleNamespace(__annotations__={"field": annotation})
     try:
-        hints = typing.get_type_hints(cls, include_extras=True)
-    except NameError:
-        # A user's subclass may have types that only a type checker can resolve. Our fields are checked all the same.
-        return _kinds(cls.__mro__[1])
-    names = [field.name for field in fields(cls)] if hasattr(cls, "__dataclass_fields__") else []
-    kinds = {name: FieldKind.of(hints[name]) for name in names}
-    return {name: kind for name, kind in kinds.items() if kind is not None}
+        # One field at a time: a user's class with an unresolvable type is checked in its other fields.
+        names = vars(sys.modules[owner.__module__])
+        return typing.get_type_hints(holder, names, dict(vars(owner)), include_extras=True)["field"]
+    except Exception:  # the annotation is any expression
+        return Any

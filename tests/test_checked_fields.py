@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, Unit
 
 import roll_batching
 from roll_batching.checked_fields import CheckedFields
-from roll_batching.errors import LossError, PlanError, RollBatchingError
+from roll_batching.errors import ConfigError, LossError, PlanError, RollBatchingError
 
 pytestmark = pytest.mark.bad_input
 
@@ -173,9 +173,20 @@ def test_a_subclass_with_types_that_cannot_be_resolved_is_checked_in_its_inherit
     class Own(Link):
         partner: Unknown = None  # noqa: F821
 
-    assert Own(partner=3).partner == 3
+    class Mixin:
+        latency: Unknown  # noqa: F821
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mixed(Mixin, Link):
+        partner: Unknown.Part | None = None  # noqa: F821
+        weight: float = 1.0
+
+    assert Own(partner=3).partner == Mixed(partner=3).partner == 3
     with pytest.raises(PlanError, match=r"Own\.latency is nan"):
         Own(latency=math.nan)
+    for name in ("latency", "weight"):
+        with pytest.raises(PlanError, match=rf"Mixed\.{name} is nan"):
+            Mixed(**{name: math.nan})
 
 
 def test_losses_and_rates_of_the_report():
@@ -191,7 +202,9 @@ def test_losses_and_rates_of_the_report():
             make(**values)
     for name, value, cure in (
         ("node_latency", 25, "did you mean 2.5e-05 (25 microseconds)?"),
-        ("network_latency", 0.06, "did you mean 6e-08 (0.06 microseconds)?"),
+        ("network_latency", 0.06, "did you mean 6e-05 (0.06 milliseconds)?"),
+        ("network_latency", 0.005, "did you mean 5e-06 (0.005 milliseconds)?"),
+        ("layer_floor", 0.9, "did you mean 0.0009 (0.9 milliseconds)?"),
         ("layer_floor", 1000, "did you mean 0.001 (1000 microseconds)?"),
         ("matmul_rate", 590, "did you mean 5.9e+14 (590 TFLOP/s)?"),
         ("network_bandwidth", 42, "did you mean 4.2e+10 (42 GB/s)?"),
@@ -199,3 +212,13 @@ def test_losses_and_rates_of_the_report():
         with pytest.raises(PlanError) as caught:
             Cluster(**{name: value})
         assert str(caught.value).endswith(cure), caught.value
+
+
+@pytest.mark.parametrize("seed", [math.nan, 1.5, -1, True, "1", 1 << 60])
+def test_a_strategy_takes_only_seeds(seed):
+    from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+
+    for make in (MegatronInferStrategy, MegatronTrainStrategy):
+        with pytest.raises(ConfigError, match=f"seed={seed!r} (must be an integer of at least 0|is above 2\\^40)"):
+            make(None, seed=seed)
+    assert MegatronTrainStrategy(None, seed=np.int64(3)).seed == 3

@@ -32,7 +32,7 @@ def check_loss(
 ) -> None:
     """Run a loss on a tiny model under several layouts and partitions, and print what changes with which.
 
-    Exit code 0: nothing changes; 1: something does, or the loss fails.
+    Exit code 0: nothing changes; 1: something does, the loss fails, or its runs cannot be compared.
     """
     if importlib.util.find_spec("torch") is None:
         raise RollBatchingError("the check needs torch and megatron-core: pip install 'roll-batching[megatron]'")
@@ -42,6 +42,8 @@ def check_loss(
 
     result = check(made, fields=kinds, group_by=group_by, seed=seed)
     typer.echo(str(result))
+    if result.problems:
+        raise LossError(f"{result.name} cannot be compared: {'; '.join(result.problems)}")
     if not result.ok:
         raise LossError(f"{result.name} changes with {'; '.join(result.changes)}")
 

@@ -12,8 +12,8 @@ from roll_batching.loss_check.scenarios import Outcome
 
 TOLERANCE = 1e-4
 """Largest relative difference that is rounding, in fp32; measured: below 3e-6 for the package's losses."""
-_SMALL = 1e-2
-"""Loss and metrics below this are compared absolutely: sums may cancel."""
+_ROUNDING = 5e-7
+"""Largest absolute difference of loss and metrics that is rounding, in a run of the size 1: sums may cancel."""
 EQUAL = "equal"
 
 
@@ -52,8 +52,18 @@ class LossCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether loss, gradient and metrics are those of the first run in every other run."""
-        return all(row.ok for row in self.rows)
+        """Whether loss, gradient and metrics are those of the first run in every other run, and comparable."""
+        return not self.problems and all(row.ok for row in self.rows)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why a comparison with the first run proves nothing: numbers that are not finite, or no gradient."""
+        numbers = {"the loss": self.loss, "the gradient norm": self.gradient_norm}
+        numbers |= {f"the metric {name}": value for name, value in self.metrics.items()}
+        problems = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
+        if self.gradient_norm == 0:
+            problems.append("the gradient is 0, as with a loss that reads no output of the model or counts no token")
+        return tuple(problems)
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -67,6 +77,10 @@ class LossCheck:
         lines += [f"{row.changed}: {row.error}" for row in self.rows if row.error is not None]
         if self.ok:
             return "\n".join([*lines, "", "The loss is the same in every run."])
+        if self.problems:
+            lines += ["", f"The runs prove nothing: {'; '.join(self.problems)}. Mend the loss, or give other samples."]
+        if not self.changes:
+            return "\n".join(lines)
         hints = dict.fromkeys(f"- {row.changed}: usually {row.hint}" for row in self.rows if not row.ok and row.hint)
         return "\n".join([*lines, "", f"The loss depends on {len(self.changes)} of {len(self.rows)} changes.", *hints])
 
@@ -86,27 +100,31 @@ def compare(changed: str, hint: str, found: Outcome, first: Outcome) -> Comparis
     if found.error is not None:
         return Comparison(changed=changed, error=found.error, hint="")
     assert found.metrics is not None and first.metrics is not None
+    loss_scale = max(abs(first.loss), gradient_norm(first))
+    scale = max(loss_scale, *map(abs, first.metrics.values()), 0.0)
     metrics = {}
     for name in [*first.metrics, *(name for name in found.metrics if name not in first.metrics)]:
         if name not in found.metrics or name not in first.metrics:
             metrics[name] = "missing" if name in first.metrics else "added"
-        elif (text := _number(found.metrics[name], first.metrics[name])) != EQUAL:
+        elif (text := _number(found.metrics[name], first.metrics[name], scale)) != EQUAL:
             metrics[name] = text
     return Comparison(
         changed=changed,
-        loss=_number(found.loss, first.loss),
+        loss=_number(found.loss, first.loss, loss_scale),
         gradient=_gradient(found, first),
         metrics=metrics,
         hint=hint,
     )
 
 
-def _number(found: float, first: float) -> str:
+def _number(found: float, first: float, scale: float) -> str:
+    """The text of a changed number; `scale` is the size of the first run's numbers."""
     if found == first or (math.isnan(found) and math.isnan(first)):
         return EQUAL
-    if abs(found - first) <= TOLERANCE * max(abs(first), _SMALL):
+    rounding = _ROUNDING * min(scale, 1.0)
+    if abs(found - first) <= max(TOLERANCE * abs(first), rounding):
         return EQUAL
-    factor = _factor(found / first) if abs(first) > _SMALL * TOLERANCE else ""
+    factor = _factor(found / first) if abs(first) > rounding else ""
     return f"{first:.6g} -> {found:.6g}{factor and f' ({factor})'}"
 
 
@@ -120,6 +138,8 @@ def _factor(ratio: float) -> str:
 
 def _gradient(found: Outcome, first: Outcome) -> str:
     assert found.gradients is not None and first.gradients is not None
+    if not math.isfinite(gradient_norm(found) + gradient_norm(first)):
+        return _number(gradient_norm(found), gradient_norm(first), 1.0)
     gaps = {
         name: float((found.gradients[name] - right).norm() / right.norm().clamp(min=1e-9 * gradient_norm(first)))
         for name, right in first.gradients.items()

@@ -198,6 +198,7 @@ class TokenView(View):
 
     def expand(self, per_sample: torch.Tensor) -> torch.Tensor:
         """[samples, ...] -> [tokens, ...]; filler positions are 0."""
+        self._require_samples(per_sample, "expand")
         filler = per_sample.new_zeros(len(self._pack.layout.unshared.segments) - self.samples, *per_sample.shape[1:])
         return torch.cat([per_sample, filler])[self.segment_ids]
 
@@ -233,12 +234,20 @@ class TokenView(View):
 
     def sample_mean(self, per_sample: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Share of the mean of [samples] values over all sequences that have a counted position."""
+        self._require_samples(per_sample, "sample_mean")
         present = self.segment_count(mask) > 0
         return counted(per_sample, present).sum() / self.num_sequences(mask)
 
     def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:
         """The mean of x over all counted tokens, as a metric."""
         return Mean(self.sum(x.detach(), mask), self.mask(mask).sum())
+
+    def _require_samples(self, per_sample: torch.Tensor, name: str) -> None:
+        if per_sample.dim() and len(per_sample) != self.samples:
+            raise LossError(
+                f"{name} takes one value per sample ({self.samples}) and got {tuple(per_sample.shape)}: reduce values "
+                "of tokens by segment_mean, segment_sum, mean or sequence_mean"
+            )
 
     def _needed(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
         if value is None:

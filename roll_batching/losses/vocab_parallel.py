@@ -125,7 +125,7 @@ def _statistics(logits: TiledLogits, want_entropy: bool, group: Any) -> tuple[to
             continue
         x = logits.load(rows, columns, shaped(x_buffer, rows, columns))
         place, inside = logits.labels_in(rows, columns)
-        target[rows] += x.gather(1, place) * inside
+        target[rows] += torch.where(inside, x.gather(1, place), 0.0)  # a clamped column may hold -inf
         bound = torch.maximum(top[rows], x.amax(-1))
         x.sub_(bound[:, None])
         e = torch.exp(x, out=shaped(e_buffer, rows, columns))

@@ -13,10 +13,12 @@ import importlib
 import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 
+from roll_batching.checked_fields import CheckedFields, Count, OptionalPositive, Positive, PositiveShare
 from roll_batching.errors import LayoutError
 from roll_batching.settings import ArchitectureConfig
 
@@ -24,7 +26,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotarySettings:
+class RotarySettings(CheckedFields, error=LayoutError):
     """Base, share of rotated channels and scaling of RoPE.
 
     `scaling` is None, "linear" (positions divided by `factor`, Chen et al. 2023, arXiv 2306.15595), "llama3" (frequency
@@ -32,29 +34,25 @@ class RotarySettings:
     their parameters.
     """
 
-    base: float = 10000.0
-    percent: float = 1.0
+    base: Positive = 10000.0
+    percent: PositiveShare = 1.0
     interleaved: bool = False
     """Whether channels 2i and 2i + 1 turn together, instead of i and i + rotated / 2. The rotated queries and keys then
     have the even channels before the odd ones, which no product of them notices."""
-    scaling: str | None = None
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    scaling: Literal["linear", "llama3", "yarn"] | None = None
+    factor: Annotated[float, Ge(1)] = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Count = 8192
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     truncate: bool = True
-    rotated_factor: float = 1.0
+    rotated_factor: Positive = 1.0
     """Factor of rotated queries and keys."""
-    local_base: float | None = None
+    local_base: OptionalPositive = None
     """Base of layers with a sliding window, whose frequencies are not scaled; None: as in other layers."""
     sections: tuple[int, ...] | None = None
     """Pairs of rotated channels by the axis of their position (M-RoPE, arXiv 2409.12191); None: positions have one."""
-
-    def __post_init__(self) -> None:
-        if self.scaling not in (None, "linear", "llama3", "yarn"):
-            raise LayoutError(f"RoPE scaling {self.scaling!r} is not supported: use linear, llama3, yarn or none")
 
     @property
     def of_windows(self) -> RotarySettings:

@@ -34,8 +34,8 @@ LONGEST_TIME = 1e4
 
 FlopRate = Annotated[float, Ge(1e9), Le(1e18), Unit("FLOP/s")]
 Bandwidth = Annotated[float, Ge(1e6), Le(1e16), Unit("bytes/s")]
-Latency = Annotated[float, Ge(0), Le(0.01), Unit("seconds")]
-LayerTime = Annotated[float, Ge(0), Lt(1), Unit("seconds")]
+Latency = Annotated[float, Ge(0), Le(1e-3), Unit("seconds")]
+LayerTime = Annotated[float, Ge(0), Lt(0.05), Unit("seconds")]
 Tokens = Annotated[float, Ge(0), Le(1_000_000), Unit("tokens")]
 Few = Annotated[int, Ge(1), Le(65_536)]
 

@@ -29,6 +29,9 @@ def idle_options(layout: MegatronConfig) -> Iterator[tuple[str, str]]:
         if (dtype := getattr(layout, key)) != "fp32" and not layout.use_precision_aware_optimizer:
             text = f"is {dtype}; other precisions than fp32 need the optimizer of use_precision_aware_optimizer: true"
             yield key, f"{text}; set that, or leave this out"
+    if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
+        text = f"is true, but main_grads_dtype is {layout.main_grads_dtype}: gradients are summed in one precision"
+        yield "grad_reduce_in_fp32", f"{text}; leave it out, or set main_grads_dtype: fp32"
     if layout.microbatch_group_size_per_vp_stage is not None and layout.vpp_size == 1:
         text = "is read only with virtual_pipeline_model_parallel_size above 1; leave it out"
         yield "microbatch_group_size_per_vp_stage", text
@@ -48,6 +51,23 @@ def idle_options_of_model(layout: MegatronConfig, architecture: Any) -> Iterator
             yield key, "has no effect: the model has no mixture of experts; leave it out"
         elif key == "moe_router_bias_update_rate" and not architecture.moe.router_expert_bias:
             yield key, "has no effect: the model's routers have no expert biases; leave it out"
+    if layout.recompute_granularity == "selective":
+        missing = _missing_parts(architecture)
+        for name in layout.recompute_modules or ():
+            if name in missing:
+                yield "recompute_modules", f"names {name}, and the model has no {missing[name]}; leave it out"
+
+
+def _missing_parts(architecture: Any) -> dict[str, str]:
+    """By name in `recompute_modules`, the part that the model lacks."""
+    missing: dict[str, str] = {}
+    if architecture.moe is None:
+        missing |= dict.fromkeys(("moe", "moe_act", "shared_experts"), "mixture of experts")
+    elif not architecture.moe.shared_expert_ffn_hidden_size:
+        missing["shared_experts"] = "shared expert"
+    if architecture.multi_latent_attention is None:
+        missing["mla_up_proj"] = "multi-latent attention"
+    return missing
 
 
 def idle_options_of_role(role: Any) -> list[str]:

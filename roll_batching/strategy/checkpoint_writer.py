@@ -154,7 +154,7 @@ class _WriteErrors:
             if digests is not None and not errors:  # on this thread, so that digests too are computed in the background
                 try:
                     digests.update(digest_files(folder, [Path(bucket[0]).name for bucket in buckets]))
-                except CheckpointError as error:
+                except Exception as error:  # what leaves the thread is lost
                     errors.append((folder, error))
 
         with file_writes_replaced(write, lambda function, name: _collecting(function, folder / name, errors)):
@@ -181,7 +181,10 @@ def _write(transforms: Any, number: int, bucket: Any, errors: list[tuple[Path, B
     """Megatron's write results of one file; empty, with the error recorded, if this or an earlier write failed."""
     if errors:
         return []
-    written = write_bucket(transforms, number, bucket)
+    try:
+        written = write_bucket(transforms, number, bucket)
+    except Exception as error:  # the results of the other files must reach Megatron, and the error all ranks
+        written = error
     if isinstance(written, Exception):
         errors.append((Path(bucket[0]), written))
         return []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
-from roll_batching.errors import LayoutError, LossError
+from roll_batching.errors import ConfigError, LayoutError, LossError
 from roll_batching.losses.contract import VALUES, LossSpec, loss_spec
 from roll_batching.losses.head import HeadContext, check_temperature
 from roll_batching.losses.metric_kinds import as_numbers
@@ -20,6 +20,7 @@ from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.cost import model_cost
 from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
+from roll_batching.planning.plain_values import integer_of
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.settings import BatchingConfig, RoleSettings
@@ -46,7 +47,7 @@ class MegatronInferStrategy(ModelIOMixin):
     """Whether `initialize` builds the heads of multi-token prediction (mtp_num_layers); whether the model trains."""
 
     def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
-        self.config, self.seed = config, seed
+        self.config, self.seed = config, integer_of("seed", seed, 0, error=ConfigError)
         self.temperature = check_temperature(temperature)
         """Divides the logits of all log-probs; rollouts should sample with the same."""
         self.temperature_field: str | None = None

@@ -12,6 +12,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.layers import has_uneven_stages
+from roll_batching.strategy.checkpoint_files import alone
 from roll_batching.strategy.model_state import ModelState
 
 
@@ -42,10 +43,14 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
     Under `overlap_param_gather` the optimizer's step updates each rank's own shard alone, and the next forward pass
     gathers the others, module by module: in between, every rank's parameters are partly one step old. Forward passes
     wait for the gather; call this before reading or writing parameters in any other way. Otherwise it does nothing.
+
+    Raises:
+        CollectiveError: on this rank, where the gather fails.
     """
-    for chunk in chunks:
-        if getattr(chunk, "use_forward_hook", False):  # set by DDP under overlap_param_gather
-            chunk.start_param_sync(force_sync=True)
+    with alone("gathering the parameters"):
+        for chunk in chunks:
+            if getattr(chunk, "use_forward_hook", False):  # set by DDP under overlap_param_gather
+                chunk.start_param_sync(force_sync=True)
 
 
 def has_same_stages(source: ModelState, target: ModelState) -> bool:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+import torch
 
 from roll_batching.errors import DataError, LossError
 from roll_batching.jobs.config.losses import LOSSES
+from roll_batching.loss_check import LossCheck
+from roll_batching.loss_check.report import compare, gradient_norm
+from roll_batching.loss_check.scenarios import Outcome
 from roll_batching.losses import check_loss
 from tests.loss_check import wrong_losses as losses
 from tests.support.ranks import ROOT
@@ -45,6 +50,38 @@ def test_a_mean_per_micro_batch() -> None:
     result = check_loss(losses.MeanPerMicroBatch())
     assert {ONE, MANY} <= set(result.changes) and not {TP, CP, DP, PADDED, ORDER, SAMPLES, AGAIN} & set(result.changes)
     assert "equal" not in (row(result, ONE).loss, row(result, ONE).gradient)
+
+
+def compared(loss: float, metric: float, gradient: float, *others: tuple[float, float, float]) -> LossCheck:
+    """The check of a first run, and others, with these numbers."""
+    first, *runs = (
+        Outcome(loss=a, metrics={"m": b}, gradients={"w": torch.tensor([c])})
+        for a, b, c in ((loss, metric, gradient), *others)
+    )
+    rows = tuple(compare("the order", "", run, first) for run in runs)
+    return LossCheck(name="Own", loss=loss, metrics={"m": metric}, gradient_norm=gradient_norm(first), rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "problem"),
+    [
+        ((1.0, 1.0, 0.0), "the gradient is 0"),
+        ((1.0, math.nan, 1.0), "the metric m is nan"),
+        ((math.inf, 1.0, 1.0), "the loss is inf"),
+        ((1.0, 1.0, math.nan), "the gradient norm is nan"),
+    ],
+)
+def test_runs_that_prove_nothing_are_not_ok(numbers: tuple[float, float, float], problem: str) -> None:
+    check = compared(*numbers, numbers)
+    assert not check.ok and not check.changes and f"prove nothing: {problem}" in str(check)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0])
+def test_small_numbers_are_compared_by_the_size_of_the_run(scale: float) -> None:
+    assert compared(scale, 0.0, scale, (scale * (1 + 1e-6), scale * 1e-7, scale)).ok
+    assert not compared(scale, 0.0, scale, (scale * 1.001, 0.0, scale)).ok
+    assert not compared(scale, 1e-6 * scale, scale, (scale, 4e-6 * scale, scale)).ok
+    assert compared(1e-9 * scale, 0.0, scale, (1e-7 * scale, 0.0, scale)).ok, "its terms cancel"
 
 
 @pytest.mark.slow

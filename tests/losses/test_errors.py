@@ -45,6 +45,16 @@ class OtherSizes(Raw):
         return tokens.log_probs[:3] * tokens.log_probs[:2]
 
 
+class TokensAsSamples(Raw):
+    def token_loss(self, tokens: Any) -> Any:
+        return tokens.sample_mean(tokens.log_probs)
+
+
+class ExpandedTokens(Raw):
+    def token_loss(self, tokens: Any) -> Any:
+        return tokens.mean(tokens.expand(tokens.log_probs))
+
+
 class Prepares(Raw):
     """Reads a field that its `prepare` makes."""
 
@@ -74,8 +84,8 @@ class PreparesSequences(Prepares):
 def losses() -> dict[str, Any]:
     from roll_batching.losses import ClipCovLoss, KlCovLoss
 
-    raw = {loss.__name__: loss() for loss in (Raw, RawInWhere, OtherSizes, Prepares, PreparesSums, PreparesSequences)}
-    return {**raw, "ClipCovLoss": ClipCovLoss(), "KlCovLoss": KlCovLoss()}
+    own = (Raw, RawInWhere, OtherSizes, TokensAsSamples, ExpandedTokens, Prepares, PreparesSums, PreparesSequences)
+    return {**{loss.__name__: loss() for loss in own}, "ClipCovLoss": ClipCovLoss(), "KlCovLoss": KlCovLoss()}
 
 
 def messages(_: None) -> dict[str, str]:
@@ -120,6 +130,13 @@ def test_a_sample_field_among_tokens_names_the_line_and_per_token(said: Any, nam
 def test_other_sizes_name_the_line_alone(said: Any) -> None:
     assert f"{line_of(OtherSizes.token_loss, 'return')})" in said["OtherSizes"]
     assert "per_token" not in said["OtherSizes"]
+
+
+@pytest.mark.parametrize(("loss", "method"), [(TokensAsSamples, "sample_mean"), (ExpandedTokens, "expand")])
+def test_tokens_in_place_of_samples_name_the_line_and_reductions(said: Any, loss: Any, method: str) -> None:
+    message = said[loss.__name__]
+    assert f"{method} takes one value per sample (" in message and "segment_mean" in message
+    assert f"{line_of(loss.token_loss, 'return')})" in message and "per_token" not in message
 
 
 @pytest.mark.parametrize("name", ["ClipCovLoss", "KlCovLoss", "Prepares", "PreparesSums", "PreparesSequences", "count"])

@@ -170,6 +170,33 @@ def test_a_shard_without_a_token_and_an_id_that_is_none() -> None:
     assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(values, others, strict=True))
 
 
+def with_banned_tokens(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp of rows whose first column is -inf on each of 2 ranks, and this rank's gradient."""
+    import torch.distributed as dist
+
+    from roll_batching.losses.vocabulary import Vocabulary
+
+    dist.init_process_group("gloo")
+    shard = 8 // ranks
+    x = banned_rows()[:, shard * dist.get_rank() :][:, :shard].clone().requires_grad_()
+    total = Vocabulary(size=8, shard=shard, group=dist.group.WORLD).logsumexp(x)
+    (total * torch.tensor([1.0, 2.0])).sum().backward()
+    return total.detach(), x.grad
+
+
+def banned_rows() -> torch.Tensor:
+    return torch.arange(16.0).reshape(2, 8).sin().index_fill(1, torch.tensor([0, 4]), -torch.inf)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_columns_of_minus_infinity_count_as_zero(ranks: int) -> None:
+    x = banned_rows().requires_grad_()
+    (x.logsumexp(-1) * torch.tensor([1.0, 2.0])).sum().backward()
+    outcomes = run_ranks(ranks, HERE + "with_banned_tokens", ranks)
+    assert all(torch.allclose(total, x.logsumexp(-1)) for total, _ in outcomes)
+    assert torch.allclose(torch.cat([gradient for _, gradient in outcomes], 1), x.grad)
+
+
 def in_bf16(_: None) -> tuple[float, float]:
     """Sum and log-sum-exp of 4,096 columns of 1, in bf16."""
     from roll_batching.losses.vocabulary import Vocabulary

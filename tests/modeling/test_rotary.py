@@ -94,3 +94,13 @@ def test_llama3_parameters_that_megatron_lacks_are_an_error() -> None:
 
     with pytest.raises(LayoutError, match="low_freq_factor=1, high_freq_factor=4"):
         megatron_rotation(RotarySettings(scaling="llama3", **OTHER))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("base", -1.0), ("percent", 5.0), ("factor", 0.0), ("rotated_factor", torch.inf), ("scaling", "ntk")],
+)
+def test_settings_that_give_no_angles_are_refused(field, value) -> None:
+    with pytest.raises(LayoutError, match=rf"RotarySettings\.{field} is {value!r}; it must be "):
+        RotarySettings(**{field: value})

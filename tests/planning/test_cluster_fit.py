@@ -80,7 +80,7 @@ def test_a_floor_that_no_pack_takes_stays_below_the_shortest_time() -> None:
     seconds = seconds_of(times_of(replace(TRUTH, layer_floor=0.0)), packs)
     fit = fit_cluster(times_of(Cluster()), packs, seconds)
     assert fit.packs_at_floor == 0 and fit.cluster.layer_floor == Cluster().layer_floor
-    slow_start = times_of(Cluster(layer_floor=0.9))
+    slow_start = times_of(Cluster(layer_floor=0.04))
     assert fit_cluster(slow_start, packs, seconds).cluster.layer_floor == pytest.approx(seconds.min() / 36)
 
 

@@ -53,9 +53,6 @@ def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
     layout, path = role.strategy_args.strategy_config, (name, "strategy_args", "strategy_config")
     for key, text in idle_options(layout):
         yield Problem((*path, key), text)
-    if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
-        text = "is true, but main_grads_dtype is bf16: gradients are summed in one precision; leave one of them out"
-        yield Problem((*path, "grad_reduce_in_fp32"), text)
 
 
 def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:

@@ -149,7 +149,8 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
         limit = {name: f"{value:.12g}" for name, value in context.items() if isinstance(value, int | float)}
         unit = unit_of(field.metadata) if field is not None else None
         text = f"is {given}; it must be {bounds[kind].format(**limit)}{f' {unit}' if unit else ''}"
-        hint = unit_hint(given, field.metadata) if field is not None and isinstance(given, int | float) else ""
+        is_number = isinstance(given, int | float)
+        hint = unit_hint(given, field.metadata, field.default) if field is not None and is_number else ""
         return Problem(path, f"{text}{hint}")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Problem(path, f"expected keys and values, got {shown(given)}")
