@@ -98,8 +98,10 @@ def seconds(runs: Mapping[str, Callable[[], Any]], device: str, rounds: int) -> 
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
-    """Median of the rounds' ratios, and its spread: half of their interquartile range."""
+    """Median of the rounds' ratios, and its spread: half of their interquartile range; 0 of a single round."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
+    if len(ratios) == 1:
+        return ratios[0], 0.0
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return median, (upper - lower) / 2
 
