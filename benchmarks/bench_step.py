@@ -170,7 +170,6 @@ def worker_config(load: Workload, mode: str) -> Any:
         if mode == "packed_peer":
             packing["algorithm"] = "modified_first_fit_decreasing"
             settings["planning_args"] = {"sequence_multiple": "2*cp*tp"}
-            megatron["pipeline_shapes"] = "shared"
         settings["sequence_packing_args"] = packing
     return WorkerConfig.model_validate(settings)
 
@@ -212,6 +211,8 @@ def measure(load: Workload, mode: str, device: str) -> dict[str, Any]:
                 torch.cuda.reset_peak_memory_stats()
             results, reports, started = [], [], time.perf_counter()
         plan = strategy.plan(LengthTable.of(batches[step]))
+        if mode == "packed_peer":
+            plan = replace(plan, tokens=np.full_like(plan.tokens, plan.tokens.max()))
         results.append(strategy.train_step(batches[step], plan, SFTLoss()))
         reports.append(plan.report)
     if device == "cuda":

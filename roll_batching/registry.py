@@ -89,10 +89,6 @@ def load_dotted(kind: str, path: str) -> Any:
     if not is_dotted(path):
         raise ConfigError(f"{kind} {path!r}: write it as package.module:name")
     module_name, _, name = path.partition(":")
-    from roll_batching.moved import moved_to
-
-    if (new := moved_to(module_name)) is not None:
-        raise ConfigError(f"{kind} {path!r}: {module_name} has moved to {new} in version 0.2.0: write {new}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ PACKAGE = ROOT / "roll_batching"
 
 PLUGIN: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("checked_fields", "files", "known_warnings", "lifetime", "moved", "secret_names"),
+    ("checked_fields", "files", "known_warnings", "lifetime", "secret_names"),
     ("registry",),
     ("planning", "megatron_patches"),
     ("distributed", "huggingface"),
@@ -175,12 +174,6 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-def test_the_drawing_of_the_house_is_todays(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    drawing = importlib.import_module("draw_house")
-    assert drawing.PAGE.read_text() == drawing.page(), "run python scripts/draw_house.py"
-
-
 MOST_FILES, MOST_LINES = 110, 17_200
 LOADED = """
 import importlib, json, sys
@@ -207,5 +200,5 @@ def test_the_plugin_is_light_and_knows_no_job(report):
 def test_planning_is_light(report):
     lines = loaded("roll_batching.planning")
     report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
-    assert {room_of(name) for name in lines} <= {"", "checked_fields", "errors", "moved", "registry", "planning"}
+    assert {room_of(name) for name in lines} <= {"", "checked_fields", "errors", "registry", "planning"}
     assert len(lines) <= 36 and sum(lines.values()) <= 5_350

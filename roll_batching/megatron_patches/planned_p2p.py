@@ -35,8 +35,8 @@ class PlannedP2P(P2PCommunicator):
         overridden = getattr(P2PCommunicator, "_communicate_shapes", None)
         if overridden is None or list(inspect.signature(overridden).parameters) != _EXPECTED_PARAMETERS:
             raise LayoutError(
-                "this Megatron-Core exchanges pipeline shapes in a way that planned shapes do not know: set "
-                "pipeline_shapes: exchanged, or use a version that this package was tried with"
+                "this Megatron-Core exchanges pipeline shapes in a way that planned shapes do not know: use a version "
+                "that this package was tried with, 0.16 to 0.19"
             )
         rank, size, count = pp_group.rank(), pp_group.size(), len(shapes)
         table = (
@@ -64,7 +64,7 @@ class PlannedP2P(P2PCommunicator):
         except StopIteration:
             raise LayoutError(
                 "the pipeline schedule asks for more transfers than the plan has: this Megatron version orders its "
-                "schedule differently. Set pipeline_shapes: exchanged"
+                "schedule differently. Use 0.16 to 0.19"
             ) from None
 
     def check_exhausted(self, forward_only: bool) -> None:
@@ -73,5 +73,5 @@ class PlannedP2P(P2PCommunicator):
         if any(left):
             raise LayoutError(
                 f"the pipeline schedule ended with {left[0]} activations and {left[1]} gradients never received: this "
-                "Megatron version orders its schedule differently. Set pipeline_shapes: exchanged"
+                "Megatron version orders its schedule differently. Use 0.16 to 0.19"
             )

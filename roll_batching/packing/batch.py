@@ -115,7 +115,6 @@ class StepPacks:
         cp_rank: context-parallel rank; with a context-parallel size per pack it follows from the plan.
         device: device of the packed tensors.
         masks: names of mask fields; None: all tokens with a label count.
-        tokens: extend each pack to this number of tokens; None: as planned.
         attention: backend of the model's layers; see `packed_params`.
         is_first_stage: whether this rank reads `input_ids`, as the first pipeline stage.
         is_last_stage: whether this rank computes logits, as the last pipeline stage.
@@ -137,7 +136,6 @@ class StepPacks:
         cp_rank: int = 0,
         device: torch.device,
         masks: Sequence[str] | None = None,
-        tokens: int | None = None,
         attention: AttentionBackend | str | None = "auto",
         is_first_stage: bool = True,
         is_last_stage: bool = True,
@@ -151,7 +149,7 @@ class StepPacks:
             _check_fields(local, names)
         self._micro_batches = plan.micro_batches[dp_rank]
         _check_samples(local, plan, self._micro_batches)
-        self.layouts = [PackLayout.of(mb, mb.cp_size, tokens) for mb in self._micro_batches]
+        self.layouts = [PackLayout.of(mb, mb.cp_size) for mb in self._micro_batches]
         """Layout of each pack, known before the pack is made."""
         self._local, self._inputs, self._plan, self._device = local, inputs_of(local), plan, device
         self._cp_ranks = [cp_rank if plan.blocks is None else dp_rank - mb.ranks.start for mb in self._micro_batches]

@@ -44,14 +44,13 @@ class PackLayout:
     """Leading tokens of each sample that the samples before it compute, [samples]; None: samples share nothing."""
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, cp_size: int = 1, tokens: int | None = None) -> PackLayout:
+    def of(cls, micro_batch: MicroBatch, cp_size: int = 1) -> PackLayout:
         """Layout of a planned micro-batch; a filler consists of tail filler only.
 
-        `tokens` extends the tail filler to more tokens than planned. Raises `PlanError` if a segment cannot be divided
-        into `2 * cp_size` equal chunks.
+        Raises `PlanError` if a segment cannot be divided into `2 * cp_size` equal chunks.
         """
         slots = np.asarray(micro_batch.slots, dtype=np.int64)
-        tail = int(tokens or micro_batch.tokens) - int(slots.sum())
+        tail = micro_batch.tokens - int(slots.sum())
         unit = 2 * cp_size if cp_size > 1 else 1
         longest = max(unit, TAIL_SEGMENT // unit * unit)
         full, rest = divmod(tail, longest)
@@ -66,7 +65,7 @@ class PackLayout:
             lengths=np.asarray(micro_batch.lengths - micro_batch.shared, np.int64),
             segments=segments,
             cp_size=cp_size,
-            rectangle_rows=1 if tokens else int(micro_batch.rows),
+            rectangle_rows=int(micro_batch.rows),
             prefix_lengths=micro_batch.shared if micro_batch.shared.any() else None,
         )
 

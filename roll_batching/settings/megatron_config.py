@@ -211,12 +211,6 @@ class MegatronConfig(Settings):
         help="Micro-batches per group of the interleaved schedule (VPP > 1). Default: PP. auto: the smallest that "
         "Megatron accepts for the number of micro-batches at hand.",
     )
-    pipeline_shapes: Literal["planned", "exchanged", "shared"] = setting(
-        "planned",
-        help="How pipeline stages learn the shape of a micro-batch: from the plan, from messages "
-        "between stages, "
-        "or by padding all micro-batches of a step to one length.",
-    )
 
     @property
     def layer_layout(self) -> tuple[tuple[str, ...], ...] | None:

@@ -72,8 +72,6 @@ def notes_of_job(config: JobConfig, scenario: Scenario) -> list[str]:
         notes.append("FP8 is not simulated: matrix products run at the cluster's matmul_rate")
     if megatron.recompute_granularity == "selective":
         notes.append("selective recomputation is not counted")
-    if megatron.pipeline_shapes == "shared" and constraints.pp_size > 1:
-        notes.append("pipeline_shapes: shared pads all packs of a step to one length, which is not counted")
     return notes
 
 

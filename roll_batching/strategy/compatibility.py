@@ -124,8 +124,6 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
         problems = []
         if packed:
             problems.append(f"rows_form serves padded and dynamic batching only, and {' and '.join(packed)} is packed")
-        if settings.pipeline_shapes == "shared":
-            problems.append("rows_form and pipeline_shapes='shared' exclude each other: use 'planned' or 'exchanged'")
         if names := [backend.name for backend in attention_backends(chunks)]:
             problems.append(f"the attention core {names[0]} takes packs: leave rows_form out")
         return problems
@@ -251,11 +249,10 @@ def _pipeline_problems(config: Any, layout: ParallelLayout, settings: StepSettin
     if config.deallocate_pipeline_outputs and config.overlap_p2p_comm and _version() < (0, 18):
         problems.append("deallocate_pipeline_outputs corrupts overlapped transfers before 0.18: unset it")
     if config.num_moe_experts is None and config.moe_token_dispatcher_type == "allgather":
-        if settings.pipeline_shapes != "shared":
-            problems.append(
-                "Megatron refuses variable lengths with moe_token_dispatcher_type='allgather' even for dense models: "
-                "set it to 'alltoall'"
-            )
+        problems.append(
+            "Megatron refuses variable lengths with moe_token_dispatcher_type='allgather' even for dense models: set "
+            "it to 'alltoall'"
+        )
     return problems
 
 

@@ -55,6 +55,4 @@ def context_size_obstacle(state: ModelState) -> str | None:
         return "the model has a vision encoder, which is tested with one size: set one context_parallel_size"
     if state.settings.rows_form:
         return "rows_form passes rectangles without a context-parallel group: leave it out"
-    if state.settings.pipeline_shapes == "shared":
-        return "pipeline_shapes: shared gives all packs one length: set planned or exchanged"
     return None

@@ -343,8 +343,8 @@ class MegatronInferStrategy(ModelIOMixin):
             experts = PassExperts(self.chunks)
         with contextlib.nullcontext() if experts is None else experts.installed():
             return run_schedule(
-                plan, packs, state.chunks, bind, state.layout, pipeline_shapes=state.settings.pipeline_shapes,
-                rows_form=state.settings.rows_form, pg_collection=state.pg_collection, experts=experts, **options,
+                plan, packs, state.chunks, bind, state.layout, rows_form=state.settings.rows_form,
+                pg_collection=state.pg_collection, experts=experts, **options,
             )  # fmt: skip
 
     def _head(self) -> HeadContext:

@@ -19,7 +19,6 @@ from roll_batching.settings import ArchitectureConfig, BatchingConfig, RoleSetti
 
 SchedulerUnit = Literal["steps", "samples"]
 """Unit in which an OptimizerParamScheduler counts."""
-PipelineShapes = Literal["planned", "exchanged", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,6 @@ class StepSettings(CheckedFields, error=LayoutError):
         LayoutError: for a value of the wrong type or outside its choices.
     """
 
-    pipeline_shapes: PipelineShapes = "planned"
-    """Source of the shapes that pipeline stages receive: see `run_schedule`."""
     group_size: Count | Literal["auto"] | None = None
     """Micro-batches per group of the interleaved schedule; None: Megatron's default, the pipeline size."""
     apply_loss_scale: bool = True
@@ -56,7 +53,6 @@ class StepSettings(CheckedFields, error=LayoutError):
         megatron = config.strategy_args.strategy_config
         cluster = Cluster() if megatron.cluster is None else megatron.cluster.rates
         return cls(
-            pipeline_shapes=megatron.pipeline_shapes,
             group_size=megatron.microbatch_group_size_per_vp_stage,
             apply_loss_scale=config.apply_loss_scale,
             max_cp_size=megatron.max_cp_size(dp_size) if config.use_sequence_packing else 1,

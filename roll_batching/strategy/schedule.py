@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
@@ -63,7 +62,6 @@ def run_schedule(
     *,
     forward_only: bool = False,
     collect: bool = False,
-    pipeline_shapes: str = "planned",
     rows_form: bool = False,
     pg_collection: Any = None,
     experts: Any = None,
@@ -78,8 +76,6 @@ def run_schedule(
         layout: the parallel layout.
         forward_only: no backward pass.
         collect: return the results of the loss function (Megatron's `collect_non_loss_data`).
-        pipeline_shapes: "planned": receive shapes from the plan, without an exchange; "exchanged": Megatron's exchange,
-            which waits for the device at every transfer and hangs in some layouts; "shared": packs of one length.
         rows_form: pass rectangles to the model as [rows, length], without PackedSeqParams.
         pg_collection: Megatron's process groups; None: those of its parallel state.
         experts: `modeling.router_replay.PassExperts` of a pass that replays or records experts.
@@ -134,13 +130,10 @@ def run_schedule(
         # Megatron reads the group size from the model's config in each call of the schedule.
         changes["microbatch_group_size_per_vp_stage"] = plan.group_size
     if layout.pp_size > 1:
-        changes["variable_seq_lengths"] = pipeline_shapes != "shared"
+        changes["variable_seq_lengths"] = True
         options["pg_collection"] = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         shapes = [receive_shape(pack, layout, config.hidden_size, rows_form) for pack in pack_layouts]
-        if pipeline_shapes == "planned":
-            communicator = PlannedP2P(layout.pp_group, config, shapes, layout.vpp_size, plan.group_size or 1)
-        else:
-            communicator = P2PCommunicator(layout.pp_group, config)
+        communicator = PlannedP2P(layout.pp_group, config, shapes, layout.vpp_size, plan.group_size or 1)
         # The schedules take a communicator only together with process groups.
         options["p2p_communicator"] = communicator
     elif pg_collection is not None:
@@ -160,7 +153,7 @@ def run_schedule(
             collect_non_loss_data=collect,
             **options,
         )
-    if isinstance(communicator, PlannedP2P):
+    if communicator is not None:
         communicator.check_exhausted(forward_only)
     return results
 

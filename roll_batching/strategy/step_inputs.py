@@ -86,8 +86,6 @@ def pack_inputs(
         cp_rank=layout.cp_rank,
         device=state.device,
         masks=masks,
-        # "shared": Megatron's schedule has one receive shape, so every pack gets the length of the longest.
-        tokens=int(plan.tokens.max()) if state.settings.pipeline_shapes == "shared" else None,
         attention=state.attention,
         is_first_stage=layout.pp_rank == 0,
         is_last_stage=layout.is_last_stage,

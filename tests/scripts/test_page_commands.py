@@ -104,7 +104,7 @@ def adds_to_the_environment(page: Path) -> bool:
     return any(re.match(r"pip|(PYTHON=\S+ )?\./", line) for line in commands(page))
 
 
-OTHERS = sorted({*PAGES, ROOT / "CONTRIBUTING.md"} - {README, ROOT / "docs" / "files.md"})
+OTHERS = sorted({*PAGES, ROOT / "CONTRIBUTING.md"} - {README})
 OTHERS.sort(key=adds_to_the_environment)  # what a page forgets to install is missing as long as none has installed it
 
 

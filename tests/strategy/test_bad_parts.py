@@ -153,7 +153,7 @@ ENTRIES: dict[str, tuple[Callable[[Scene], Any], str]] = {
         lambda s: s.adopt(optimizer=None, scheduler=s.scheduler(s.parts[1]), scheduler_unit="steps"),
         "optimizer is None",
     ),
-    "pipeline shapes that do not exist": (lambda s: s.adopt(settings=_settings(pipeline_shapes="plan")), "'plan'"),
+    "a size of groups that does not exist": (lambda s: s.adopt(settings=_settings(group_size="plan")), "'plan'"),
     "a group of no micro-batches": (lambda s: s.adopt(settings=_settings(group_size=0)), "group_size is 0"),
     "another width on one rank": (_two_widths, "ranks differ in the model"),
     "rows_form of text": (lambda s: s.adopt(rows_form="no"), "rows_form is 'no'"),

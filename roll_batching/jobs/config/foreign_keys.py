@@ -203,7 +203,7 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
 
 _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
     MegatronConfig: (
-        _no_effect("variable_seq_lengths", "shapes come from the plan, or from messages", "pipeline_shapes"),
+        _no_effect("variable_seq_lengths", "pipeline stages know the shapes from the plan"),
         _no_effect("apply_rope_fusion", "it is on under transformer_impl: transformer_engine only"),
         _no_effect("bias_activation_fusion", "activations are fused on CUDA and not on the CPU"),
         _no_effect("bias_dropout_fusion", "no linear layer before a residual has a bias; dropout is added unfused"),

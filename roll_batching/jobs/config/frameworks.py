@@ -30,11 +30,8 @@ MOST_BELOW_HINT = 10
 
 
 def framework_of(data: Mapping[str, Any]) -> Framework | None:
-    """The framework that a file was written for, by keys that only its files have; None: not known.
-
-    Keys without a value do not count: config.yaml of runs before version 0.2 names all keys (`hydra: null`).
-    """
-    keys = {key for key, value in data.items() if value is not None}
+    """The framework that a file was written for, by keys that only its files have; None: not known."""
+    keys = set(data)
     parents = data.get("defaults")
     named = [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []
     if "actor_rollout_ref" in keys or keys >= _VERL or any(VERLS_OWN_FILES.fullmatch(str(name)) for name in named):

@@ -194,8 +194,6 @@ def _of_roles(job: JobKeys, given: Mapping[str, Any]) -> Iterator[tuple[KeyPath,
         if layout.pipeline_model_parallel_size == 1:
             for key in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
                 yield (*path, key), "pipeline_model_parallel_size is 1"
-            if layout.pipeline_shapes == "exchanged":
-                yield (*path, "pipeline_shapes"), "pipeline_model_parallel_size is 1: no stage receives shapes"
         if layout.vpp_size == 1:
             yield (*path, "microbatch_group_size_per_vp_stage"), "virtual_pipeline_model_parallel_size is 1"
         if not layout.mtp_loss_scaling_factor:

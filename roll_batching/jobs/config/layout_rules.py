@@ -142,8 +142,6 @@ def cp_per_pack_problems(name: str, role: WorkerConfig, job: JobKeys) -> Iterato
             "auto gives longer sequences more ranks, and planning_args.oversize is alone; set error, truncate or drop"
         )
         yield Problem(path, text)
-    if layout.pipeline_shapes == "shared":
-        yield Problem(path, "auto needs pipeline_shapes: planned or exchanged; shared gives all packs one length")
     if layout.transformer_impl == "transformer_engine":
         text = "auto needs transformer_impl: local; TransformerEngine's layers have one context-parallel group"
         yield Problem(path, text)

@@ -182,17 +182,6 @@ BROKEN = BROKEN_BATCHING | {
         {f"{LAYOUT}.context_parallel_size": "auto", "actor_train.use_sequence_packing": False},
         {f"{LAYOUT}.context_parallel_size": "needs use_sequence_packing: true"},
     ),
-    "a context-parallel size per pack, and pipelines of one shape": (
-        {
-            f"{LAYOUT}.dynamic_context_parallel": True,
-            f"{LAYOUT}.pipeline_shapes": "shared",
-            "actor_train.use_sequence_packing": True,
-            "actor_train.sequence_packing_args": {"max_packed_sequence_length_train": 4096},
-            "actor_train.use_dynamic_batching_in_train": False,
-            "actor_train.use_dynamic_batching_in_infer": False,
-        },
-        {f"{LAYOUT}.context_parallel_size": "needs pipeline_shapes: planned or exchanged"},
-    ),
     "a largest context-parallel size of one size": (
         {f"{LAYOUT}.max_context_parallel_size": 4},
         {LAYOUT: "is read with context_parallel_size: auto only"},
