@@ -7,7 +7,7 @@ from typing import Any
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import directory_of, find_directory
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.critic_rules import uses_critic
+from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from roll_batching.jobs.config import JobConfig, WorkerConfig
-from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.objective_rules import wants_reference
+from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.objectives.from_config import (

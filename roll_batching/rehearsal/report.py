@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from roll_batching.jobs.config.critic_rules import uses_critic
+from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.observe.plan_picture import save_figure
 from roll_batching.rehearsal.advice import Limit, TriedChange, largest_fitting_caps
 from roll_batching.rehearsal.job import GIB, Rehearsal, StageReport, StepTotals, totals_of

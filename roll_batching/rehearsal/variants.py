@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.layout_rules import differing_keys, model_fits
+from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.planning import ParallelDims

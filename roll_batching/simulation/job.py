@@ -6,8 +6,8 @@ import numpy as np
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.planning import PlanConstraints
 from roll_batching.planning.arrays import Ints

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from roll_batching.jobs.config.async_rules import reads_sampled_log_probs
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.rollout_keys import NEMO_GYM
+from roll_batching.settings.batching import LogprobPlan
 
 SERVED = ("sglang", "vllm")
 """Engines that run as servers."""
@@ -20,6 +20,27 @@ _SET_BY_JOB = ("model", "model_path", "host", "port")
 """Server options that the job sets."""
 _SIZES = (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size"))
 """Options whose product is the number of devices of a server; SGLang accepts both names of each."""
+
+
+def corrects_engine(job: JobKeys) -> bool:
+    """Whether the loss corrects for the difference between trainer and sampler by weights."""
+    correction = job.train_infer_correction
+    return job.loss_args.get("engine_ratio_cap") is not None or (
+        correction is not None and correction.is_weight is not None
+    )
+
+
+def reads_sampled_log_probs(job: JobKeys) -> bool:
+    """Whether training reads the log-probs with which tokens were sampled."""
+    return logprob_plan_of(job) == "rollout" or corrects_engine(job) or job.train_infer_correction is not None
+
+
+def logprob_plan_of(job: JobKeys) -> LogprobPlan:
+    """Source of old log-probs; by default the sampler in an asynchronous job without correction."""
+    train = job.actor_train
+    if job.asynchronous and "logprob_plan" not in train.model_fields_set and not corrects_engine(job):
+        return "rollout" if job.train_infer_correction is None else train.chosen_logprob_plan
+    return train.chosen_logprob_plan
 
 
 def uses_engine(job: JobKeys) -> bool:

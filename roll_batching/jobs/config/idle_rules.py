@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
-from roll_batching.jobs.config.critic_rules import uses_critic
 from roll_batching.jobs.config.diagnostics import KeyPath, Notice, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.config.layout_rules import PARALLEL_KEYS, builds_sampling_model
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.jobs.config.rewards import RewardKeys
+from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.worker import GeneratingArgs
 from roll_batching.settings.megatron_config import MegatronConfig

@@ -11,14 +11,16 @@ from pydantic import field_validator, model_validator
 
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.advantages import GAE
-from roll_batching.jobs.config.async_keys import AsyncKeys
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
-from roll_batching.jobs.config.distill_keys import DistillKeys
-from roll_batching.jobs.config.dynamic_sampling_keys import DynamicSamplingKeys
 from roll_batching.jobs.config.objective import ObjectiveKeys
-from roll_batching.jobs.config.reward_shaping_keys import RewardShapingKeys
 from roll_batching.jobs.config.rewards import RewardKeys
-from roll_batching.jobs.config.rollout_keys import RolloutKeys
+from roll_batching.jobs.config.rollout_keys import (
+    AsyncKeys,
+    DistillKeys,
+    DynamicSamplingKeys,
+    RewardShapingKeys,
+    RolloutKeys,
+)
 from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import Environment, ValidationConfig, WorkerConfig
 from roll_batching.settings.batching import refuse_without_old_log_probs

@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from roll_batching.jobs.config.adapter_rules import adapter_notices
-from roll_batching.jobs.config.async_rules import async_notices
 from roll_batching.jobs.config.diagnostics import KeyPath, Notice, no_effect
-from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_notices
 from roll_batching.jobs.config.engine_rules import ignored_option, starts_servers, uses_engine
 from roll_batching.jobs.config.foreign_keys import Verdict, given_foreign_keys
 from roll_batching.jobs.config.idle_rules import idle_notices
-from roll_batching.jobs.config.image_rules import image_notices
 from roll_batching.jobs.config.job_keys import TRACKERS, JobKeys
 from roll_batching.jobs.config.key_paths import field_at, given_keys
 from roll_batching.jobs.config.layout_rules import sampling_role
 from roll_batching.jobs.config.losses import LOSSES
+from roll_batching.jobs.config.model_rules import adapter_notices, image_notices
 from roll_batching.jobs.config.objective_rules import AGGREGATIONS, objective_notices
+from roll_batching.jobs.config.rl_rules import async_notices, dynamic_sampling_notices
 from roll_batching.jobs.config.stream_rules import stream_notices
 from roll_batching.jobs.config.supervised import supervised, supervised_notices
 from roll_batching.jobs.config.worker import WorkerConfig

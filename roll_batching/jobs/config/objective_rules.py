@@ -7,10 +7,10 @@ from typing import Any
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_KEYS
 from roll_batching.jobs.config.arguments import Arguments
-from roll_batching.jobs.config.critic_rules import critic_notices
 from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.losses import LOSSES, Loss
+from roll_batching.jobs.config.rl_rules import critic_notices
 from roll_batching.jobs.config.supervised import FIELDS, supervised
 from roll_batching.jobs.config.teacher_rules import teacher_notices
 

@@ -8,7 +8,7 @@ from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import directory_of
 from roll_batching.jobs.config.diagnostics import KeyPath, Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.mtp_rules import mtp_problems
+from roll_batching.jobs.config.model_rules import mtp_problems
 from roll_batching.settings.fields import Settings
 from roll_batching.settings.model import ArchitectureConfig, describe_model
 

@@ -1,15 +1,18 @@
-"""The keys of rollouts by a function of the user's, and their rules."""
+"""Keys of rollouts: functions of the user's, asynchronous and dynamic sampling, shaped rewards, distillation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import field_validator
 
+from roll_batching.checked_fields import Positive, Share
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.registry import is_dotted
-from roll_batching.settings.fields import Settings, setting
+from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
+from roll_batching.settings.losses import DistillObjective, InnerShare
 
 NEMO_GYM = "roll_batching.jobs.rollouts.nemo_gym:rollout"
 """The rollout function of NeMo-Gym."""
@@ -51,3 +54,149 @@ def rollout_problems(keys: RolloutKeys) -> Iterator[Problem]:
             call_default_factory=True
         ):
             yield Problem((name,), "is read by a rollout function only: set rollout_function, or leave it out")
+
+
+# ---- asynchronous rollouts
+
+
+class AsyncKeys(Settings):
+    """The keys of asynchronous rollouts."""
+
+    async_generation_ratio: float = setting(
+        0,
+        help="How far rollouts run ahead of training, in units of rollout_batch_size: a separate process, the sampler, "
+        "generates and scores them while the model trains. 0: synchronous, with the training model.",
+        ge=0,
+    )
+    max_staleness: int | None = setting(
+        None,
+        help="async_generation_ratio: most RL steps between the weights that sampled a response and the current ones; "
+        "older samples are dropped, counted and sampled again. Default: async_generation_ratio, rounded up, which "
+        "drops none.",
+        ge=0,
+    )
+    sampler_restarts: int = setting(
+        2,
+        help="Most restarts of the processes of a separate role (the sampler of async_generation_ratio, roles on "
+        "separate devices) after one was killed or stalled; their unanswered requests are sent again. After that, and "
+        "with 0 at once, the job ends.",
+        ge=0,
+    )
+    rollout_timeout: float = setting(
+        1800.0,
+        help="Seconds that training waits for such processes without hearing of them before it takes them for stalled.",
+        gt=0,
+    )
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether rollouts run ahead of training."""
+        return self.async_generation_ratio > 0
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most RL steps between the weights that sampled a response and the current ones."""
+        return math.ceil(self.async_generation_ratio) if self.max_staleness is None else self.max_staleness
+
+
+# ---- dynamic sampling
+
+
+class DynamicSamplingKeys(Settings):
+    """The keys of dynamic sampling."""
+
+    dynamic_sampling: bool = setting(
+        False,
+        help="Train on rollout_batch_size prompts whose responses have different rewards: other groups are discarded, "
+        "and more prompts are sampled until the step is full (docs/dynamic-sampling.md).",
+    )
+    dynamic_sampling_max_batches: int | None = setting(
+        10,
+        help="dynamic_sampling: most generation batches of a step; a step that is not full then ends the job with an "
+        "error. ~: no limit.",
+        ge=1,
+    )
+    dynamic_sampling_batch_size: int | None = setting(
+        None,
+        help="dynamic_sampling: prompts of one generation batch. Default: rollout_batch_size.",
+        ge=1,
+        le=MOST_TOKENS,
+    )
+
+
+# ---- shaped rewards
+
+
+class RewardScaling(Settings):
+    """`reward_scaling`: a linear map of rewards, clamped at both ends."""
+
+    source_min: float = setting(0.0, help="Rewards up to this become target_min.")
+    source_max: float = setting(1.0, help="Rewards from this on become target_max.")
+    target_min: float = setting(0.0, help="Least reward.")
+    target_max: float = setting(1.0, help="Largest reward.")
+
+
+class OverlongBuffer(Settings):
+    """`overlong_buffer`: a penalty on the last tokens before the longest response (DAPO)."""
+
+    length: int = setting(help="Tokens before response_length over which the penalty grows from 0.", ge=1)
+    penalty: float = setting(1.0, help="Subtracted from the reward of a response of response_length tokens.", gt=0)
+    response_length: int | None = setting(
+        None, help="Tokens at which the penalty is whole; it grows beyond. Default: the job's response_length.", ge=1
+    )
+
+
+class RewardShapingKeys(Settings):
+    """The keys that change rewards before advantages."""
+
+    reward_scaling: RewardScaling | None = setting(
+        None, help="Map rewards linearly before advantages are computed: source_min to target_min, and so on."
+    )
+    overlong_buffer: OverlongBuffer | None = setting(
+        None, help="Subtract a penalty from the rewards of long responses before advantages are computed."
+    )
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether advantages have other rewards than the reward function's."""
+        return self.reward_scaling is not None or self.overlong_buffer is not None
+
+
+# ---- distillation
+
+
+class DistillKeys(Settings):
+    """The keys of the loss `distill` and of its teacher."""
+
+    logits_topk: int = setting(
+        64, help="distill: likely tokens of the teacher at each position that are compared; 0: the vocabulary.", ge=0
+    )
+    kd_objective: DistillObjective = setting(
+        "forward_kl",
+        help="distill: the divergence, with the teacher's p and the student's q. forward_kl: KL(p, q). reverse_kl: "
+        "KL(q, p). mixed_kl: both (mixed_kl_weight). js_divergence: of both from their mean. skewed_*: from a mixture "
+        "(skew_lambda). adaptive_kl: both, weighted by where p and q differ (adaptive_kl_alpha).",
+    )
+    mixed_kl_weight: Share = setting(
+        0.5, help="mixed_kl: weight of the forward divergence; the reverse one has the rest."
+    )
+    skew_lambda: InnerShare = setting(
+        0.1,
+        help="skewed_forward_kl: p is compared with skew_lambda p + (1 - skew_lambda) q; skewed_reverse_kl: q with "
+        "skew_lambda p + (1 - skew_lambda) q.",
+    )
+    adaptive_kl_alpha: InnerShare = setting(
+        0.5, help="adaptive_kl: probability of the teacher's least likely tokens, its tail."
+    )
+    kd_temperature: Positive = setting(1.0, help="distill: divides the logits of teacher and student.")
+    teacher_temperature: Positive = setting(1.0, help="distill: divides the logits of the teacher as well.")
+    distill_loss_weight: Share = setting(
+        1.0,
+        help="distill: weight of the divergence; the negative log-likelihood of the texts has the rest (ROLL: 0.5). "
+        "Under task: distill 1, as the student's own tokens are no target.",
+    )
+    zero_outside_topk: bool = setting(
+        False,
+        help="distill: the student's distribution over the whole vocabulary, and the teacher's with a log-probability "
+        "of -100 beyond its logits_topk tokens (NeMo-RL). Default: both are renormalised over these tokens.",
+    )

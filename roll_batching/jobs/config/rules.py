@@ -4,37 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll_batching.jobs.config.adapter_rules import adapter_problems
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
-from roll_batching.jobs.config.async_rules import async_problems, corrects_engine
-from roll_batching.jobs.config.critic_rules import critic_problems, uses_critic
-from roll_batching.jobs.config.device_rules import device_problems
 from roll_batching.jobs.config.diagnostics import Problem
-from roll_batching.jobs.config.dynamic_sampling_rules import dynamic_sampling_problems
-from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, missing_for_gym, uses_engine
-from roll_batching.jobs.config.fp8_rules import fp8_problems, models_that_cannot_sample
-from roll_batching.jobs.config.gigpo_rules import gigpo_problems
+from roll_batching.jobs.config.engine_rules import (
+    SERVED,
+    corrects_engine,
+    engine_problems,
+    missing_for_gym,
+    uses_engine,
+)
 from roll_batching.jobs.config.idle_rules import group_problems, single_responses
-from roll_batching.jobs.config.image_rules import image_problems
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
     cp_per_pack_problems,
+    device_problems,
     differing_keys,
     layout_problems,
     sampling_problems,
     size_problems,
 )
-from roll_batching.jobs.config.length_rules import length_problems
+from roll_batching.jobs.config.model_rules import (
+    adapter_problems,
+    fp8_problems,
+    image_problems,
+    models_that_cannot_sample,
+)
 from roll_batching.jobs.config.objective_rules import objective_problems, reward_norm_of, whitens
 from roll_batching.jobs.config.pretrained import missing_model, model_problems
-from roll_batching.jobs.config.reward_shaping_rules import reward_shaping_problems
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
+from roll_batching.jobs.config.rl_rules import (
+    async_problems,
+    critic_problems,
+    dynamic_sampling_problems,
+    gigpo_problems,
+    length_problems,
+    reward_shaping_problems,
+    router_replay_problems,
+    train_infer_problems,
+    uses_critic,
+)
 from roll_batching.jobs.config.rollout_keys import rollout_problems
-from roll_batching.jobs.config.router_replay_rules import router_replay_problems
 from roll_batching.jobs.config.stream_rules import stream_problems, token_budget_problems
 from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.jobs.config.teacher_rules import missing_for_distillation, teacher_problems
-from roll_batching.jobs.config.train_infer_rules import train_infer_problems
 from roll_batching.jobs.config.withheld import withheld_problems
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
-from roll_batching.jobs.config.dynamic_sampling_keys import DynamicSamplingKeys
 from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
 from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.jobs.config.objective import ObjectiveKeys
-from roll_batching.jobs.config.reward_shaping_keys import RewardShapingKeys
 from roll_batching.jobs.config.rewards import RewardKeys
-from roll_batching.jobs.config.rollout_keys import RolloutKeys
+from roll_batching.jobs.config.rollout_keys import DynamicSamplingKeys, RewardShapingKeys, RolloutKeys
 
 TEACHER_FIELDS = ("teacher_log_probs", "teacher_ids")
 FIELDS: Mapping[str, tuple[str, ...]] = {

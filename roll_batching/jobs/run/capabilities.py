@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig, WorkerConfig
-from roll_batching.jobs.config.critic_rules import uses_critic
+from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.settings import MegatronConfig
 
 if TYPE_CHECKING:

@@ -1,0 +1,220 @@
+"""Rules of parts of a model: LoRA adapters, heads of multi-token prediction, FP8, images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll_batching.errors import ConfigError
+from roll_batching.huggingface.directory import CONFIG, find_directory, read_json
+from roll_batching.huggingface.families import load_family
+from roll_batching.huggingface.mtp_layer_rules import mtp_heads_problem
+from roll_batching.jobs.config.diagnostics import Notice, Problem
+from roll_batching.jobs.config.engine_rules import uses_engine
+from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.layout_rules import (
+    builds_sampling_model,
+    differing_keys,
+    policy_cannot_sample,
+    sampling_role,
+)
+from roll_batching.jobs.config.objective_rules import wants_reference
+from roll_batching.jobs.config.rl_rules import uses_critic
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.settings.adapter_problems import adapter_problems as problems_of_model
+from roll_batching.settings.fp8 import layout_problems, model_problems
+from roll_batching.settings.idle_options import idle_options_of_model
+from roll_batching.settings.model_parts import problems_of_heads
+
+ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
+"""Keys that rollouts and reference take from actor_train."""
+
+
+def adapter_problems(job: JobKeys) -> Iterator[Problem]:
+    """Problems of a job whose policy trains adapters, and of adapters in other roles."""
+    model = job.actor_train.model_args
+    path = ("actor_train", "model_args", "lora_target")
+    for name, role in job.roles.items():
+        if name in ("actor_infer", "reference"):
+            for key in ADAPTER_KEYS:
+                if getattr(role.model_args, key) != getattr(model, key):
+                    text = "differs from actor_train's, whose adapters this role takes; leave it out here"
+                    yield Problem((name, "model_args", key), text)
+        elif name != "actor_train" and role.model_args.lora_target is not None:
+            text = "is set, and actor_train alone trains adapters for now; leave it out here"
+            yield Problem((name, "model_args", "lora_target"), text)
+    if model.lora_target is None:
+        return
+    layout = job.actor_train.strategy_args.strategy_config
+    if model.architecture is not None:
+        for problem in problems_of_model(model, model.architecture, layout.transformer_impl, layout):
+            yield Problem(path, f"is set, and {problem}; leave it out")
+    if uses_critic(job):
+        yield Problem(path, "is set, and adapters are not supported with a critic (gae) for now; leave it out")
+    if job.reference is None or not wants_reference(job):
+        return
+    if job.own_devices("reference") is not None:
+        text = "differs from actor_train's, and with lora_target the reference is the policy without its adapters"
+        yield Problem(("reference", "device_mapping"), f"{text}; leave it out")
+    else:
+        for key in differing_keys(job.reference, job.actor_train):
+            text = "differs from actor_train's, and with lora_target the reference is the policy without its adapters"
+            yield Problem(("reference", "strategy_args", "strategy_config", key), f"{text}; leave it out here")
+    if job.warmup is not None:
+        text = (
+            "is given, and with lora_target the reference would be the model before the warm-up; train the warm-up "
+            "in a separate job (task: sft) and start from its export, or train without a reference"
+        )
+        yield Problem(("warmup",), text)
+
+
+def adapter_notices(job: JobKeys) -> Iterator[Notice]:
+    """The notice that a reference lacks the adapters from which the policy starts."""
+    if job.actor_train.model_args.adapter_name_or_path is None or job.reference is None or not wants_reference(job):
+        return
+    text = "the reference is the model without these adapters, not the policy as it starts. For that, start from a "
+    text += "model directory with the adapters added (roll-batching export)"
+    yield Notice(("actor_train", "model_args", "adapter_name_or_path"), text)
+
+
+# ---- multi-token prediction
+
+
+_LAYOUT = ("actor_train", "strategy_args", "strategy_config")
+
+
+def mtp_problems(job: JobKeys) -> Iterator[Problem]:
+    """Heads that the model, its directory or the layout cannot have, and settings of heads without any."""
+    model, layout = job.actor_train.model_args, job.actor_train.strategy_args.strategy_config
+    path = (*_LAYOUT, "mtp_num_layers")
+    heads = layout.mtp_num_layers
+    if heads is None and model.architecture is not None:
+        path, heads = ("actor_train", "model_args", "architecture", "mtp_num_layers"), model.architecture.mtp_num_layers
+    if model.architecture is not None and not model.value_head:
+        for key, text in idle_options_of_model(layout, model.architecture):
+            yield Problem((*_LAYOUT, key), text)
+    if not heads:
+        return
+    if model.lora_target is not None:
+        yield Problem(path, "is set, and lora_target freezes the model, heads too; leave one of them out")
+    if model.architecture is not None:
+        engine = layout.transformer_impl == "transformer_engine"
+        stages = layout.pipeline_model_parallel_size
+        for text in problems_of_heads(model.architecture, engine_layers=engine, rotates=True, stages=stages):
+            yield Problem(path, f"is {heads}, but {text}")
+    if model.model_name_or_path is None or (folder := find_directory(model.model_name_or_path)) is None:
+        return
+    try:
+        config = read_json(folder / CONFIG)
+        problem = mtp_heads_problem(load_family(config.get("model_type"), model.family), config, heads)
+    except ConfigError:  # `model_problems` tells
+        return
+    if problem is not None:
+        yield Problem(path, f"{problem} ({model.model_name_or_path})")
+
+
+# ---- FP8
+
+
+def fp8_problems(job: JobKeys) -> Iterator[Problem]:
+    """Problems of roles that compute in FP8, or give keys of it; those of keys taken from actor_train only there."""
+    trained = set(_role(job.actor_train))
+    for name, role in job.roles.items():
+        if role.strategy_args.runs_on_megatron and (name != "actor_infer" or builds_sampling_model(job)):
+            for path, text in _role(role):
+                if name == "actor_train" or (path, text) not in trained:
+                    yield Problem((name, *path), text)
+
+
+def _role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path in the role, problem)."""
+    layout, model = role.strategy_args.strategy_config, role.model_args
+    found = list(layout_problems(layout))
+    if layout.fp8 is not None:
+        if model.architecture is not None:
+            found += model_problems(layout, model.architecture)
+        if model.dtype not in ("auto", "bf16"):
+            text = f"is {model.dtype}, and strategy_config.fp8 needs weights in bf16; set bf16, or leave it out"
+            yield ("model_args", "dtype"), text
+        if model.trains_part:
+            found.append(("fp8", "is not supported with lora_target or freeze_module_prefix; leave it out"))
+    for key, text in found:
+        yield ("strategy_args", "strategy_config", key), text
+
+
+def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
+    """Sizes and FP8 of models that would sample: without an engine, which also answers held-out prompts."""
+    yield from policy_cannot_sample(job)
+    sampler = sampling_role(job)
+    fp8 = sampler.strategy_args.strategy_config.fp8
+    if fp8 is None or supervised(job) or not job.max_steps:
+        return
+    path = ("strategy_args", "strategy_config", "fp8")
+    engine = "set actor_infer.strategy_args.strategy_name to sglang or vllm, with `pretrain`"
+    if not uses_engine(job):
+        name = "actor_infer" if sampler is job.actor_infer else "actor_train"
+        yield Problem((name, *path), f"is {fp8}, and a model does not sample in FP8; {engine}")
+
+
+# ---- images
+
+
+_DATA = ("actor_train", "data_args")
+_TASKS = ("sft", "grpo")
+ENGINES = ("sglang",)
+"""Engines that take images."""
+
+
+def image_problems(job: JobKeys) -> Iterator[Problem]:
+    """Settings that exclude images, or have no effect without them."""
+    data, path = job.actor_train.data_args, (*_DATA, "images")
+    if data.images is None:
+        for key in ("image_min_pixels", "image_max_pixels"):
+            if getattr(data, key) is not None:
+                yield Problem((*_DATA, key), "has no effect without images: set images to their key, or leave it out")
+        return
+    low, high = data.image_min_pixels, data.image_max_pixels
+    if low is not None and high is not None and low > high:
+        yield Problem((*_DATA, "image_min_pixels"), f"is {low}, above image_max_pixels = {high}")
+    model = job.actor_train.model_args
+    if model.model_name_or_path is None:
+        text = "needs the image processor of a model directory: set pretrain to one of Qwen2.5-VL, or leave it out"
+        yield Problem(path, text)
+    elif model.architecture is not None and model.architecture.vision is None:
+        text = f"is given, and {model.model_name_or_path} has no vision encoder that is trained: Qwen2.5-VL's are"
+        yield Problem(path, text)
+    if job.tokenizer.type != "hf":
+        yield Problem(("tokenizer", "type"), "is char, which has no tokens of images; leave it out")
+    if job.task not in _TASKS:
+        yield Problem(path, f"is not supported under task: {job.task} for now; tasks with images: {', '.join(_TASKS)}")
+    for where, what in _unsupported(job):
+        yield Problem(where, f"{what} is not supported with images (actor_train.data_args.images) for now")
+
+
+def image_notices(job: JobKeys) -> Iterator[Notice]:
+    """The notice that a model with a vision encoder trains on texts alone."""
+    model = job.actor_train.model_args
+    if job.actor_train.data_args.images is None and model.architecture is not None and model.architecture.vision:
+        text = "the model reads images, and this job none: for images set actor_train.data_args.images to their key in "
+        text += "the data (docs/vision.md)"
+        yield Notice(("actor_train", "model_args", "model_name_or_path"), text)
+
+
+def _unsupported(job: JobKeys) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Keys of this job that are not tested with images, each with what it sets."""
+    if job.stream is not None:
+        yield ("train",), "a stream of texts"
+    if job.task != "grpo" or not job.max_steps:
+        return
+    if job.asynchronous:
+        yield ("async_generation_ratio",), "sampling ahead of training"
+    if job.rollout_function is not None:
+        yield ("rollout_function",), "a rollout function"
+    if uses_critic(job):
+        yield ("adv_estimator",), "an advantage estimator with a critic"
+    if job.own_devices("actor_infer") is not None and not job.asynchronous:
+        yield ("actor_infer", "device_mapping"), "a sampler on other devices"
+    if uses_engine(job) and (name := job.actor_infer.strategy_args.strategy_name) not in ENGINES:
+        yield ("actor_infer", "strategy_args", "strategy_name"), f"{name}"
+    if job.reference is not None and wants_reference(job) and job.own_devices("reference") is not None:
+        yield ("reference", "device_mapping"), "a reference on other devices"
