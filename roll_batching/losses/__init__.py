@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from roll_batching.losses.value import ValueLoss
 
 _LAZY = {
-    "aggregation": ("constant_mean", "constant_sum", "sequence_mean", "sequence_sum", "token_mean"),
+    "aggregation": ("constant_mean", "constant_sum", "mask_overlong", "sequence_mean", "sequence_sum", "token_mean"),
     "covariance": ("ClipCovLoss", "KlCovLoss"),
     "estimators": ("k1", "k2", "k3"),
     "host": ("HostLoss",),
     "objectives": ("CISPOLoss", "GMPOLoss", "GPGLoss", "PolicyLoss", "SAPOLoss", "TOPRLoss"),
-    "overlong": ("mask_overlong",),
     "preference": ("DPOLoss", "IPOLoss"),
     "sequences": ("SequenceView",),
     "supervised": ("SFTLoss",),
