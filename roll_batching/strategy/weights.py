@@ -12,7 +12,6 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.layers import has_uneven_stages
-from roll_batching.strategy.checkpoint_files import alone
 from roll_batching.strategy.model_state import ModelState
 
 
@@ -47,10 +46,14 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
     Raises:
         CollectiveError: on this rank, where the gather fails.
     """
+    stale = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]  # set by DDP for the overlap
+    if not stale:
+        return
+    from roll_batching.strategy.checkpoint_files import alone  # few models need it
+
     with alone("gathering the parameters"):
-        for chunk in chunks:
-            if getattr(chunk, "use_forward_hook", False):  # set by DDP under overlap_param_gather
-                chunk.start_param_sync(force_sync=True)
+        for chunk in stale:
+            chunk.start_param_sync(force_sync=True)
 
 
 def has_same_stages(source: ModelState, target: ModelState) -> bool:
