@@ -218,6 +218,7 @@ def _advantages(config: dict[str, Any], samples: dict[str, Any]) -> Figures:
     rewards = BatchedDataDict({"total_reward": torch.tensor(step["rewards"])})
     rewards = grpo.scale_rewards(rewards, settings.reward_scaling)["total_reward"]
     data = _train_data(step)
+    grpo.compute_and_apply_seq_logprob_error_masking(data, rewards, settings.seq_logprob_error_threshold)
     mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
     advantages = grpo._create_advantage_estimator(master).compute_advantage(
         prompt_ids=torch.arange(len(rewards)).div(group, rounding_mode="floor")[:, None],
