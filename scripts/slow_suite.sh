@@ -6,6 +6,7 @@
 #   ./scripts/slow_suite.sh              the turn selected by the number of commits, as in .ci/run
 #   ./scripts/slow_suite.sh --turn 3     another turn
 #   ./scripts/slow_suite.sh --turns      lists all turns
+#   ./scripts/slow_suite.sh --all        all suites but te and pages, one after the other, and a table of them
 #
 # A turn is a suite or a part of a long one. After SLOW_SUITE_MINUTES (15) pytest is interrupted, and the exit status is
 # 124. Parts have equal numbers of tests, not equal times. `rest` has the slow tests without a suite. `te` needs the
@@ -29,6 +30,7 @@ while [ $# -gt 0 ]; do
         printf '%s\n' "${turns[@]}"
         exit
         ;;
+    --all) suite=all ;;
     --turn)
         turn=${2:-}
         [[ $turn =~ ^[0-9]+$ ]] || { say "--turn needs a number, not '$turn'"; exit 2; }
@@ -45,6 +47,19 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+
+if [ "$suite" = all ]; then
+    table=$(printf '%-12s %8s  %s' suite minutes result)
+    failed=0
+    for name in layouts models streams rehearse cluster benchmarks rest; do
+        log=$(mktemp) begun=$SECONDS
+        "$0" "$name" ${arguments[@]+"${arguments[@]}"} 2>&1 | tee "$log" || failed=1
+        table+=$(printf '\n%-12s %8.1f  %s' "$name" "$(((SECONDS - begun) * 10 / 60))e-1" "$(tail -n 1 "$log" | tr -d =)")
+        rm "$log"
+    done
+    printf '%s\n' "$table"
+    exit "$failed"
+fi
 
 part=1/1 limit=0
 if [ -z "$suite" ]; then

@@ -14,12 +14,18 @@ from roll_batching.losses.views import TokenView
 from roll_batching.losses.vocab_parallel import token_log_probs
 
 if TYPE_CHECKING:
-    from roll_batching.losses.aggregation import constant_mean, constant_sum, sequence_mean, sequence_sum, token_mean
+    from roll_batching.losses.aggregation import (
+        constant_mean,
+        constant_sum,
+        mask_overlong,
+        sequence_mean,
+        sequence_sum,
+        token_mean,
+    )
     from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
     from roll_batching.losses.estimators import k1, k2, k3
     from roll_batching.losses.host import HostLoss
     from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
-    from roll_batching.losses.overlong import mask_overlong
     from roll_batching.losses.preference import DPOLoss, IPOLoss
     from roll_batching.losses.sequences import SequenceView
     from roll_batching.losses.supervised import SFTLoss
@@ -27,12 +33,11 @@ if TYPE_CHECKING:
     from roll_batching.losses.value import ValueLoss
 
 _LAZY = {
-    "aggregation": ("constant_mean", "constant_sum", "sequence_mean", "sequence_sum", "token_mean"),
+    "aggregation": ("constant_mean", "constant_sum", "mask_overlong", "sequence_mean", "sequence_sum", "token_mean"),
     "covariance": ("ClipCovLoss", "KlCovLoss"),
     "estimators": ("k1", "k2", "k3"),
     "host": ("HostLoss",),
     "objectives": ("CISPOLoss", "GMPOLoss", "GPGLoss", "PolicyLoss", "SAPOLoss", "TOPRLoss"),
-    "overlong": ("mask_overlong",),
     "preference": ("DPOLoss", "IPOLoss"),
     "sequences": ("SequenceView",),
     "supervised": ("SFTLoss",),

@@ -13,6 +13,7 @@ import torch
 
 from roll_batching.errors import LossError
 from roll_batching.losses.views import TokenView
+from roll_batching.samples import SampleBatch
 from roll_batching.settings.losses import Aggregation
 
 
@@ -61,3 +62,17 @@ _BY_NAME = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_
 def resolve_aggregation(how: Aggregation) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:
     """The aggregation of a name, which the loss's settings have checked; a function is returned unchanged."""
     return how if callable(how) else _BY_NAME[how]
+
+
+# ---- overlong
+
+
+def mask_overlong(batch: SampleBatch, overlong: torch.Tensor, mask: str = "response_mask") -> SampleBatch:
+    """`batch` with `mask` cleared for `overlong` samples (bool [samples]), in the loss and in its denominators.
+
+    Overlong filtering (DAPO, Yu et al. 2025, arXiv 2503.14476): the reward of a truncated response says nothing about
+    its tokens. The head skips these positions.
+    """
+    sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+    is_counted = ~overlong.bool().cpu()[sample].to(batch[mask].device)
+    return batch.with_fields({mask: batch[mask] * is_counted}, {mask: batch.schema[mask]})

@@ -27,9 +27,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.frozen_embedding import require_embedding_gradients
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.parameter_names import global_name
+from roll_batching.modeling.parameter_names import global_name, require_embedding_gradients
 from roll_batching.settings.adapters import LAYERS, AdapterArgs
 
 NAME = "adapter"

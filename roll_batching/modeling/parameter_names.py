@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)")
 
@@ -22,3 +24,19 @@ def global_name(gpt: Any, name: str) -> str:
         return name
     first = gpt.pg_collection.ep.rank() * (experts // gpt.config.expert_model_parallel_size)
     return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
+
+
+# ---- frozen embedding
+
+
+def require_embedding_gradients(gpt: Any) -> None:
+    """Lets gradients reach the output of a frozen embedding; does nothing on stages without one.
+
+    Recomputation drops the graph of inputs that need no gradient: the first layers would get none.
+    """
+    if gpt.pre_process:
+        gpt.embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

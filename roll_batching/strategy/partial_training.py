@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.frozen_embedding import require_embedding_gradients
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.parameter_names import global_name
+from roll_batching.modeling.parameter_names import global_name, require_embedding_gradients
 from roll_batching.settings.model import ModelArgs
 from roll_batching.strategy.model_state import AdapterState, ModelState
 

@@ -16,9 +16,9 @@ import pytest
 from roll_batching.cli import main
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.report.charts import smooth, window_of
 from roll_batching.jobs.report.page import make_sections
 from roll_batching.jobs.report.run_files import read_run
-from roll_batching.jobs.report.smoothing import smooth, window_of
 from roll_batching.jobs.report.write import write_report
 from tests.jobs.observe.rows import rl_rows
 from tests.report.pages import ReportPage

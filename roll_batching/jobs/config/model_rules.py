@@ -21,7 +21,7 @@ from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.adapter_problems import adapter_problems as problems_of_model
+from roll_batching.settings.adapters import adapter_problems as problems_of_model
 from roll_batching.settings.fp8 import layout_problems, model_problems
 from roll_batching.settings.idle_options import idle_options_of_model
 from roll_batching.settings.model_parts import problems_of_heads

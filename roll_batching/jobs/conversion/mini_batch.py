@@ -32,3 +32,17 @@ def put_mini_batch(draft: Draft, size: tuple[Any, str], rows: tuple[Any, str], r
         if rest or not steps:
             text = f"{total} sequences per step do not divide by {each} x {ranks} ranks: {max(1, steps)} is near"
         draft.put((*_TRAIN, "gradient_accumulation_steps"), max(1, steps), total_key, text)
+
+
+# ---- counts
+
+
+def optimizer_steps(count: Any, each: int, unit: str) -> tuple[Any, str]:
+    """`count` of a framework's units as optimizer steps, of which each unit has `each`; and a text that says so.
+
+    A value that is no whole number is returned as it is: the loader reports it.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or each == 1:
+        return count, ""
+    text = f"{count} x {each} optimizer steps of {unit}"
+    return count * each, text if count else ""

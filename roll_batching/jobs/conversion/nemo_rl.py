@@ -21,7 +21,7 @@ from roll_batching.jobs.conversion.nemo_rl_batching import convert_batching, ste
 from roll_batching.jobs.conversion.nemo_rl_data import convert_data
 from roll_batching.jobs.conversion.nemo_rl_defaults import defaults_of
 from roll_batching.jobs.conversion.nemo_rl_distillation import convert_distillation
-from roll_batching.jobs.conversion.nemo_rl_file import RL_TASKS, NemoRlFile
+from roll_batching.jobs.conversion.nemo_rl_file import RL_TASKS, NemoRlFile, check_types
 from roll_batching.jobs.conversion.nemo_rl_generation import convert_devices, convert_generation
 from roll_batching.jobs.conversion.nemo_rl_grpo import check_forced_ratio, convert_algorithm, convert_loss
 from roll_batching.jobs.conversion.nemo_rl_optimizer import convert_optimizer
@@ -33,7 +33,6 @@ from roll_batching.jobs.conversion.nemo_rl_ppo import (
     value_as_policy,
 )
 from roll_batching.jobs.conversion.nemo_rl_supervised import convert_supervised, task_of
-from roll_batching.jobs.conversion.nemo_rl_types import check_types
 from roll_batching.settings.megatron_config import MegatronConfig
 
 _LAYOUT = ("actor_train", "strategy_args", "strategy_config")

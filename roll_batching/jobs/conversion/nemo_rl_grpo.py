@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from roll_batching.jobs.conversion.nemo_rl_file import REWARDS, NemoRlFile
-from roll_batching.jobs.conversion.nemo_rl_types import CORRECTIONS
+from roll_batching.jobs.conversion.nemo_rl_file import CORRECTIONS, REWARDS, NemoRlFile
 from roll_batching.jobs.conversion.train_infer import SECTION, nemo_rl_correction
 
 

@@ -10,11 +10,10 @@ import json
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
-from roll_batching.jobs.conversion.counts import optimizer_steps
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.fp8 import convert_slime_fp8
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
-from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, put_mini_batch
+from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, optimizer_steps, put_mini_batch
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
 from roll_batching.jobs.conversion.slime_command import PROGRAM
 from roll_batching.jobs.conversion.slime_objective import put_objective

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from roll_batching.jobs.conversion.counts import optimizer_steps
+from roll_batching.jobs.conversion.mini_batch import optimizer_steps
 from roll_batching.jobs.conversion.verl_options import ACTOR, VerlFile
 
 _TRAIN = ("actor_train", "training_args")

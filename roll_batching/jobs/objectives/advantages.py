@@ -14,6 +14,7 @@ import numpy as np
 
 from roll_batching.checked_fields import CheckedFields, OptionalPositive
 from roll_batching.errors import DataError
+from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.objectives.stateful import RunningMoments
 
 AdvantageFunction = Callable[..., np.ndarray]
@@ -205,3 +206,22 @@ def outside_difficulty(rewards: np.ndarray, group_size: int, low: float, high: f
     means = groups.mean(axis=1)
     outside = ~((means > low) & (means < high)) if group_size > 1 else np.zeros(len(groups), dtype=bool)
     return np.repeat(outside, group_size)
+
+
+# ---- reward shaping
+
+
+def shape_rewards(config: JobConfig, rewards: np.ndarray, response_tokens: np.ndarray) -> np.ndarray:
+    """`rewards` after `reward_scaling`, then `overlong_buffer`: float64 [n]."""
+    scaling, buffer = config.reward_scaling, config.overlong_buffer
+    if scaling is not None:
+        share = (np.clip(rewards, scaling.source_min, scaling.source_max) - scaling.source_min) / (
+            scaling.source_max - scaling.source_min
+        )
+        rewards = scaling.target_min + share * (scaling.target_max - scaling.target_min)
+    if buffer is not None:
+        longest = buffer.response_length or config.response_length
+        assert longest is not None  # the loader resolves response_length
+        excess = np.maximum(response_tokens - (longest - buffer.length), 0)
+        rewards = rewards - buffer.penalty * excess / buffer.length
+    return rewards

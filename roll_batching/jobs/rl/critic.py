@@ -8,7 +8,7 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.objectives.from_config import critic_mini_batch_size, critic_role, value_loss_of
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rollouts.step_metrics import update_metrics
-from roll_batching.jobs.steps.role_errors import prefix_errors
+from roll_batching.jobs.steps.plan_consensus import prefix_errors
 from roll_batching.jobs.steps.update import train_on_values, with_values
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch

@@ -16,10 +16,9 @@ from roll_batching.distributed import consensus, digest
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.objectives.advantages import outside_difficulty, shuffled, zero_groups
+from roll_batching.jobs.objectives.advantages import outside_difficulty, shape_rewards, shuffled, zero_groups
 from roll_batching.jobs.objectives.from_config import Advantages, sampling_of
 from roll_batching.jobs.objectives.gigpo import with_turn_advantages
-from roll_batching.jobs.objectives.reward_shaping import shape_rewards
 from roll_batching.jobs.objectives.stateful import CompositeState
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rl.async_rollouts import AsyncRollouts

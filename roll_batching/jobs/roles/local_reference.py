@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.objective_rules import wants_reference
-from roll_batching.jobs.steps.role_errors import prefix_errors
+from roll_batching.jobs.steps.plan_consensus import prefix_errors
 from roll_batching.strategy import MegatronInferStrategy
 
 

@@ -31,7 +31,7 @@ from roll_batching.jobs.objectives.stateful import Stateful
 from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.run.folder import PreviousRun
 from roll_batching.jobs.run.job_digests import Digests, changes, check_tokenizer, digests_of, teacher_digests
-from roll_batching.jobs.steps.role_errors import prefix_errors
+from roll_batching.jobs.steps.plan_consensus import prefix_errors
 from roll_batching.planning import ParallelDims
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import check_saving, write_state

@@ -5,12 +5,13 @@ Ranks with different plans are found where a plan is first used (`distribute`, a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-from roll_batching.errors import PlanError
+from roll_batching.errors import PlanError, RollBatchingError
 from roll_batching.strategy import MegatronInferStrategy
 
 T = TypeVar("T")
@@ -55,3 +56,15 @@ def _plan_with_timeout(strategy: MegatronInferStrategy, make_plan: Callable[[], 
             f"{_SHARE_OF_TIMEOUT * minutes:.3g} minutes, {_SHARE_OF_TIMEOUT:.0%} of backend_timeout: fix it, or raise "
             "backend_timeout"
         ) from None
+
+
+# ---- role errors
+
+
+@contextlib.contextmanager
+def prefix_errors(role: str) -> Iterator[None]:
+    """Begin errors of this package with `role`: "the model's outputs" alone could be those of any model."""
+    try:
+        yield
+    except RollBatchingError as error:
+        raise type(error)(f"{role}: {error}") from error.__cause__

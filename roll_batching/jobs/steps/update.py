@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan
-from roll_batching.jobs.steps.role_errors import prefix_errors
+from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan, prefix_errors
 from roll_batching.losses import loss_spec
 from roll_batching.losses.contract import CANDIDATES, VALUES
 from roll_batching.packing.prefetch import prefetch_items

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.steps.planned_steps import Encoder, PlannedSteps, StepSource, plan_texts
 from roll_batching.jobs.steps.streamed_steps import StreamedSteps
 from roll_batching.jobs.steps.update import with_reference_log_probs, with_reference_point
-from roll_batching.jobs.texts.texts import Text
+from roll_batching.jobs.texts.texts import Judged, Text
 from roll_batching.losses import SFTLoss, loss_spec
 from roll_batching.planning import Plan
 from roll_batching.samples import distribute
@@ -62,7 +64,7 @@ def train_on_texts(context: JobContext, loss: Any) -> None:
     else:
         steps = PlannedSteps(inputs.corpus, encoder, strategy, size=context.texts_per_step, seed=config.seed)
     if config.task == "kto":
-        from roll_batching.jobs.texts.kto_labels import warn_if_labels_are_equal  # other jobs have no labels
+        from roll_batching.jobs.supervised.supervised import warn_if_labels_are_equal  # other jobs have no labels
 
         data = config.actor_train.data_args
         warn_if_labels_are_equal(inputs.corpus, data.file_name, data.label)
@@ -183,3 +185,21 @@ class _Validation:
         metrics = self.strategy.evaluate(distribute(local_batch, self._plan), self._plan, self.loss)
         named = {f"eval_{name}": value for name, value in metrics.items()}
         return {"eval_updates": updates, **named, "eval_samples": self._num_texts}
+
+
+# ---- kto labels
+
+
+logger = logging.getLogger(__name__)
+
+
+def warn_if_labels_are_equal(texts: Iterable[Judged], paths: Any, key: str) -> None:
+    """Warn on rank 0 if all `texts`, read from the files `paths`, have the same label under `key`."""
+    labels = [text.desirable for text in texts]
+    if len(set(labels)) != 1 or os.environ.get("RANK", "0") != "0":
+        return
+    kind = "desirable" if labels[0] else "undesirable"
+    logger.warning(
+        "all %s answers of %s are %s: KTO compares both kinds; look at the key %r (actor_train.data_args.label)",
+        *(f"{len(labels):,}", paths, kind, key),
+    )

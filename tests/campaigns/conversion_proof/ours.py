@@ -146,8 +146,8 @@ _LAYOUTS: dict[str, Any] = {}
 
 
 def _advantages(job: JobConfig, samples: dict[str, Any]) -> Figures:
+    from roll_batching.jobs.objectives.advantages import shape_rewards
     from roll_batching.jobs.objectives.from_config import advantages_of
-    from roll_batching.jobs.objectives.reward_shaping import shape_rewards
 
     step = samples["step"]
     advantages, lengths = advantages_of(job), np.array(step["lengths"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
-from roll_batching.jobs.objectives.reward_shaping import shape_rewards
+from roll_batching.jobs.objectives.advantages import shape_rewards
 from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.jobs.conversion import test_nemo_rl
 from tests.jobs.rl.jobs import settings, write_data
