@@ -15,11 +15,13 @@ from tests.rehearsal.jobs import (
     EXPERTS,
     HYBRID,
     LATENT,
+    LIMIT,
     PADDED,
     SANDWICH,
     SINKS,
     job_of,
     task_of,
+    worst_peak,
 )
 from tests.support.ranks import run_ranks
 
@@ -115,17 +117,6 @@ SLOW = {
 }
 
 
-LIMIT = 0.015
-"""Largest relative difference of a phase's peak of memory."""
-
-
-def difference(found: Any, truth: Any) -> float:
-    """Largest relative difference of peaks that should be equal."""
-    # Real weights are initialized during build, and gloo holds copies while gradients are summed.
-    phases = set(truth.peaks) - {"build", "gradient sync"}
-    return max(abs(found.peaks[phase].bytes / truth.peaks[phase].bytes - 1) for phase in phases)
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in JOBS])
 def test_memory_flops_and_collectives_equal_those_of_the_real_step(name, report):
     (job, world), cp_size = JOBS[name], CP_SIZES.get(name, 1)
@@ -135,10 +126,7 @@ def test_memory_flops_and_collectives_equal_those_of_the_real_step(name, report)
         found, truth = rehearsed(task_of(job, world, rank, cp_size=cp_size)), real[rank]
         assert set(found.peaks) == set(truth.peaks) > {"inputs", "forward", "backward", "optimizer"}
         assert (PREFILL in truth.peaks) == (name in SAMPLED) and (REFERENCE in truth.peaks) == (name in REFERRING)
-        worst = difference(found, truth)
-        if worst >= LIMIT and world > 1:
-            # A thread of gloo can hold the tensors of an exchange past its end: at random, so not twice.
-            worst = difference(found, run_ranks(world, target, task)[rank])
+        worst = worst_peak(found, truth, lambda rank=rank: run_ranks(world, target, task)[rank])
         report(f"{name}, rank {rank}: peaks of memory within {worst:.2%} of the real step")
         assert worst < LIMIT
         assert found.kept == truth.kept
