@@ -174,12 +174,9 @@ def test_cycles_of_a_cosine(tmp_path):
 
 
 def test_a_key_of_images_in_the_file_tells_of_images(tmp_path):
-    path = ("actor_train", "data_args", "images")
-    for given, kept in ((f"actor_rollout_ref.model.path=/m/GLM-4.1V {IMAGES}", "pictures"), ("", None)):
-        assert value_at(converted(tmp_path, given).settings, ".".join(path)) == kept
-
-
-IMAGES = "data.image_key=pictures"
+    sees = "actor_rollout_ref.model.path=/m/GLM-4.1V data.image_key=pictures"
+    for overrides, images in ((sees, "pictures"), ("", None)):
+        assert value_at(converted(tmp_path, overrides).settings, "actor_train.data_args.images") == images
 
 
 def test_asynchronous_trainers_are_refused_and_the_synchronous_one_is_not(tmp_path):
