@@ -19,7 +19,8 @@ cd "$root"
 suites=(layouts models streams rehearse cluster benchmarks pages)
 turns=("layouts 1/6" "cluster 1/4" "rest 1/4" "models 1/2" "layouts 2/6" "rehearse 1/2" "cluster 2/4" "rest 2/4"
     "streams 1/2" "layouts 3/6" "models 2/2" "cluster 3/4" "layouts 4/6" "rest 3/4" "rehearse 2/2" "layouts 5/6"
-    "cluster 4/4" "streams 2/2" "rest 4/4" "layouts 6/6" "benchmarks 1/2" "benchmarks 2/2")
+    "cluster 4/4" "streams 2/2" "rest 4/4" "layouts 6/6" "benchmarks 1/4" "benchmarks 2/4"
+    "benchmarks 3/4" "benchmarks 4/4")
 if [ -x .venv-te/bin/python ]; then turns+=("te 1/1"); fi
 
 suite="" turn="" arguments=()
@@ -51,6 +52,7 @@ done
 if [ "$suite" = all ]; then
     table=$(printf '%-12s %8s  %s' suite minutes result)
     failed=0
+    if [ "${INSTALL:-}" = no ]; then arguments=(--no-install ${arguments[@]+"${arguments[@]}"}); fi
     for name in layouts models streams rehearse cluster benchmarks rest; do
         log=$(mktemp) begun=$SECONDS
         "$0" "$name" ${arguments[@]+"${arguments[@]}"} 2>&1 | tee "$log" || failed=1
