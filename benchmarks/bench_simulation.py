@@ -34,7 +34,7 @@ from benchmarks.table import Table
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.planning import PlanConstraints
 from roll_batching.planning.pipeline.ordering import slowest_makespan
-from roll_batching.simulation import Scenario, SimulatedStep, read_architecture, simulate_plan
+from roll_batching.tools.simulation import Scenario, SimulatedStep, read_architecture, simulate_plan
 from tests.support.ranks import run_ranks
 
 LIMIT = 0.10

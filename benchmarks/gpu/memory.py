@@ -16,9 +16,9 @@ import torch
 from benchmarks import ROOT
 from benchmarks.bench_step import WORKLOADS, Workload
 from roll_batching.jobs.config import config_from_dict
-from roll_batching.rehearsal.job import rehearse_job
-from roll_batching.rehearsal.rank import observe
-from roll_batching.rehearsal.task import RankTask
+from roll_batching.tools.rehearsal.job import rehearse_job
+from roll_batching.tools.rehearsal.rank import observe
+from roll_batching.tools.rehearsal.task import RankTask
 
 GIB = 1 << 30
 CASES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from benchmarks import ROOT
 from benchmarks import bench_step as bench
 from roll_batching.planning import PlanConstraints
 from roll_batching.settings import ArchitectureConfig
-from roll_batching.simulation import Scenario, simulate_plan
+from roll_batching.tools.simulation import Scenario, simulate_plan
 
 RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3.json"
 """Recorded on today's lengths; the older file has others, which no code makes any more."""

@@ -19,7 +19,7 @@ from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.planning.planner import plan_single_sizes
 from roll_batching.settings.model import ArchitectureConfig, describe_model
 from roll_batching.settings.model_cost import architecture_pack_times
-from roll_batching.simulation.clusters import cluster_of
+from roll_batching.tools.simulation.clusters import cluster_of
 
 ASSUMED_NAME = "Qwen3-8B"
 ASSUMED = ArchitectureConfig(

@@ -58,9 +58,9 @@ def rehearse(
     if importlib.util.find_spec("torch") is None:
         raise RollBatchingError("a rehearsal needs torch and megatron-core: pip install 'roll-batching[megatron]'")
     from roll_batching.planning.lengths_io import read_lengths
-    from roll_batching.rehearsal.advice import find_limits, largest_fitting_caps, try_changes
-    from roll_batching.rehearsal.job import Rehearsal, rehearse_job, rehearse_timeline
-    from roll_batching.rehearsal.report import advice_lines, draw_memory, lines_of, report_json
+    from roll_batching.tools.rehearsal.advice import find_limits, largest_fitting_caps, try_changes
+    from roll_batching.tools.rehearsal.job import Rehearsal, rehearse_job, rehearse_timeline
+    from roll_batching.tools.rehearsal.report import advice_lines, draw_memory, lines_of, report_json
 
     step_lengths: Any = lengths if lengths in (None, "data") else read_lengths(Path(lengths)).tolist()
 

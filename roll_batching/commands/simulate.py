@@ -21,8 +21,8 @@ from roll_batching.settings import ArchitectureConfig
 if TYPE_CHECKING:
     from roll_batching.planning.arrays import Ints
     from roll_batching.planning.pack_times import Cluster
-    from roll_batching.simulation import Scenario, SimulatedStep
-    from roll_batching.simulation.sweep import Swept
+    from roll_batching.tools.simulation import Scenario, SimulatedStep
+    from roll_batching.tools.simulation.sweep import Swept
 
 _MARK = {"written_by": "roll-batching simulate"}
 """First key of the file of --json."""
@@ -89,7 +89,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict the time of one optimizer step: passes, exchange, bubbles. Nothing is run, memory is not counted."""
-    from roll_batching.simulation.clusters import read_cluster
+    from roll_batching.tools.simulation.clusters import read_cluster
 
     if plot is not None:
         from roll_batching.jobs.observe.plan_picture import check_picture
@@ -150,8 +150,8 @@ def _read(lengths: str, columns: Sequence[str], first: int | None) -> Ints:
 
 def _of_options(lengths: Ints, given: dict[str, Any], cluster: Cluster) -> Scenario:
     """The step that the options describe."""
-    from roll_batching.simulation.models import MODELS, read_architecture
-    from roll_batching.simulation.scenario import Scenario
+    from roll_batching.tools.simulation.models import MODELS, read_architecture
+    from roll_batching.tools.simulation.scenario import Scenario
 
     if "model" not in given:
         raise ConfigError(f"--model is missing: give one of {', '.join(MODELS)}, a model directory, or a YAML file")
@@ -191,12 +191,12 @@ def _of_job(
     cluster: Cluster,
 ) -> tuple[Scenario, list[str]]:
     """The step of a job, and notes on it."""
-    from roll_batching.simulation.job import notes_of_job, scenario_of_job
+    from roll_batching.tools.simulation.job import notes_of_job, scenario_of_job
 
     job = load_config(config, list(overrides))
     if lengths == "data":
         from roll_batching.planning.arrays import as_lengths
-        from roll_batching.rehearsal.lengths import lengths_of_data
+        from roll_batching.tools.rehearsal.lengths import lengths_of_data
 
         megatron = job.actor_train.strategy_args.strategy_config
         world = world_size or job.world_size or megatron.model_size
@@ -212,7 +212,7 @@ def _scenario_of_job(make: Any, job: Any, sizes: Ints, world_size: int | None, c
 
 
 def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: Path | None) -> None:
-    from roll_batching.simulation.report import (
+    from roll_batching.tools.simulation.report import (
         LEFT_OUT,
         RANK_HEADER,
         figures_of,
@@ -221,7 +221,7 @@ def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: P
         single_size_lines,
         timeline_of,
     )
-    from roll_batching.simulation.scenario import simulate_single_sizes
+    from roll_batching.tools.simulation.scenario import simulate_single_sizes
 
     step: SimulatedStep = _as_config_error(scenario.simulate)
     for line in lines_of(scenario, step, cluster):
@@ -238,7 +238,7 @@ def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: P
         typer.echo(f"{left_out:,} ranks between the slowest and the fastest are not shown")
     typer.echo(LEFT_OUT)
     if plot is not None:
-        from roll_batching.simulation.picture import draw_timeline
+        from roll_batching.tools.simulation.picture import draw_timeline
 
         draw_timeline(step, plot)
         typer.echo(f"picture: {plot}")
@@ -246,8 +246,8 @@ def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: P
 
 
 def _show_sweep(scenario: Scenario, texts: Sequence[str], plot: Path | None, json_file: Path | None) -> None:
-    from roll_batching.simulation.report import LEFT_OUT, SWEEP_FIGURES, figures_of, sweep_rows
-    from roll_batching.simulation.sweep import parse_sweep, run_sweep
+    from roll_batching.tools.simulation.report import LEFT_OUT, SWEEP_FIGURES, figures_of, sweep_rows
+    from roll_batching.tools.simulation.sweep import parse_sweep, run_sweep
 
     if plot is not None:
         raise ConfigError("--plot draws one step: leave --sweep out, and give the sizes to draw")

@@ -90,8 +90,8 @@ VERL: dict[str, tuple[str, int, float]] = {
 @pytest.mark.parametrize("name", [*FILTERS, *VERL])
 def test_filters_keep_what_peers_keep(name: str) -> None:
     """verl's through the translation of its two keys."""
-    from roll_batching.jobs.conversion.train_infer import verl_filters
     from roll_batching.samples.token_masks import counted_positions
+    from roll_batching.tools.conversion.train_infer import verl_filters
 
     if name in VERL:
         bounds, count, expected = VERL[name]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from roll_batching.jobs.conversion import Conversion
+from roll_batching.tools.conversion import Conversion
 from tests.campaigns.conversion_proof.answers import Figures
 from tests.campaigns.conversion_proof.samples import is_equal_group
 

@@ -32,10 +32,10 @@ import yaml
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig, load_config
-from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file
-from roll_batching.jobs.conversion.slime_command import is_program as is_slime
-from roll_batching.jobs.conversion.verl_command import is_program as is_verl
 from roll_batching.known_warnings import hide_known_warnings
+from roll_batching.tools.conversion import ORIGINS, Conversion, convert_file
+from roll_batching.tools.conversion.slime_command import is_program as is_slime
+from roll_batching.tools.conversion.verl_command import is_program as is_verl
 from tests.campaigns.conversion_proof import ours
 from tests.campaigns.conversion_proof.compare import Difference, differences
 from tests.campaigns.conversion_proof.samples import request_of

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from roll_batching.jobs.config import load_config
-from roll_batching.jobs.conversion import Conversion
-from roll_batching.jobs.conversion.report import KeptKey, LeftOut
+from roll_batching.tools.conversion import Conversion
+from roll_batching.tools.conversion.report import KeptKey, LeftOut
 from tests.campaigns.conversion_proof import compare, ours, samples, script_commands
 from tests.campaigns.conversion_proof.prove import HOSTS, make_case
 from tests.support.ranks import ROOT

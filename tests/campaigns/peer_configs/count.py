@@ -27,8 +27,8 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.yaml_source import read_yaml
-from roll_batching.jobs.conversion import ORIGINS, Conversion, Origin, convert_file
 from roll_batching.known_warnings import hide_known_warnings
+from roll_batching.tools.conversion import ORIGINS, Conversion, Origin, convert_file
 from tests.campaigns.peer_configs.jobs import PeerModels, is_placeholder, meant_model, what_stops, with_model
 
 NOT_HERE = "is neither a directory on this machine"

@@ -14,8 +14,8 @@ import yaml
 from roll_batching.huggingface.families import FAMILIES, IN_MODULES
 from roll_batching.settings.model import describe_model
 from tests.campaigns.peer_configs import jobs
-from tests.jobs.conversion.test_nemo_rl_defaults import converted, file_of
 from tests.support.ranks import ROOT
+from tests.tools.conversion.test_nemo_rl_defaults import converted, file_of
 
 
 def test_the_models_are_what_their_families_are(tmp_path):

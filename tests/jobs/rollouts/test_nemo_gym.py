@@ -25,9 +25,9 @@ from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.jsonl import iterate_records
 from roll_batching.strategy import GenerationSettings
 from tests.campaigns.peer_configs import jobs
-from tests.jobs.conversion.test_nemo_rl_defaults import converted, file_of
 from tests.jobs.rollouts.gym_server import GymServer, item, reply
 from tests.support.tiny_job import VOCABULARY
+from tests.tools.conversion.test_nemo_rl_defaults import converted, file_of
 
 TOKENIZER = CharTokenizer(VOCABULARY, eos="$", pad=".")
 END = TOKENIZER.eos_token_id

@@ -1,0 +1,1 @@
+"""Tools around jobs, which only commands import: conversion, rehearsal, simulation, report."""

@@ -1,0 +1,208 @@
+"""Settings translated from another framework's file, reduced to those that load without an error or notice.
+
+The loader decides: keys that it refuses are left out with its message, and so are keys that have no effect.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, NoticeKind, Problem, dotted
+from roll_batching.jobs.config.foreign_keys import given_foreign_keys
+from roll_batching.jobs.config.idle_rules import NOT_EVALUATED
+from roll_batching.jobs.config.job import JobConfig
+from roll_batching.jobs.config.key_paths import field_at, given_keys
+from roll_batching.jobs.config.validation import check_source
+from roll_batching.jobs.config.withheld import is_free
+from roll_batching.jobs.config.yaml_source import Source
+from roll_batching.secret_names import is_secret, redact, redact_forms
+from roll_batching.tools.conversion.report import Conversion, KeptKey, Kind, LeftOut
+
+_PLACEHOLDERS: Mapping[KeyPath, Any] = {("warmup", "file_name"): "?"}
+"""Values of required keys that the user fills in later; with them the loader checks the rest of their section."""
+_SECRET = "looks like a secret, which no file should hold: set it where the job starts"
+_ROUNDS = 20
+"""Most calls of the loader. Each one can find problems that an earlier one hid."""
+
+
+@dataclass
+class Draft:
+    """Settings under our keys, not yet checked, with the origin of each."""
+
+    source: str
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+    """By our key, the key of the file, where the two differ."""
+    meanings: dict[KeyPath, str] = field(default_factory=dict)
+    """By our key, how its meaning differs from that in the framework."""
+    left_out: dict[str, tuple[Kind, str]] = field(default_factory=dict)
+    """By key of the file, why it is not converted."""
+    missing: list[str] = field(default_factory=list)
+    """What a run needs beyond what the loader asks for, as `key: what`."""
+    framework: str = ""
+    """Name of the framework that the file is for."""
+    defaults: set[str] = field(default_factory=set)
+    """Keys that the file leaves out and that have the framework's defaults (`framework_defaults.fill_defaults`)."""
+
+    def origin(self, path: KeyPath) -> str:
+        """The key of the file that the value at `path` came from."""
+        return self.origins.get(path) or dotted(path)
+
+    def put(self, path: KeyPath, value: Any, origin: str | None = None, meaning: str = "") -> None:
+        """Sets the value at `path`, making sections as needed."""
+        section = self.values
+        for part in path[:-1]:
+            below = section.get(str(part))
+            if not isinstance(below, dict):
+                below = section[str(part)] = {}
+            section = below
+        section[str(path[-1])] = value
+        if origin is not None:
+            self.origins[path] = origin
+        if meaning:
+            self.meanings[path] = meaning
+
+    def leave_out(self, key: str, kind: Kind, why: str) -> None:
+        """Records that `key` of the file is not converted. The first reason of a key stays."""
+        self.left_out.setdefault(key, (kind, redact_forms(why)))
+
+
+def check_draft(draft: Draft) -> Conversion:
+    """`draft` as a conversion whose settings load without a notice, but for an evaluation that lacks its data."""
+    data = _known_values(draft)
+    absent = [path for path in _PLACEHOLDERS if path[0] in data and _value_at(data, path) is _ABSENT]
+    for path in absent:
+        data[str(path[0])][path[1]] = _PLACEHOLDERS[path]
+    job = _load_without_problems(data, draft)
+    for path in absent:
+        del data[str(path[0])][path[1]]
+    missing = [*draft.missing, *(f"{dotted(path)}: is missing" for path in absent)]
+    if job is not None:
+        checks: list[Callable[[], Any]] = [job.check_runnable]
+        if job.world_size is not None:
+            checks.append(partial(job.dp_size, job.world_size))
+        for check in checks:
+            try:
+                check()
+            except ConfigFileError as error:
+                missing += [f"{dotted(problem.path)}: {problem.message}" for problem in error.problems]
+    result = Conversion(draft.source, data, framework=draft.framework, missing=missing)
+    for path, _ in given_keys(data):
+        origin, meaning = draft.origin(path), _meaning(draft, path)
+        written = result.changed if meaning else result.kept
+        (result.defaults if origin in draft.defaults else written).append(KeptKey(origin, dotted(path), meaning))
+    for key, (kind, why) in sorted(draft.left_out.items()):
+        if key not in draft.defaults:
+            result.left_out.append(LeftOut(key, why, kind))
+        elif kind == "refused":
+            result.left_out.append(LeftOut(key, f"{draft.framework}'s default; {why}", kind))
+    return result
+
+
+def _meaning(draft: Draft, path: KeyPath) -> str:
+    """The other meaning of the key at `path`, or of the innermost section that has one."""
+    return next((draft.meanings[path[:end]] for end in range(len(path), 0, -1) if path[:end] in draft.meanings), "")
+
+
+def _known_values(draft: Draft) -> dict[str, Any]:
+    """The draft's values without secrets, foreign keys and defaults that are ours, too."""
+    data: dict[str, Any] = copy.deepcopy(draft.values)
+    for path, value, key in list(given_foreign_keys(data)):
+        _drop(data, draft, path, "refused" if key.refuses(value) else "idle", key.reason)
+    for path, value in list(_pairs(data)):
+        if not isinstance(value, dict) and _without_secrets(path, value) != value:
+            draft.leave_out(draft.origin(path), "refused", _SECRET)
+            _remove(data, path)
+            continue
+        schema_field = field_at(path)
+        if schema_field is not None and draft.origin(path) in draft.defaults and not isinstance(value, dict):
+            ours = schema_field.get_default(call_default_factory=True)
+            if value == ours and isinstance(value, bool) == isinstance(ours, bool):
+                _remove(data, path)
+    return data
+
+
+def _without_secrets(path: KeyPath, value: Any) -> Any:
+    if is_free(path):
+        return redact(value, name=path[-1], secret=any(map(is_secret, path)))
+    return redact_forms(value)
+
+
+def _remove(data: dict[str, Any], path: KeyPath) -> None:
+    """Takes the value at `path` out of `data`, and the sections that become empty."""
+    section = _value_at(data, path[:-1])
+    del section[path[-1]]
+    if not section and path[:-1]:
+        _remove(data, path[:-1])
+
+
+def _pairs(data: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Path and value of every key, sections before their keys."""
+    for key, value in data.items():
+        yield (*prefix, key), value
+        if isinstance(value, dict):
+            yield from _pairs(value, (*prefix, key))
+
+
+def _load_without_problems(data: dict[str, Any], draft: Draft) -> JobConfig | None:
+    """The job of `data`, which loses every key that the loader refuses or does not read; None where none loads."""
+    for _ in range(_ROUNDS):
+        try:
+            job = check_source(Source(draft.source, copy.deepcopy(data)))
+        except ConfigFileError as error:
+            if not sum(_drop_problem(data, draft, problem) for problem in error.problems):
+                draft.leave_out("(the whole file)", "refused", str(error))
+                return None
+            continue
+        # An evaluation's keys stay: a user who adds held-out data or a reward gets the framework's values.
+        unread = [
+            notice
+            for notice in job.notices
+            if notice.kind is not NoticeKind.OTHER_EFFECT and not notice.text.endswith(NOT_EVALUATED)
+        ]
+        for notice in unread:
+            _drop(data, draft, notice.key, "idle", notice.text.removeprefix("has no effect: "))
+        for notice in job.notices:
+            if notice.kind is NoticeKind.OTHER_EFFECT and _value_at(data, notice.key) is not _ABSENT:
+                draft.meanings.setdefault(notice.key, notice.text)
+        if not unread:
+            return job
+    return None
+
+
+def _drop_problem(data: dict[str, Any], draft: Draft, problem: Problem) -> bool:
+    """Takes out the key that `problem` is about. False where `data` has neither the key nor a section to drop."""
+    path = problem.path
+    while path and _value_at(data, path) is _ABSENT:
+        path = path[:-1]
+    if not path or (path != problem.path and isinstance(_value_at(data, path), Mapping) and len(path) < 2):
+        return False
+    why = "there is no such setting here" if problem.unknown_key else problem.message
+    _drop(data, draft, path, "unknown" if problem.unknown_key else "refused", why)
+    return True
+
+
+_ABSENT = object()
+
+
+def _value_at(data: Any, path: KeyPath) -> Any:
+    for part in path:
+        if isinstance(data, Mapping) and part in data:
+            data = data[part]
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            return _ABSENT
+    return data
+
+
+def _drop(data: dict[str, Any], draft: Draft, path: KeyPath, kind: Kind, why: str) -> None:
+    """Takes the value at `path` out of `data` and records why; nothing where it is absent."""
+    if _value_at(data, path) is _ABSENT:
+        return
+    draft.leave_out(draft.origin(path), kind, why)
+    del _value_at(data, path[:-1])[path[-1]]

@@ -1,0 +1,95 @@
+"""Vision encoder on fake tensors: transformers' code reads the sizes of images, which stay real tensors on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+from transformers import AttentionInterface
+
+from roll_batching.modeling import vision
+from roll_batching.settings.vision import VisionConfig
+from roll_batching.tools.rehearsal import fake_cuda
+
+_ATTENTION = "rehearsed_windows"
+
+
+def rehearse_encoders(device: str) -> None:
+    """Build encoders for fake tensors on `device` ("cpu" or "cuda") until the process ends."""
+    AttentionInterface.register(_ATTENTION, _attend)
+    where = fake_cuda.DEVICE if device == "cuda" else torch.device("cpu")
+
+    class RehearsedEncoder(vision.VisionEncoder):
+        """transformers' encoder with real grids, and one call of attention for all windows of one length."""
+
+        def __init__(self, config: Any, settings: VisionConfig) -> None:
+            config._attn_implementation = _ATTENTION
+            with _NoDraws(), where:  # real weights would fill the host's memory
+                super().__init__(config, settings)
+            self.get_submodule("rotary_pos_emb").register_forward_pre_hook(_moved_to(where))
+            for number in range(settings.depth):
+                attention = self.get_submodule(f"blocks.{number}.attn")
+                attention.register_forward_pre_hook(_join_windows, with_kwargs=True)
+
+        def encode(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+            with _HostFactories():
+                return super().encode(pixels, grids)
+
+    module: Any = vision
+    module.VisionEncoder = RehearsedEncoder
+
+
+class _NoDraws(TorchDispatchMode):
+    """Leaves weights as allocated: a fake device draws no numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class _HostFactories(TorchDispatchMode):
+    """Makes real tensors on the host: the encoder computes indices of patches there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type == "cpu":
+            if not any(isinstance(value, torch.Tensor) for value in tree_iter((args, kwargs))):
+                with _disable_current_modes():
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _moved_to(device: torch.device) -> Callable[..., Any]:
+    def move(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in args)
+
+    return move
+
+
+def _join_windows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Join all windows of one length: thousands of calls per layer become a few, of the same memory and FLOPs."""
+    lengths, counts = kwargs["cu_seqlens"].diff().unique(return_counts=True)
+    attention.rehearsed_lengths = iter(lengths.tolist())
+    ends = (lengths * counts).cumsum(0)
+    return args, {**kwargs, "cu_seqlens": torch.cat([ends.new_zeros(1), ends])}
+
+
+def _attend(
+    attention: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    scaling: float,
+    **named: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of transformers' interface, [1, heads, patches, channels], inside windows of one length."""
+    length = next(attention.rehearsed_lengths)
+    q, k, v = (states[0].unflatten(1, (-1, length)).transpose(0, 1) for states in (query, key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
+    return found.transpose(1, 2).flatten(0, 1)[None].contiguous(), None

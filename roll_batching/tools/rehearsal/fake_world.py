@@ -1,0 +1,184 @@
+"""A fake cluster of one process: torch's `fake` process group completes every collective at once.
+
+Patches of torch, Megatron and this package stay for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from roll_batching.distributed import Facts, groups, parallel_layout
+from roll_batching.distributed.team import Team
+from roll_batching.samples import SampleBatch
+from roll_batching.tools.rehearsal import fake_cuda
+from roll_batching.tools.rehearsal.experts import RouterSelectionMode
+
+
+def join(rank: int, world_size: int) -> None:
+    """Initialize torch.distributed as `rank` of a fake process group of `world_size`."""
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    # Any value serves: the fake backend never waits.
+    groups.group_timeout = parallel_layout.group_timeout = lambda group: datetime.timedelta(minutes=30)
+    _replace_gloo()
+    # Ranks exchange facts on the host. All ranks of a rehearsal would state the same, so this rank's suffice.
+    groups._host_groups[dist.group.WORLD] = None
+    team: Any = Team
+    team.agree = _agree_alone
+    # Operators without a meta implementation; they write into tensors that they are given.
+    library = torch.library.Library("c10d", "IMPL")
+    for name in ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"):
+        library.impl(name, _completed_work, "Meta")
+    _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[Any] = []
+
+
+@contextlib.contextmanager
+def _agree_alone(team: Team, what: str) -> Iterator[Facts]:
+    facts = Facts()
+    yield facts
+    facts.total = facts.counted
+
+
+def _completed_work(*args: Any, **kwargs: Any) -> Any:
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+def _replace_gloo() -> None:
+    """Make gloo groups fake too, and gather objects from this rank only: gloo would wait for the other ranks."""
+    distributed: Any = dist
+    make = distributed.new_group
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if backend == "gloo":
+            backend, kwargs = None, {"group_desc": "HOST", **kwargs}
+        return make(ranks, timeout, backend, *args, **kwargs)
+
+    def all_gather_object(gathered: list[Any], mine: Any, group: Any = None) -> None:
+        gathered[:] = [mine] * len(gathered)
+
+    distributed.new_group = new_group
+    distributed.all_gather_object = all_gather_object
+
+
+def patch_megatron() -> None:
+    """Skip parts of Megatron and torch that need tensor values: random states, swapped parameters, reads in C++."""
+    import megatron.core.tensor_parallel.random as randomness
+
+    state = torch.get_rng_state()
+    torch.get_rng_state = torch.random.get_rng_state = lambda: state  # type: ignore[assignment]
+    torch.set_rng_state = torch.random.set_rng_state = lambda new_state: None  # type: ignore[assignment]
+    module: Any = randomness
+    module._get_cuda_rng_state = lambda *args, **kwargs: state
+    module._set_cuda_rng_state = lambda *args, **kwargs: None
+    module.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
+    torch.nn.Module._apply = _apply_out_of_place  # type: ignore[assignment]
+    _patch_tensor_reads()
+    _check_samples_on_host()
+
+
+def _check_samples_on_host() -> None:
+    """Check samples outside the fake modes: their lengths and offsets are real tensors on the host."""
+    kind: Any = SampleBatch
+    check = kind.__post_init__
+
+    def check_on_host(self: SampleBatch) -> None:
+        with _disable_current_modes():
+            check(self)
+
+    kind.__post_init__ = check_on_host
+
+
+def _patch_tensor_reads() -> None:
+    """Route reads of tensor values through `item`, which the recorder sees and answers."""
+    tensor, fake = torch.tensor, FakeTensor
+
+    def read(values: Any) -> Any:
+        if isinstance(values, list | tuple):
+            return [read(value) for value in values]
+        return values.item() if isinstance(values, FakeTensor) and values.numel() == 1 else values
+
+    def nested_list(shape: tuple[int, ...], value: Any) -> Any:
+        return [nested_list(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+    def tolist(self: FakeTensor) -> Any:
+        """Count one read for the whole tensor."""
+        return nested_list(tuple(self.shape), self.reshape(-1)[0].item() if self.numel() else None)
+
+    module: Any = torch
+    module.tensor = lambda data, *args, **kwargs: tensor(read(data), *args, **kwargs)
+    fake.tolist = tolist  # type: ignore[method-assign]
+
+
+def _apply_out_of_place(module: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` (`to`, `bfloat16`) that gives modules new parameters instead of swapping tensors in place."""
+    changed: dict[int, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in changed:
+                changed[id(parameter)] = _changed(parameter, change)
+            part._parameters[name] = changed[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = change(buffer)
+    return module
+
+
+def _changed(parameter: torch.nn.Parameter, change: Any) -> torch.nn.Parameter:
+    with torch.no_grad():
+        value = change(parameter.detach())
+    if value.dtype == parameter.dtype and value.device == parameter.device:
+        return parameter
+    new = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+    new.__dict__.update({key: item for key, item in parameter.__dict__.items() if key not in new.__dict__})
+    return new
+
+
+class _RealHostMode(TorchDispatchMode):
+    """Computes operators on host tensors for real; only tensors on the rehearsed device are fake.
+
+    `device`: type of the rehearsed device. If it is "cpu", newly made tensors are fake.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._makes_host_tensors = device != "cpu"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+        device = kwargs.get("device")
+        on_host = device is None or torch.device(device).type == "cpu"
+        if on_host and (tensors or self._makes_host_tensors) and not any(isinstance(x, FakeTensor) for x in tensors):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def fake_device(device: str) -> Iterator[None]:
+    """Make tensors on `device` ("cpu" or "cuda") fake inside."""
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if device == "cuda":
+            modes.enter_context(fake_cuda.CppDeviceMode())
+        modes.enter_context(RouterSelectionMode())
+        modes.enter_context(_RealHostMode(device))
+        yield

@@ -1,0 +1,363 @@
+"""Passes of a step on one rank, on micro-batches of fake tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from roll_batching.jobs.config import JobConfig, WorkerConfig
+from roll_batching.jobs.config.objective_rules import wants_reference
+from roll_batching.jobs.config.rl_rules import uses_critic
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.objectives.from_config import (
+    critic_role,
+    loss_of,
+    schedule_of,
+    supervised_schedule_of,
+    value_loss_of,
+)
+from roll_batching.losses import SFTLoss, loss_spec
+from roll_batching.losses.contract import VALUES as VALUE_FIELD
+from roll_batching.modeling.cost import plan_flops
+from roll_batching.planning import Plan, PlanConstraints
+from roll_batching.planning.batching_spec import BatchingSpec
+from roll_batching.planning.pipeline.num_micro_batches import legal_count
+from roll_batching.planning.prefixes import shared_positions
+from roll_batching.planning.role_planner import SMALLEST_SAVING
+from roll_batching.samples import SampleBatch
+from roll_batching.strategy import MegatronInferStrategy
+from roll_batching.strategy.context_sizes import pack_times_of
+from roll_batching.strategy.prefix_sharing import sharing_of
+from roll_batching.strategy.top_tokens import top_log_probs
+from roll_batching.tools.rehearsal.fake_data import samples_of_critic
+from roll_batching.tools.rehearsal.images import image_sizes
+from roll_batching.tools.rehearsal.lengths import (
+    Bin,
+    fullest_bin,
+    longest_bin,
+    longest_groups,
+    longest_sample,
+    pack_sizes,
+    plan_of_equal_bins,
+    plan_of_step,
+    with_one_size,
+)
+from roll_batching.tools.rehearsal.models import Frozen, Policy, RehearsedStrategy, SharedReference
+from roll_batching.tools.rehearsal.recorder import Recorder
+from roll_batching.tools.rehearsal.rollout import has_local_rollouts
+from roll_batching.tools.rehearsal.task import (
+    CRITIC,
+    LOG_PROBS,
+    MISMATCHED,
+    MISMATCHED_REFERENCE,
+    REFERENCE,
+    TEACHER,
+    VALUES,
+    TrainingBatch,
+)
+
+ENCODER_NOTES = (
+    "encoder: its attention is rehearsed as torch's; places where transformers' code waits for the sizes of images are "
+    "not counted, and its FLOPs are computed ones, not the model's own",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Passes of one step of a job."""
+
+    config: JobConfig
+    policy: Policy
+    reference: Frozen | SharedReference | None
+    loss: Any
+    critic: Policy | None
+    teacher: Frozen | None
+    lengths: tuple[int, ...] | None
+    """Tokens of the samples of an optimizer step; None: samples as long as the job allows."""
+    micro_batches: int | None
+    cp_size: int = 1
+    """Context-parallel size of the packs, where each pack has its own."""
+
+    @property
+    def frozen_chunks(self) -> dict[str, Sequence[Any]]:
+        """Chunks of the models that do not train, by kind of memory; a policy without its adapters has none."""
+        models: dict[str, Frozen | SharedReference | None] = {REFERENCE: self.reference, TEACHER: self.teacher}
+        return {name: one.chunks for name, one in models.items() if one is not None and one.has_own_weights}
+
+    @property
+    def unit(self) -> int:
+        """Number of samples that stay together: 2 for pairs."""
+        return 2 if self.config.task == "dpo" else 1
+
+    def align(self, config: JobConfig) -> None:
+        """Align the plans of all models as their precision in `config` needs, which the rehearsed models have not."""
+        models: dict[str, MegatronInferStrategy | None] = {
+            "actor_train": self.policy,
+            "reference": self.reference,
+            "teacher": self.teacher,
+            "critic": self.critic,
+        }
+        for name, strategy in models.items():
+            role = getattr(config, name)
+            if strategy is None or role is None or not strategy.has_own_weights:
+                continue
+            multiple = role.strategy_args.strategy_config.pack_multiple
+            settings = dataclasses.replace(strategy.settings, pack_multiple=multiple)
+            strategy.state = dataclasses.replace(strategy.state, settings=settings)
+
+    def plan(self, strategy: MegatronInferStrategy, batching: BatchingSpec, count: int) -> Plan:
+        """Plan of `count` equal micro-batches per rank, as full as `batching` allows.
+
+        Where each pack has its own context-parallel size, packs have `cp_size`; those of a pass without gradient have
+        the largest of their step if none has that.
+        """
+        constraints = _constraints(strategy, batching)
+        size = self.cp_size if constraints.has_cp_per_pack else constraints.cp_size
+        if self.lengths is None:
+            content = self._longest_content(strategy, with_one_size(constraints, size))
+        else:
+            step = self._step_plan(strategy, constraints)
+            sizes = pack_sizes(step)
+            size = size if size in sizes else sizes[-1]
+            content = Bin(fullest_bin(step, size))
+        return plan_of_equal_bins(constraints, content, count, size)
+
+    def _longest_content(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Bin:
+        """Samples of the fullest micro-batch: groups of responses to longest prompts where packs share prefixes."""
+        longest, group = longest_sample(self.config), self.config.group_size
+        prompt = min(self.config.prompt_length, longest)
+        sharing = sharing_of(strategy.state)
+        shared = (group - 1) * shared_positions(prompt)
+        pays = shared >= SMALLEST_SAVING * group * longest or sharing is True
+        if is_rl(self.config) and constraints.mode == "packed" and sharing and shared and pays:
+            return longest_groups(constraints, longest, prompt, group)
+        return Bin(longest_bin(constraints, longest, self.unit))
+
+    def _step_plan(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Plan:
+        """Plan of the whole optimizer step, whose lengths are known."""
+        assert self.lengths is not None
+        times = pack_times_of(strategy.state) if constraints.has_cp_per_pack else None
+        return plan_of_step(self.lengths, constraints, strategy.cost, times, self.unit)
+
+    def training(self) -> TrainingBatch:
+        """The rehearsed training micro-batch and its optimizer step."""
+        return self._training_of(self.policy)
+
+    def critic_training(self) -> TrainingBatch | None:
+        """The critic's, if there is one."""
+        return None if self.critic is None else self._training_of(self.critic)
+
+    def _training_of(self, policy: Policy) -> TrainingBatch:
+        batching = policy.batching.train
+        constraints = _constraints(policy, batching)
+        rehearsed = self.plan(policy, batching, legal_count(1, constraints))
+        step = rehearsed if self.lengths is None else self._step_plan(policy, constraints)
+        micro_batches = len(rehearsed.fillers)
+        in_step = step.num_micro_batches
+        if step.blocks is not None:
+            in_step = int((step.cp_sizes[~step.fillers] == self.cp_size).sum())
+        return TrainingBatch(
+            samples=len(rehearsed.samples) // micro_batches,
+            model_flops=(plan_flops(rehearsed, policy.cost, policy.layout) or 0.0) / micro_batches,
+            padding=step.report.padding_share,
+            in_step=None if self.lengths is None else in_step,
+        )
+
+    def small_plan(self, policy: Policy) -> Plan:
+        """Plan of the smallest possible step of the policy or the critic."""
+        layout = policy.layout
+        constraints = _constraints(policy, policy.batching.train)
+        rows = constraints.rows if constraints.mode == "padded" and constraints.rows else self.unit
+        return plan_of_equal_bins(constraints, Bin([2] * rows), layout.pp_size, self.cp_size)
+
+    def count(self) -> int:
+        """Micro-batches of a pass: enough to fill the pipeline and start one more, unless set."""
+        if self.micro_batches is not None:
+            return self.micro_batches
+        models: list[RehearsedStrategy | None] = [self.policy, self.reference, self.teacher]
+        layouts = [one.layout for one in models if one is not None]
+        count = max(2, *(one.pp_size + 1 if one.vpp_size == 1 else 2 * one.pp_size for one in layouts))
+        multiple = math.lcm(*(one.pp_size for one in layouts if one.vpp_size > 1))
+        return -(-count // multiple) * multiple
+
+    def first_step(self) -> None:
+        """Run a small step of every trained model, which creates the optimizer state."""
+        self._step(self.small_plan(self.policy))
+        if self.critic is not None:
+            self._train_critic(self.critic, self.small_plan(self.critic))
+
+    def roll_out(self) -> tuple[str, ...]:
+        """Rehearse rollouts of the training model; returns notes for the report."""
+        return (self.policy.roll_out(self.config),) if has_local_rollouts(self.config) else ()
+
+    def host_notes(self) -> tuple[str, ...]:
+        """Notes for the report: images, and host memory of the teacher's likely tokens."""
+        return (*self._image_notes(), *self._teacher_notes())
+
+    def _image_notes(self) -> tuple[str, ...]:
+        policy = self.policy
+        if policy.state.vision is None:
+            return ()
+        if policy.images is None:
+            return ("images: none, as actor_train.data_args.images is not set",)
+        plan = self.plan(policy, policy.batching.train, self.count())
+        return (policy.images.note(plan.lengths.tolist()), *ENCODER_NOTES)
+
+    def _teacher_notes(self) -> tuple[str, ...]:
+        if self.teacher is None:
+            return ()
+        dp_size, longest = self.policy.layout.dp_size, longest_sample(self.config)
+        samples = self.config.samples_per_rollout if is_rl(self.config) else self.config.mini_batch_size(dp_size)
+        tokens = sum(self.lengths) / len(self.lengths) if self.lengths else longest
+        size = 8 * self.policy.top_k * tokens * -(-samples // dp_size)
+        return (
+            f"teacher: {self.policy.top_k:,} likely tokens of each position, {8 * self.policy.top_k:,} bytes: "
+            f"{size / (1 << 30):,.2f} GiB on the host of each data-parallel rank in a step, which pass between ranks",
+        )
+
+    def run(self, recorder: Recorder) -> dict[str, int]:
+        """Run all planned passes of a step; returns the tokens of a micro-batch by pass."""
+        tokens, policy = {}, self.policy
+        if is_rl(self.config) and policy.batching.logprob_plan != "none":
+            own = policy.batching.logprob_plan == "own"
+            batching = policy.batching.infer if own else policy.batching.train
+            tokens[LOG_PROBS] = self._log_probs(recorder, policy, self.plan(policy, batching, self.count()), LOG_PROBS)
+        if (reference := self.reference) is not None:
+            # SFT, DPO and KTO run a reference in the policy's layout on the plan of the step.
+            planner: MegatronInferStrategy = policy
+            batching = policy.batching.train
+            if is_rl(self.config) or reference.layout.dims != policy.layout.dims:
+                planner, batching = reference, reference.batching.infer
+            plan = self.plan(planner, batching, self.count())
+            tokens[REFERENCE] = self._log_probs(recorder, reference, plan, REFERENCE)
+            if self.config.task == "kto":
+                for name, model in self._mismatched_passes(reference).items():
+                    plan = self.plan(model, model.batching.infer, self.count())
+                    tokens[name] = self._log_probs(recorder, model, plan, name)
+        if (teacher := self.teacher) is not None:
+            plan = self.plan(teacher, teacher.batching.infer, self.count())
+            tokens[TEACHER] = int(plan.tokens[0])
+            with recorder.during(TEACHER):
+                top_log_probs(teacher, teacher.samples(plan), plan, policy.top_k, masks=loss_spec(self.loss).masks)
+        if self.critic is not None:
+            tokens |= self._run_critic(recorder, self.critic)
+        plan = self.plan(policy, policy.batching.train, self.count())
+        tokens["training"] = int(plan.tokens[0])
+        with recorder.during("optimizer"):
+            self._step(plan)
+        return tokens
+
+    def _mismatched_passes(self, reference: RehearsedStrategy) -> dict[str, RehearsedStrategy]:
+        """The models of the passes for the reference point of KTO."""
+        return {MISMATCHED: self.policy, MISMATCHED_REFERENCE: reference}
+
+    def _run_critic(self, recorder: Recorder, critic: Policy) -> dict[str, int]:
+        """Values and a training step of the critic; the tokens of a micro-batch of both."""
+        forward, train = (
+            self.plan(critic, batching, self.count()) for batching in (critic.batching.infer, critic.batching.train)
+        )
+        with recorder.during(VALUES):
+            masks = loss_spec(value_loss_of(self.config)).masks
+            critic.forward(_of_critic(critic, forward), forward, needs=(VALUE_FIELD,), masks=masks)
+        with recorder.prefixed(CRITIC), recorder.during("optimizer"):
+            self._train_critic(critic, train)
+        return {VALUES: int(forward.tokens[0]), f"{CRITIC}training": int(train.tokens[0])}
+
+    def _train_critic(self, critic: Policy, plan: Plan) -> None:
+        loss = value_loss_of(self.config)
+        with _disable_current_modes():
+            local = _of_critic(critic, plan)
+            counts = critic.count(local, loss)
+        critic.train_step(local, plan, loss, counts=counts)
+
+    def _log_probs(self, recorder: Recorder, strategy: RehearsedStrategy, plan: Plan, name: str) -> int:
+        with recorder.during(name):
+            strategy.compute_log_probs(strategy.samples(plan), plan, masks=loss_spec(self.loss).masks)
+        return int(plan.tokens[0])
+
+    def _step(self, plan: Plan) -> None:
+        spec = loss_spec(self.loss)
+        with _disable_current_modes():
+            local = self.policy.samples(plan)
+            if spec.prepare is not None:
+                local = spec.prepare(local, self.policy.layout, self.config.seed)
+            counts = self.policy.count(local, self.loss)
+        self.policy.train_step(local, plan, self.loss, counts=counts)
+
+
+def passes_of(
+    config: JobConfig,
+    recorder: Recorder,
+    lengths: tuple[int, ...] | None = None,
+    micro_batches: int | None = None,
+    *,
+    cp_size: int = 1,
+    with_values: bool = False,
+) -> Passes:
+    """Build the models of `config` and return its passes; `with_values`: on real tensors with initialized weights."""
+    policy = Policy(_with_schedule(config), seed=config.seed, temperature=config.logprob_temperature)
+    policy.recorder, policy.with_values, policy.images = recorder, with_values, image_sizes(config)
+    policy.initialize(weights=with_values)
+    policy.trace_gradient_sync()
+    reference: Frozen | SharedReference | None = None
+    if config.max_steps and config.reference is not None and wants_reference(config):
+        if policy.state.adapters is not None:
+            reference = SharedReference(policy, config.reference)
+        else:
+            reference = Frozen(config.reference, seed=config.seed, temperature=policy.temperature)
+        reference.recorder, reference.with_values, reference.images = recorder, with_values, policy.images
+        if reference.has_own_weights:
+            reference.initialize(weights=with_values)
+    teacher = None
+    if uses_teacher(config):
+        assert config.teacher is not None and config.teacher.model_args.architecture is not None
+        teacher = Frozen(config.teacher, seed=config.seed, temperature=config.teacher_temperature)
+        teacher.recorder, teacher.with_values = recorder, with_values
+        teacher.initialize(weights=with_values)
+        policy.top_k = config.logits_topk or config.teacher.model_args.architecture.vocab_size
+    critic = None
+    if uses_critic(config):
+        critic = Policy(critic_role(config, config.dp_size(dist.get_world_size())), seed=config.seed)
+        critic.recorder, critic.with_values = recorder, with_values
+        critic.initialize(weights=with_values)
+        critic.trace_gradient_sync()
+    return Passes(
+        config=config,
+        policy=policy,
+        reference=reference,
+        critic=critic,
+        teacher=teacher,
+        loss=loss_of(config) if config.max_steps else SFTLoss(),
+        lengths=lengths,
+        micro_batches=micro_batches,
+        cp_size=cp_size,
+    )
+
+
+def _with_schedule(config: JobConfig) -> WorkerConfig:
+    """Settings of the trained role with a learning-rate schedule, whose length has no effect here."""
+    dp_size = config.dp_size(dist.get_world_size())
+    args = schedule_of(config, dp_size) if is_rl(config) else supervised_schedule_of(config, 1, 1)
+    if args.max_steps < 1:
+        args = config.actor_train.with_training(max_steps=1).training_args
+    return config.actor_train.model_copy(update={"training_args": args})
+
+
+def is_rl(config: JobConfig) -> bool:
+    """Whether the main phase of the job is reinforcement learning."""
+    return bool(config.max_steps) and not supervised(config)
+
+
+def _of_critic(critic: MegatronInferStrategy, plan: Plan) -> SampleBatch:
+    with _disable_current_modes():
+        return samples_of_critic(plan, critic.layout.dp_rank)
+
+
+def _constraints(strategy: MegatronInferStrategy, batching: BatchingSpec) -> PlanConstraints:
+    return strategy.settings.constraints(strategy.layout, batching)

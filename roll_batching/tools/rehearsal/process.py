@@ -1,0 +1,58 @@
+"""Run rehearsals in separate processes, because fake CUDA and fake process groups cannot be undone."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from roll_batching.errors import RollBatchingError
+from roll_batching.tools.rehearsal.task import RankReport, RankTask
+
+PARENT = "ROLL_BATCHING_REHEARSED_BY"
+"""Environment variable with the process id of the parent, whose end also ends the rehearsal."""
+
+
+class RehearsalError(RollBatchingError, RuntimeError):
+    """A rehearsed rank failed: as it would on the cluster, or because it needs something that cannot be faked."""
+
+
+def run_tasks(tasks: Sequence[RankTask], processes: int | None = None) -> list[RankReport]:
+    """Reports of `tasks`, with at most `processes` at a time (default: the available cores).
+
+    Raises `RehearsalError` with the output of the first task that failed.
+    """
+    workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
+        return list(pool.map(_run, tasks))
+
+
+def _run(task: RankTask) -> RankReport:
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        PARENT: str(os.getpid()),
+    }
+    command = [sys.executable, "-m", "roll_batching.tools.rehearsal.child"]
+    done = subprocess.run(command, input=pickle.dumps(task), capture_output=True, env=environment)
+    if done.returncode or not done.stdout:
+        output = done.stderr.decode(errors="replace").strip()
+        raise RehearsalError(f"the rehearsal of rank {task.rank} {_exit_reason(done.returncode)}:\n{output[-8000:]}")
+    kind, value = pickle.loads(done.stdout)
+    if kind == "error":
+        raise RehearsalError(f"rank {task.rank} of {task.world_size} failed: {value}")
+    report: RankReport = value
+    return report
+
+
+def _exit_reason(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    hint = ", probably because the machine ran out of memory" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"

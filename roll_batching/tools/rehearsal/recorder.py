@@ -1,0 +1,244 @@
+"""Dispatch mode that records storages, FLOPs, collectives and host reads of a device.
+
+It runs above FakeTensorMode. It also works on real tensors, so that tests compare a rehearsal with the real passes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from roll_batching.tools.rehearsal.collectives import Collective, collective_of, is_collective
+from roll_batching.tools.rehearsal.flops import flops_of, workspace_of
+
+_aten = torch.ops.aten
+
+
+@dataclass
+class Block:
+    """One storage on the device."""
+
+    size: int
+    """Bytes."""
+    born: int
+    """Clock at its first use, in operations."""
+    phase: str
+    owner: str
+    """Qualified name of the running module, or of the autograd node in a backward pass."""
+    tensor: str
+    """Dtype and shape of the tensor that it was allocated for."""
+    freed: int | None = None
+    """Clock at its release; None: still held."""
+
+
+@dataclass(frozen=True)
+class HostRead:
+    """A wait of Python for a value on the device."""
+
+    phase: str
+    place: str
+    """File, line and function."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators that run inside, by phase."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self.blocks: list[Block] = []
+        self.collectives: list[Collective] = []
+        self.host_reads: list[HostRead] = []
+        self.flops: dict[str, int] = {}
+        """FLOPs by phase."""
+        self.clock = -1
+        """Number of the current operation."""
+        self.phases: list[str] = []
+        """Phase of every operation."""
+        self.base_phase = "build"
+        self._override: str | None = None
+        self._prefix = ""
+        self._known: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._trail: tuple[list[int], list[str]] = [0], [""]
+
+    # ---- phase and module
+
+    @property
+    def phase(self) -> str:
+        """Current phase; inside Megatron's schedule, forward or backward."""
+        if self._override is not None:
+            return self._override
+        name = self.base_phase
+        if name == "step":
+            name = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        return self._prefix + name
+
+    @contextlib.contextmanager
+    def prefixed(self, prefix: str) -> Iterator[None]:
+        """Put `prefix` before the names of the phases inside."""
+        before, self._prefix = self._prefix, prefix
+        try:
+            yield
+        finally:
+            self._prefix = before
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Attribute operations inside to `phase`."""
+        before, self.base_phase = self.base_phase, phase
+        try:
+            yield
+        finally:
+            self.base_phase = before
+
+    @contextlib.contextmanager
+    def all_as(self, phase: str) -> Iterator[None]:
+        """Attribute operations inside to `phase`, also those inside `during`."""
+        self._override = phase
+        try:
+            yield
+        finally:
+            self._override = None
+
+    def name_modules(self, root: torch.nn.Module, prefix: str = "") -> None:
+        """Name the modules of `root` by their qualified names, without Megatron's wrappers."""
+        for name, module in root.named_modules():
+            parts = [part for part in name.split(".") if part != "module"]
+            self._names[id(module)] = ".".join(([prefix] if prefix else []) + parts)
+
+    @contextlib.contextmanager
+    def tracking_modules(self) -> Iterator[None]:
+        """Attribute storages allocated inside to the running modules."""
+        hooks = torch.nn.modules.module
+        handles = [
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+        self._mark()
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Attribute the autograd nodes from here on to the module on top of the stack.
+
+        Sequence numbers grow with creation, so a backward pass finds the module of a node by bisection.
+        """
+        self._trail[0].append(torch.autograd._get_sequence_nr())
+        self._trail[1].append(self._stack[-1] if self._stack else "")
+
+    def _owner(self) -> str:
+        if self._stack:
+            return self._stack[-1]
+        if torch._C._current_graph_task_id() == -1:
+            return ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return "autograd"
+        number = node._sequence_nr()
+        at = bisect.bisect_right(self._trail[0], number) - 1
+        owner = self._trail[1][at] if number < 1 << 60 else ""
+        return owner or node.name()
+
+    # ---- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        self.clock += 1
+        self.phases.append(self.phase)
+        if func is _aten._local_scalar_dense.default:
+            self._note_read(args[0])
+            if isinstance(args[0], FakeTensor):
+                return _assumed_value(args[0])
+        elif func is _aten._to_copy.default and self._leaves_device(args[0], kwargs):
+            self._note_read(args[0])
+        elif is_collective(func):
+            self.collectives.append(collective_of(func, args, self.phase))
+        out = func(*args, **kwargs)
+        counted = flops_of(func, args, kwargs, out)
+        if counted:
+            phase = self.phase
+            self.flops[phase] = self.flops.get(phase, 0) + counted
+        workspace = workspace_of(func, args)
+        if workspace:
+            block = Block(size=workspace, born=self.clock, phase=self.phase, owner=self._owner(), tensor="workspace")
+            block.freed = self.clock
+            self.blocks.append(block)
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._record(tensor)
+        return out
+
+    def _record(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        description = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        self._known[key] = len(self.blocks)
+        self.blocks.append(
+            Block(size=storage.nbytes(), born=self.clock, phase=self.phase, owner=self._owner(), tensor=description)
+        )
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.blocks[self._known.pop(key)].freed = self.clock
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """Index in `blocks` of the storage of `tensor`; None if it is not on the device."""
+        return self._known.get(tensor.untyped_storage()._cdata)
+
+    def _leaves_device(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        target = kwargs.get("device")
+        leaves = tensor.device.type != "cpu" and target is not None and torch.device(target).type == "cpu"
+        return leaves and not kwargs.get("non_blocking", False)
+
+    def _note_read(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == self._device_type:
+            self.host_reads.append(HostRead(self.phase, _caller()))
+
+
+def _assumed_value(tensor: torch.Tensor) -> Any:
+    """Value read from a fake tensor: 1 or True, so that checks for finite and non-zero numbers pass."""
+    if tensor.dtype is torch.bool:
+        return True
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _caller() -> str:
+    """File, line and function of the innermost frame outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/roll_batching/tools/rehearsal/" not in file and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "unknown"

@@ -1,0 +1,141 @@
+"""Sections without charts: overview, held-out results, configuration, environment, notices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from roll_batching.jobs.observe.numbers import fixed
+from roll_batching.tools.report.run_files import Row, RunFiles
+from roll_batching.tools.report.sections import Section, Table
+
+_STEPS_OF_PHASES = {
+    "rl": "max_steps",
+    "warmup": "warmup.training_args.max_steps",
+    "sft": "actor_train.training_args.max_steps",
+    "dpo": "actor_train.training_args.max_steps",
+    "kto": "actor_train.training_args.max_steps",
+}
+"""Settings that hold the number of steps of a phase."""
+_MOST_RESULTS = 40
+
+
+def overview_section(runs: Sequence[RunFiles]) -> Section:
+    """Runs, their phases and recorded steps, and results on held-out data."""
+    records = [(run.label, str(run.folder), "; ".join(_progress(run, phase) for phase in run.phases)) for run in runs]
+    tables = [Table(("run", "folder", "recorded steps"), records)]
+    results = _results(runs)
+    return Section("Overview", tables=[*tables, results] if results else tables)
+
+
+def _progress(run: RunFiles, phase: str) -> str:
+    last = max(row.step for row in run.of_phase(phase))
+    steps = run.settings.get(_STEPS_OF_PHASES.get(phase, ""), "")
+    return f"{phase}: {last:,}" + (f" of {int(steps[:15]):,}" if steps.isascii() and steps.isdigit() else "")
+
+
+def _results(runs: Sequence[RunFiles]) -> Table | None:
+    """First and last held-out values of each run and phase."""
+    records = []
+    for run in runs:
+        for phase in run.phases:
+            rows = [row for row in run.of_phase(phase) if "eval_updates" in row.values]
+            names = sorted({key for row in rows for key in row.values if key.startswith("eval_")})
+            for name in [name for name in names if name not in ("eval_updates", "eval_samples")][:_MOST_RESULTS]:
+                records.append((run.label, phase, _label(name), *_first_and_last(rows, name)))
+    if not records:
+        return None
+    return Table(("run", "phase", "held-out", "first", "last", "change"), records, title="Held-out results")
+
+
+def _first_and_last(rows: Sequence[Row], name: str) -> tuple[str, str, str]:
+    found = [row for row in rows if name in row.values]
+    first, last = found[0].values[name], found[-1].values[name]
+    digits = 1 if max(abs(first), abs(last)) > 10 else 3
+    at = [f"{row.values['eval_updates']:,.0f}" for row in (found[0], found[-1])]
+    return (
+        f"{fixed(first, digits)} (after {at[0]} steps)",
+        f"{fixed(last, digits)} (after {at[1]})",
+        fixed(last - first, digits, sign=True),
+    )
+
+
+def _label(name: str) -> str:
+    name = name.removeprefix("eval_")
+    kind, _, rest = name.partition("/")
+    known = {
+        "mark": "share of responses: {}",
+        "reward_with": "reward where {}",
+        "reward_without": "reward where not {}",
+    }
+    return known[kind].format(rest.replace("_", " ")) if rest and kind in known else name.replace("_", " ")
+
+
+def settings_section(runs: Sequence[RunFiles]) -> Section:
+    """The settings of config.yaml; of two runs, those that differ come first."""
+    absent = [
+        f"Settings of {run.label}: its folder has no config.yaml that can be read." for run in runs if not run.settings
+    ]
+    table = _compared([run.settings for run in runs], [run.label for run in runs], "setting")
+    return Section("Configuration", tables=[table] if table else [], absent=absent)
+
+
+def environment_section(runs: Sequence[RunFiles]) -> Section:
+    """Versions and device."""
+    absent = [
+        f"Environment of {run.label}: its folder has no run_info.json, which runs write since version 0.2.0."
+        for run in runs
+        if not run.environment
+    ]
+    table = _compared([run.environment for run in runs], [run.label for run in runs], "")
+    return Section("Environment", tables=[table] if table else [], absent=absent)
+
+
+def _compared(values: Sequence[Mapping[str, str]], labels: Sequence[str], head: str) -> Table | None:
+    keys = list(dict.fromkeys(key for one in values for key in one))
+    if not keys:
+        return None
+    if len(values) == 1:
+        return Table((head, "value"), [(key, values[0][key]) for key in keys])
+    missing = "(none)"
+    differ = [key for key in keys if len({one.get(key, missing) for one in values}) > 1]
+    ordered = [*differ, *(key for key in keys if key not in set(differ))]
+    title = f"{len(differ):,} of {len(keys):,} differ; they come first"
+    records = [(key, *(one.get(key, missing) for one in values)) for key in ordered]
+    return Table((head, *labels), records, title=title, marked=frozenset(range(len(differ))))
+
+
+def notices_section(runs: Sequence[RunFiles]) -> Section:
+    """Notices of the configuration and the logs, findings in the metrics, and files that could not be read."""
+    lists = []
+    for run in runs:
+        prefix = f"{run.label}: " if len(runs) > 1 else ""
+        for title, items in (
+            ("notices of the configuration and in the logs", run.notices),
+            ("found in the metrics", _findings(run)),
+            ("files", run.problems),
+        ):
+            if items:
+                lists.append((prefix + title, items))
+    return Section("Notices", lists=lists, absent=[] if lists else ["Notices: there are none."])
+
+
+def _findings(run: RunFiles) -> list[str]:
+    """Events that the metrics count."""
+    findings = []
+    for phase in run.phases:
+        rows = run.of_phase(phase)
+        for key, is_total, text in (
+            ("skipped_steps", True, "optimizer steps were skipped, since their gradient was not finite"),
+            ("reward_failures", False, "responses on which the reward failed"),
+            ("dropped_samples", False, "samples were too old and were sampled again"),
+            ("sampler_restarts", True, "restarts of the sampler"),
+            ("fillers", False, "micro-batches without a sample (fillers)"),
+        ):
+            values = [row.values.get(key, 0.0) for row in rows]
+            count = max(values) if is_total else sum(values)
+            if count > 0:
+                findings.append(f"{phase}: {count:,.0f} {text}.")
+    for key in ("loss", "grad_norm"):
+        if run.nulls.get(key):
+            findings.append(f"{key} is missing or not finite in {run.nulls[key]:,} rows.")
+    return findings

@@ -1,0 +1,193 @@
+"""The section on the plan of a run's last step: who computes which samples when, and where ranks wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from roll_batching.jobs.observe.plan_file import MOST_SAMPLES
+from roll_batching.planning import Plan
+from roll_batching.tools.report.charts import INK, Chart, Trace
+from roll_batching.tools.report.run_files import RunFiles
+from roll_batching.tools.report.sections import Section
+from roll_batching.tools.report.timeline import Box, Timeline, make_timeline
+
+MOST_ROWS = 64
+"""Most rows of a timeline: ranks, or stages of pipelines."""
+MOST_BOXES = 1500
+"""Most samples that are drawn one by one; above, a micro-batch is one box. Also the most boxes of a pipeline."""
+_MOST_LENGTHS = 12
+
+
+def plan_section(runs: Sequence[RunFiles]) -> Section:
+    """Timelines of the runs' last plans."""
+    charts, absent = [], []
+    for run in runs:
+        last = run.last_plan
+        if last is None:
+            absent.append(f"The plan of {run.label}: its folder has no last_plan.json that can be read.")
+        elif last.plan is None:
+            absent.append(
+                f"The plan of {run.label}: a run keeps plans of up to {MOST_SAMPLES:,} samples, and this one has "
+                f"{last.samples:,}."
+            )
+        elif last.plan.blocks is not None and last.plan.constraints.pp_size > 1:
+            absent.append(f"The plan of {run.label}: context-parallel sizes per pack in a pipeline are not drawn.")
+        else:
+            name = f"{last.phase}, step {last.step:,}" + (f" ({run.label})" if len(runs) > 1 else "")
+            charts.append(_timeline_chart(last.plan, name))
+    note = (
+        "The plan of the last recorded step (of its last optimizer step). Runs keep this one plan only. Times follow "
+        "from the planner's costs and are not measured; communication is free. Grey: a rank waits for another one."
+    )
+    return Section("Plan of a step", note=note, charts=charts, absent=absent)
+
+
+def _timeline_chart(plan: Plan, name: str) -> Chart:
+    stages = plan.constraints.pp_size
+    ranks = min(plan.constraints.dp_size, max(MOST_ROWS // stages, 1))
+    if stages > 1:
+        passes = 2 * stages * plan.constraints.vpp_size * plan.num_micro_batches
+        ranks = min(ranks, max(MOST_BOXES // passes, 1))
+    timeline = make_timeline(plan, ranks)
+    report = plan.report
+    hidden = plan.constraints.dp_size - ranks
+    note = (
+        f"{report.samples:,} samples, {report.real_tokens:,} tokens in {len(plan.tokens):,} micro-batches on "
+        f"{plan.constraints.dp_size:,} data-parallel ranks; fill {report.fill:.1%}, "
+        f"padding {report.padding_share:.1%}, bubbles {timeline.bubble_share:.2%}"
+    )
+    note += f" of the rows shown: {hidden:,} more ranks are not drawn." if hidden else "."
+    by_sample = stages == 1 and sum(_size(plan, box.pack) for box in timeline.boxes) <= MOST_BOXES
+    if stages > 1:
+        traces = [_passes(plan, timeline, kind, label) for kind, label in (("F", "forward"), ("B", "backward"))]
+    else:
+        traces = [_samples(plan, timeline), _outlines(timeline)] if by_sample else [_packs(plan, timeline)]
+    traces.append(_bubbles(timeline))
+    ticks = list(range(0, timeline.rows, -(-timeline.rows // 16)))
+    layout: dict[str, Any] = {
+        "barmode": "overlay",
+        "hovermode": "closest",
+        "bargap": 0.15,
+        "yaxis": {
+            "title": {"text": "replica, stage" if stages > 1 else "data-parallel rank"},
+            "autorange": "reversed",
+            "tickvals": ticks,
+            "ticktext": [f"{row // stages}, {row % stages}" if stages > 1 else str(row) for row in ticks],
+            "showgrid": False,
+            "zeroline": False,
+        },
+    }
+    x = "predicted milliseconds" if timeline.is_milliseconds else "planned cost (1 = the mean work of a row)"
+    height = 130 + max(16 * timeline.rows, 110)
+    return Chart(f"Timeline: {name}", traces, "", x=x, note=note, height=height, layout=layout, is_wide=True)
+
+
+def _bars(name: str, rows: Sequence[int], starts: Sequence[float], durations: Sequence[float]) -> Trace:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": list(rows),
+        "base": [_short(value) for value in starts],
+        "x": [_short(value) for value in durations],
+        "hoverinfo": "text",
+        "width": 0.86,
+    }
+
+
+def _samples(plan: Plan, timeline: Timeline) -> Trace:
+    """One bar per sample, coloured by its length."""
+    rows, starts, durations, texts, lengths = [], [], [], [], []
+    for box in timeline.boxes:
+        first, end = int(plan.offsets[box.pack]), int(plan.offsets[box.pack + 1])
+        members = plan.samples[first:end]
+        costs = plan.sample_costs[members].astype(float)
+        total = costs.sum()
+        at = box.start
+        for place, (sample, cost) in enumerate(zip(members.tolist(), costs.tolist(), strict=True)):
+            duration = box.duration * (cost / total if total else 1 / len(members))
+            shared = int(plan.shared[first + place])
+            rows.append(box.row)
+            starts.append(at)
+            durations.append(duration)
+            lengths.append(int(plan.used[sample]))
+            prefix = f", {shared:,} of them computed with the sample before" if shared else ""
+            texts.append(f"sample {int(plan.ids[sample])}: {lengths[-1]:,} tokens{prefix}<br>{_pack_text(plan, box)}")
+            at += duration
+    trace = _bars("samples", rows, starts, durations)
+    return trace | {"hovertext": texts, "marker": _colored(lengths, "tokens", 0.5), "showlegend": False}
+
+
+def _packs(plan: Plan, timeline: Timeline) -> Trace:
+    """One bar per micro-batch, coloured by its tokens."""
+    boxes = timeline.boxes
+    trace = _bars("micro-batches", *_places(boxes))
+    tokens = [int(plan.tokens[box.pack]) for box in boxes]
+    texts = [_pack_text(plan, box) for box in boxes]
+    marker = _colored(tokens, "tokens", 0.3) | {"cmin": 0}  # near the cap, differences are small
+    return trace | {"hovertext": texts, "marker": marker, "showlegend": False}
+
+
+def _outlines(timeline: Timeline) -> Trace:
+    """Frames around the samples of a micro-batch."""
+    return _bars("micro-batch", *_places(timeline.boxes)) | {
+        "hoverinfo": "skip",
+        "marker": {"color": "rgba(0,0,0,0)", "line": {"color": INK, "width": 1.2}},
+    }
+
+
+def _passes(plan: Plan, timeline: Timeline, kind: str, label: str) -> Trace:
+    """Bars of the forward or backward passes of a pipeline."""
+    boxes = [box for box in timeline.boxes if box.kind == kind]
+    color = "#6f9fd4" if kind == "F" else "#1f5a96"
+    return _bars(label, *_places(boxes)) | {
+        "hovertext": [f"{label}<br>{_pack_text(plan, box)}" for box in boxes],
+        "marker": {"color": color, "line": {"color": "white", "width": 0.5}},
+    }
+
+
+def _bubbles(timeline: Timeline) -> Trace:
+    rows, starts, durations = zip(*timeline.bubbles, strict=True) if timeline.bubbles else ((), (), ())
+    unit = " ms" if timeline.is_milliseconds else " of the mean work of a row"
+    return _bars("waiting", rows, starts, durations) | {
+        "hovertext": [f"waits {duration:.3g}{unit}" for duration in durations],
+        "marker": {"color": "#d5dae0", "line": {"width": 0}},
+    }
+
+
+def _places(boxes: Sequence[Box]) -> tuple[list[int], list[float], list[float]]:
+    return [box.row for box in boxes], [box.start for box in boxes], [box.duration for box in boxes]
+
+
+def _pack_text(plan: Plan, box: Box) -> str:
+    """What a micro-batch holds, for its hover."""
+    members = plan.samples[plan.offsets[box.pack] : plan.offsets[box.pack + 1]]
+    tokens, cap = int(plan.tokens[box.pack]), plan.constraints.max_tokens
+    size = int(plan.cp_sizes[box.pack]) // plan.constraints.cp_size
+    fill = f", {tokens / (cap * size):.0%} of the cap" if cap else ""
+    place = f"rank {box.row // plan.constraints.pp_size}, micro-batch {box.index}"
+    text = f"{place}: {len(members):,} samples, {tokens:,} tokens{fill}"
+    if not len(members):
+        return f"{text} (a filler)"
+    lengths = sorted(plan.used[members].tolist(), reverse=True)
+    more = f", {len(lengths) - _MOST_LENGTHS:,} more" if len(lengths) > _MOST_LENGTHS else ""
+    return f"{text}<br>lengths: {', '.join(f'{length:,}' for length in lengths[:_MOST_LENGTHS])}{more}"
+
+
+def _size(plan: Plan, pack: int) -> int:
+    return int(plan.offsets[pack + 1] - plan.offsets[pack])
+
+
+def _colored(values: Sequence[int], title: str, line: float) -> dict[str, Any]:
+    return {
+        "color": list(values),
+        "colorscale": "Viridis",
+        "reversescale": True,
+        "colorbar": {"title": {"text": title}, "thickness": 12, "outlinewidth": 0},
+        "line": {"color": "white", "width": line},
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.7g}")

@@ -1,0 +1,247 @@
+"""What a run's folder holds, read without trust: files may be missing, cut, or written at the same time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll_batching.errors import PlanError, RollBatchingError
+from roll_batching.files import cause, open_regular
+from roll_batching.jobs.observe.metrics_file import METRICS
+from roll_batching.jobs.observe.plan_file import PLAN, LastPlan, read_plan
+from roll_batching.jobs.observe.rollouts_file import ROLLOUTS
+from roll_batching.jobs.observe.run_info import RUN_INFO
+from roll_batching.jobs.run.folder import CONFIG
+from roll_batching.secret_names import redact
+from roll_batching.tools.report.json_lines import JsonLines, read_json_lines
+from roll_batching.tools.report.text import clean, number
+
+MOST_ROLLOUTS = 1000
+"""Most responses on a page, spread evenly over rollouts.jsonl."""
+_MOST_SETTINGS = 3000
+_DEEPEST = 20
+_MOST_LOGS, _LOG_TAIL, _MOST_NOTICES = 64, 2**18, 200
+_LARGEST_FILE = 2**26
+"""Bytes of a config.yaml, run_info.json or last_plan.json that is read."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of metrics.jsonl: its finite numbers."""
+
+    phase: str
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run, as far as its files can be read."""
+
+    folder: Path
+    label: str
+    """Name of the run on the page."""
+    rows: list[Row]
+    nulls: dict[str, int]
+    """Columns with values that are null or not finite, and in how many rows."""
+    rollouts: JsonLines | None
+    settings: dict[str, str]
+    """Settings of config.yaml by dotted key."""
+    environment: dict[str, str]
+    notices: list[str]
+    """Notices of the configuration, then those in the logs."""
+    last_plan: LastPlan | None
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, as sentences."""
+
+    @property
+    def phases(self) -> list[str]:
+        """Names of the phases, in the order of the rows."""
+        return list(dict.fromkeys(row.phase for row in self.rows))
+
+    def of_phase(self, phase: str) -> list[Row]:
+        """The rows of a phase."""
+        return [row for row in self.rows if row.phase == phase]
+
+
+def phases_of(runs: Sequence[RunFiles]) -> list[str]:
+    """All phases of the runs: reinforcement learning first, then the others in the order of the rows."""
+    return sorted(dict.fromkeys(phase for run in runs for phase in run.phases), key=lambda phase: phase != "rl")
+
+
+def read_run(folder: Path, label: str) -> RunFiles:
+    """Read the folder of a run. Raises RollBatchingError when it has no metrics.jsonl that can be read."""
+    problems: list[str] = []
+    rows, nulls = _read_rows(folder, problems)
+    info = _read_info(folder / RUN_INFO, problems)
+    environment = info.get("environment")
+    notices = info.get("notices")
+    return RunFiles(
+        folder=folder,
+        label=label,
+        rows=rows,
+        nulls=nulls,
+        rollouts=_read_rollouts(folder / ROLLOUTS, problems),
+        settings=_read_settings(folder / CONFIG, problems),
+        environment=_flat(environment) if isinstance(environment, dict) else {},
+        notices=[
+            *(clean(notice) for notice in (notices if isinstance(notices, list) else [])[:_MOST_NOTICES]),
+            *_logged_notices(folder / "logs", problems),
+        ],
+        last_plan=_read_plan(folder / PLAN, problems),
+        problems=problems,
+    )
+
+
+def _read_rows(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+    path = folder / METRICS
+    if not folder.is_dir():
+        raise RollBatchingError(f"{folder} is not a folder: give the folder of a run (output_dir/exp_name)")
+    try:
+        lines = read_json_lines(path)
+    except FileNotFoundError:
+        raise RollBatchingError(
+            f"{folder} is not the folder of a run, or the run has finished no step: it has no {METRICS}"
+        ) from None
+    except OSError as error:
+        raise RollBatchingError(f"{path} cannot be read: {cause(error)}") from None
+    rows, nulls, unnamed = [], dict[str, int](), 0
+    for values in lines.objects:
+        step, phase = values.get("step"), values.get("phase")
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53 or not isinstance(phase, str):
+            unnamed += 1
+            continue
+        numbers = {clean(key, 100): number(value) for key, value in values.items() if key not in ("step", "phase")}
+        for key, value in numbers.items():
+            if value is None:
+                nulls[key] = nulls.get(key, 0) + 1
+        rows.append(Row(clean(phase, 40), step, {key: value for key, value in numbers.items() if value is not None}))
+    if not rows:
+        raise RollBatchingError(f"{path} holds no row of metrics: has the run finished a step?")
+    _say_lines(path.name, lines, problems)
+    if unnamed:
+        problems.append(f"{path.name}: lines without a step and a phase, which are left out: {unnamed:,}")
+    return rows, nulls
+
+
+def _read_rollouts(path: Path, problems: list[str]) -> JsonLines | None:
+    try:
+        lines = read_json_lines(path, MOST_ROLLOUTS)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {cause(error)}")
+        return None
+    _say_lines(path.name, lines, problems)
+    return lines if lines.objects else None
+
+
+def _say_lines(name: str, lines: JsonLines, problems: list[str]) -> None:
+    if lines.broken:
+        problems.append(
+            f"{name}: lines that cannot be read and are left out: {lines.broken:,}; the first is line "
+            f"{lines.first_broken:,}"
+        )
+    if lines.is_cut:
+        problems.append(f"{name}: the last line is incomplete: the run is writing it, or was killed")
+
+
+def _text_of(path: Path, problems: list[str]) -> str | None:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            problems.append(f"{path.name} is larger than {_LARGEST_FILE // 2**20} MiB and is left out")
+            return None
+        with open_regular(path) as file:
+            return file.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {cause(error)}")
+        return None
+
+
+def _read_settings(path: Path, problems: list[str]) -> dict[str, str]:
+    text = _text_of(path, problems)
+    if text is None:
+        return {}
+    try:
+        values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} is not YAML: {clean(error, 200)}")
+        return {}
+    return _flat(values) if isinstance(values, dict) else {}
+
+
+def _read_info(path: Path, problems: list[str]) -> dict[str, Any]:
+    text = _text_of(path, problems)
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        problems.append(f"{path.name} is not a JSON object")
+        return {}
+    return values
+
+
+def _read_plan(path: Path, problems: list[str]) -> LastPlan | None:
+    text = _text_of(path, problems)
+    if text is None:
+        return None
+    try:
+        return read_plan(text)
+    except PlanError as error:
+        problems.append(f"{path.name}: {clean(error, 300)}")
+        return None
+
+
+def _flat(values: dict[Any, Any]) -> dict[str, str]:
+    """Leaves by dotted key, without secrets. Their number is limited: aliases make a short file an endless tree."""
+    leaves = islice(_leaves(values, ()), _MOST_SETTINGS)
+    return {key: redact(value, name=key.rpartition(".")[2]) for key, value in leaves}
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value and len(path) < _DEEPEST:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, clean(key, 100)))
+    elif isinstance(value, list | dict) and _is_nested(value):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        if len(path) >= _DEEPEST:
+            yield ".".join(path), "..."
+            return
+        for key, item in items:
+            yield from _leaves(item, (*path, clean(key, 100)))
+    else:
+        yield ".".join(path), clean("" if value is None else value, 500)
+
+
+def _is_nested(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return any(isinstance(item, list | dict) for item in items)
+
+
+def _logged_notices(folder: Path, problems: list[str]) -> list[str]:
+    """Lines of the ranks' logs that are notices, each once."""
+    notices: dict[str, None] = {}
+    for path in islice(sorted(folder.glob("rank_*.log")), _MOST_LOGS):
+        try:
+            with open_regular(path) as file:
+                file.seek(0, 2)
+                file.seek(max(file.tell() - _LOG_TAIL, 0))
+                tail = file.read().decode("utf-8", errors="replace")
+        except OSError as error:
+            problems.append(f"{path.name} cannot be read: {cause(error)}")
+            continue
+        for line in tail.splitlines():
+            if line.startswith("notice: ") and len(notices) < _MOST_NOTICES:
+                notices.setdefault(clean(line.removeprefix("notice: ")))
+    return list(notices)

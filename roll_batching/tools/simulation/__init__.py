@@ -1,0 +1,20 @@
+"""Step times on paper: passes, exchange and waiting of a plan on a cluster, predicted without running anything."""
+
+from roll_batching.tools.simulation.clusters import CLUSTERS, read_cluster
+from roll_batching.tools.simulation.models import MODELS, architecture_times, read_architecture
+from roll_batching.tools.simulation.scenario import Scenario, simulate_single_sizes
+from roll_batching.tools.simulation.step import SimulatedStep, simulate_plan
+from roll_batching.tools.simulation.sweep import run_sweep
+
+__all__ = [
+    "CLUSTERS",
+    "MODELS",
+    "Scenario",
+    "SimulatedStep",
+    "architecture_times",
+    "read_architecture",
+    "read_cluster",
+    "run_sweep",
+    "simulate_plan",
+    "simulate_single_sizes",
+]
