@@ -35,7 +35,7 @@ def functions_of(path: Path, names: set[str], given: dict[str, Any] | None = Non
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     missing = sorted(names - set(defined))
     if missing:
-        raise SystemExit(f"{path} has no {', '.join(missing)}; see docs/planner.md for the commits that were used")
+        raise SystemExit(f"{path} has no {', '.join(missing)}; see docs/benchmarks.md for the commits that were used")
     needed: set[str] = set()
     open_names = set(names)
     while open_names:

@@ -25,8 +25,8 @@ class AdapterArgs(Settings):
 
     lora_target: tuple[str, ...] | None = setting(
         None,
-        help="Trains LoRA adapters of these projections and freezes the model (docs/lora.md): all-linear, or some of "
-        "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj as a list or with commas; linear_qkv, "
+        help="Trains LoRA adapters of these projections and freezes the model (docs/fine-tuning.md): all-linear, or "
+        "some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj as a list or with commas; linear_qkv, "
         "linear_proj, linear_fc1 and linear_fc2 stand for those of a Megatron layer. Default: all parameters are "
         "trained.",
     )

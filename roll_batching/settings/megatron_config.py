@@ -169,7 +169,7 @@ class MegatronConfig(Settings):
     )
     mtp_num_layers: int | None = setting(
         None,
-        help="Heads of multi-token prediction that train with the policy (docs/mtp.md). Default: those of "
+        help="Heads of multi-token prediction that train with the policy (docs/models.md). Default: those of "
         "architecture.mtp_num_layers; 0: none.",
         ge=0,
         le=64,

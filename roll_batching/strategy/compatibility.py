@@ -64,7 +64,7 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
         if getattr(gpt_of(chunk), "mtp_process", False) and not hasattr(gpt_of(chunk), "predicts_ahead"):
             problems.append(
                 "Megatron's multi-token prediction scales its losses by micro-batches and needs labels: build without "
-                "mtp_block_spec, or let the strategy build the model (architecture.mtp_num_layers, docs/mtp.md)"
+                "mtp_block_spec, or let the strategy build the model (architecture.mtp_num_layers, docs/models.md)"
             )
         decoder = gpt_of(chunk).decoder
         if names := {type(layer).__name__ for layer in decoder.layers if not hasattr(layer, "self_attention")}:

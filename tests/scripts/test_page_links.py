@@ -85,10 +85,19 @@ def test_paths_and_functions_of_a_page_exist(page):
 def test_the_map_has_every_room_once():
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| ((?:`[\w/]+`(?:, )?)+) \|", page.split("\n## The path of a step")[0], re.MULTILINE)
-    rooms = [file.parent.relative_to(PACKAGE).as_posix() for file in PACKAGE.glob("*/__init__.py")]
-    rooms += [file.parent.relative_to(PACKAGE).as_posix() for file in PACKAGE.glob("jobs/*/__init__.py")]
+    folders = [folder for glob in ("*", "jobs/*", "tools/*") for folder in PACKAGE.glob(glob)]
+    rooms = [folder.relative_to(PACKAGE).as_posix() for folder in folders if (folder / "__init__.py").is_file()]
     named = [name for row in rows for name in re.findall(r"`([\w/]+)`", row)]
-    assert sorted(named) == sorted(set(rooms) - {"jobs", "rehearsal", "simulation", "commands"})
+    assert sorted(named) == sorted(set(rooms) - {"jobs", "tools", "commands"})
+
+
+def test_pages_that_code_and_configurations_name_exist():
+    """Error messages, help texts and comments send readers to pages, as docs/NAME.md."""
+    files = [file for folder in ("roll_batching", "configs", "examples") for file in (ROOT / folder).rglob("*.*")]
+    files += [*(ROOT / "scripts").iterdir(), *(ROOT / "benchmarks").rglob("*.py")]
+    texts = {file: file.read_text() for file in files if file.suffix in (".py", ".yaml", ".sh")}
+    named = {(file, name) for file, text in texts.items() for name in re.findall(r"\bdocs/([\w-]+\.md)", text)}
+    assert named and {(file, name) for file, name in named if not (ROOT / "docs" / name).is_file()} == set()
 
 
 @pytest.mark.parametrize(

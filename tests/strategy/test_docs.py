@@ -43,7 +43,7 @@ def _resolve(name: str) -> Any:
 
 
 def test_every_name_on_the_right_of_the_roll_page_exists() -> None:
-    rows = _rows("coming-from-roll.md")
+    rows = _rows("roll.md")
     assert len(rows) > 20
     for row in rows:
         names = re.findall(r"`(roll_batching[\w.]+)`", f"{row[1]} {row[2]}")
@@ -54,4 +54,4 @@ def test_every_name_on_the_right_of_the_roll_page_exists() -> None:
 
 @pytest.mark.parametrize("name", SEED_NAMES)
 def test_the_roll_page_maps_every_name_of_the_seeds(name: str) -> None:
-    assert any(f"`{name}`" in row[0] for row in _rows("coming-from-roll.md"))
+    assert any(f"`{name}`" in row[0] for row in _rows("roll.md"))

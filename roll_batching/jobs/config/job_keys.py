@@ -231,7 +231,7 @@ class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, Rollout
     actor_infer: WorkerConfig = setting(
         default_factory=WorkerConfig,
         help="Rollouts: actor_train's model samples them with these generating_args, in another parallel layout where "
-        "strategy_config gives other sizes (docs/roles-and-placement.md).",
+        "strategy_config gives other sizes (docs/cluster.md).",
     )
     validation: ValidationConfig = setting(default_factory=ValidationConfig, help="The evaluation of held-out prompts.")
     reference: WorkerConfig | None = setting(

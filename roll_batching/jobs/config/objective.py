@@ -97,7 +97,7 @@ class ObjectiveKeys(Settings):
     train_infer_correction: TrainInferCorrection | None = setting(
         None,
         help="Weights and filters by the mismatch of p_infer, with which the sampler sampled a token, and p_train, the "
-        "trainer's with the same weights (docs/train-infer-correction.md). Default: none.",
+        "trainer's with the same weights (docs/train-infer-mismatch.md). Default: none.",
     )
 
     ppo_epochs: int = setting(1, help="Passes over a step's samples.", ge=1)

@@ -45,7 +45,7 @@ A job is one YAML file, in ROLL's shape and, where ROLL has a name, under ROLL's
 
 ROLES_NOTE = """The roles are `actor_train`, `actor_infer`, `reference`, `critic` and `teacher`. Model and parallel
 layout are given in `actor_train`; the other roles inherit what they leave out, `teacher` all but the model.
-`actor_infer`, `reference` and `teacher` may have other parallel sizes ([roles and placement](roles-and-placement.md)).
+`actor_infer`, `reference` and `teacher` may have other parallel sizes ([roles and placement](cluster.md#roles)).
 Some keys have no effect in some roles, and then get a notice:
 
 """

@@ -108,7 +108,7 @@ class DynamicSamplingKeys(Settings):
     dynamic_sampling: bool = setting(
         False,
         help="Train on rollout_batch_size prompts whose responses have different rewards: other groups are discarded, "
-        "and more prompts are sampled until the step is full (docs/dynamic-sampling.md).",
+        "and more prompts are sampled until the step is full (docs/grpo.md).",
     )
     dynamic_sampling_max_batches: int | None = setting(
         10,

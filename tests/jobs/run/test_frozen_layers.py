@@ -12,7 +12,7 @@ from tests.jobs.run.test_resume import rows_of, saved, saving
 from tests.support.ranks import run_ranks
 
 RUN = "tests.jobs.run.test_resume:run_until"
-FROZEN = "embedding,decoder.layers.0"  # the example of docs/lora.md
+FROZEN = "embedding,decoder.layers.0"  # the example of docs/fine-tuning.md
 CASES = {
     "grpo": {"actor_train__strategy_args__strategy_config": {"use_distributed_optimizer": True}},
     "ppo, pipeline, saved in the background": {

@@ -30,7 +30,7 @@ def loads(rows):
 
 
 def trl_lengths(count, seed=0):
-    """Prompt and completion lengths of TRL's benchmark (docs/coming-from-trl.md)."""
+    """Prompt and completion lengths of TRL's benchmark (docs/streams.md)."""
     r = np.random.default_rng(seed)
     completions = np.clip(r.lognormal(np.log(700), 0.9, count), 16, 4096)
     completions[r.random(count) < 0.1] = 4096

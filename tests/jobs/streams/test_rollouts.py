@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.streams
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming-from-trl.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "streams.md"
 
 
 def sample(number=0, length=4, version=0, **changes):
@@ -138,7 +138,8 @@ def test_what_a_queue_cannot_do_is_said():
 
 
 def test_the_code_of_the_page_for_people_from_trl_runs(capsys):
-    first, second = (part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:])
+    chapter = PAGE.read_text().split("\n## Coming from TRL")[1].split("\n## ")[0]
+    first, second = (part.split("```")[0] for part in chapter.split("```python\n")[1:])
     space = {}
     exec(first, space)  # noqa: S102
     printed = capsys.readouterr().out
