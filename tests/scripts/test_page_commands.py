@@ -168,6 +168,8 @@ class Reader:
             "run-qwen3-4B.sh": SLIME_SCRIPT,
         }.items():
             (self.clone / name).write_text(text)
+        if "--output job.yaml" in page.read_text():  # convert-config replaces only what it wrote
+            (self.clone / "job.yaml").unlink()
         shutil.rmtree(self.clone / "DIR", ignore_errors=True)
         if re.search(r"\bRUN\b", page.read_text()):
             self.make_run("hf_model" if "hf_model" in page.read_text() else "demo")
