@@ -10,7 +10,6 @@ import torch
 
 from roll_batching.distributed import consensus
 from roll_batching.jobs.objectives.stateful import Stateful
-from roll_batching.jobs.steps.plan_consensus import agree_on_plan
 from roll_batching.jobs.texts.encode import encode_documents, encode_judged, encode_pairs
 from roll_batching.jobs.texts.epochs import EpochStream
 from roll_batching.jobs.texts.fit import token_counts
@@ -23,6 +22,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.length_table import LengthTable
 from roll_batching.samples.mini_batching import rank_slice
 from roll_batching.strategy import MegatronInferStrategy
+from roll_batching.strategy.frozen_passes import agree_on_plan
 
 
 class StepSource(Stateful, Protocol):
