@@ -8,8 +8,14 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import CONFIG, read_json
-from roll_batching.huggingface.expert_fields import translate_experts, translate_sigmoid_experts
 from roll_batching.huggingface.families import Family, load_family
+from roll_batching.huggingface.field_translation import (
+    Translation,
+    translate_experts,
+    translate_rope,
+    translate_sigmoid_experts,
+    translate_two_ropes,
+)
 from roll_batching.huggingface.fields import (
     ALWAYS,
     BESIDE_TEXT,
@@ -27,8 +33,6 @@ from roll_batching.huggingface.fields import (
     SLIDING,
     WITHOUT_EFFECT,
 )
-from roll_batching.huggingface.rope_fields import translate_rope, translate_two_ropes
-from roll_batching.huggingface.translation import Translation
 
 
 def translate(config: Mapping[str, Any], own_family: str | None = None) -> Translation:
@@ -55,7 +59,7 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         rope = {name: value for name, value in config["rope_parameters"].items() if name not in IMAGE_AXES}
         config = {**config, "rope_parameters": rope}
     if family.hybrid:
-        from roll_batching.huggingface.hybrid_fields import translate_hybrid  # one family needs it
+        from roll_batching.huggingface.field_translation import translate_hybrid  # one family needs it
 
         config = translate_hybrid(config, result)
     if family.rewrite is not None:

@@ -11,8 +11,16 @@ from typing import Any
 from roll_batching.errors import DataError, LossError
 from roll_batching.loss_check.process import run_request
 from roll_batching.loss_check.report import LossCheck, compare, gradient_norm
-from roll_batching.loss_check.samples import PAIR_FIELDS, random_samples
-from roll_batching.loss_check.scenarios import PACKS, REFERENCE, LayoutRuns, Outcome, Request, scenarios
+from roll_batching.loss_check.scenarios import (
+    PACKS,
+    PAIR_FIELDS,
+    REFERENCE,
+    LayoutRuns,
+    Outcome,
+    Request,
+    random_samples,
+    scenarios,
+)
 from roll_batching.losses.contract import loss_spec
 from roll_batching.samples import FieldKind, SampleBatch
 

@@ -19,10 +19,9 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.losses.contract import Metric
 from roll_batching.losses.estimators import bounded
-from roll_batching.losses.objectives import PolicyLoss, token_ratio
-from roll_batching.losses.policy import PolicyGradient, PolicyTokens
+from roll_batching.losses.objectives import PolicyGradient, PolicyLoss, PolicyTokens, token_ratio
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.token_masks import counted_positions, sample_of
+from roll_batching.samples.token_fields import counted_positions, sample_of
 from roll_batching.settings.losses import ClipCovSettings, KlCovSettings
 
 _HELD_BACK = "held_back"

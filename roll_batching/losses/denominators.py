@@ -14,8 +14,8 @@ from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossSpec, head_count
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.ragged import row_indices
-from roll_batching.samples.token_masks import by_prediction, counted_positions
+from roll_batching.samples.flatten import row_indices
+from roll_batching.samples.token_fields import by_prediction, counted_positions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import CANDIDATES, LossOutput
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.token_masks import counted_positions
+from roll_batching.samples.token_fields import counted_positions
 from roll_batching.settings.losses import DistillSettings
 
 TEACHER_LOG_PROBS, TEACHER_IDS = "teacher_log_probs", "teacher_ids"

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from roll_batching.errors import LossError, is_collective_timeout
-from roll_batching.losses.contract import VALUES, LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
+from roll_batching.losses.contract import VALUES, LossOutput, LossSpec, Max, Mean, Metric, Min, Sum, metric_tensors
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
-from roll_batching.losses.metric_kinds import metric_tensors
 from roll_batching.losses.views import MissingField, TokenView
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.pack_layout import IntArray

@@ -23,9 +23,9 @@ import torch
 from roll_batching.distributed import exchange
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.estimators import bounded
-from roll_batching.losses.policy import IS_WEIGHT
+from roll_batching.losses.objectives import IS_WEIGHT
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.token_masks import counted_positions, sample_of
+from roll_batching.samples.token_fields import counted_positions, sample_of
 
 if TYPE_CHECKING:
     from roll_batching.distributed.parallel_layout import ParallelLayout

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from roll_batching.modeling.delta_rule import Chunks, delta_step, gated_delta_rule, unit_length
+from roll_batching.modeling.recurrences import Chunks, delta_step, gated_delta_rule, unit_length
 from roll_batching.modeling.recurrent_layer import RecurrentLayer, Weights
 
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from roll_batching.modeling.delta_rule import Chunks
+from roll_batching.modeling.recurrences import Chunks, state_space, state_space_step
 from roll_batching.modeling.recurrent_layer import RecurrentLayer, Weights
-from roll_batching.modeling.state_space import state_space, state_space_step
 
 _TIME_STEPS = (0.001, 0.1)
 """Range of the initial time steps (Dao, Gu 2024)."""

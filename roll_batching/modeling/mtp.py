@@ -4,7 +4,7 @@ Head k joins the hidden state of token i with the embedding of token i + k, pass
 token i + k + 1 with the model's output layer. Parameters, their names and their place in a pipeline are Megatron's
 (`MultiTokenPredictionBlock`). The passes are not: Megatron (0.16 to 0.19) shifts tokens inside its layers, in a loop
 over sequences with transfers between context-parallel ranks, and scales the losses by the number of micro-batches.
-Here the shifted tokens come with the pack (`packing.mtp_inputs`), and the losses from `losses.mtp`.
+Here the shifted tokens come with the pack (`packing.extra_inputs`), and the losses from `losses.mtp`.
 """
 
 from __future__ import annotations

@@ -18,13 +18,12 @@ from roll_batching.errors import CheckpointError, LayoutError
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import Family, head_name, rules_of, untrained_tensors
-from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD
-from roll_batching.huggingface.mtp_layer_rules import copies_in_heads
+from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD, copies_in_heads
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
+from roll_batching.modeling.adapters import global_name
 from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.parameter_names import global_name
 from roll_batching.settings import ArchitectureConfig
 
 logger = logging.getLogger(__name__)

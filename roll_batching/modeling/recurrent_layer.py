@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.decode import DecodeParams
-from roll_batching.modeling.delta_rule import Chunks, causal_convolution, inputs_before
+from roll_batching.modeling.recurrences import Chunks, causal_convolution, inputs_before
 from roll_batching.packing.params import PackedParams
 
 Weights = dict[str, torch.Tensor]

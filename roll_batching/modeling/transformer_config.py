@@ -159,7 +159,7 @@ def _activation(architecture: ArchitectureConfig) -> Any:
 
         return quick_gelu
     if architecture.activation == "gelu_tanh":
-        from roll_batching.modeling.sandwich_layer import gelu_tanh
+        from roll_batching.modeling.layer_modules import gelu_tanh
 
         return gelu_tanh
     return F.silu

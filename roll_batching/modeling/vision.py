@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from roll_batching.packing.image_inputs import ImageInputs
+from roll_batching.packing.extra_inputs import ImageInputs
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.vision import VisionConfig
 

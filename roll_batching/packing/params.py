@@ -42,11 +42,11 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     axes: torch.Tensor | None = None
     """[3, tokens / cp] int64: positions for RoPE on the axes of images; None: `positions` on all axes."""
     images: Any = None
-    """`packing.image_inputs.ImageInputs` of this rank on the first stage of a model with a vision encoder."""
+    """`packing.extra_inputs.ImageInputs` of this rank on the first stage of a model with a vision encoder."""
     mtp_inputs: Any = None
-    """`packing.mtp_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
+    """`packing.extra_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
     chunks: Any = None
-    """Chunks of the pack's sequences (`modeling.delta_rule.Chunks`), set by the first gated delta net."""
+    """Chunks of the pack's sequences (`modeling.recurrences.Chunks`), set by the first gated delta net."""
 
     def set_context_group(self, group: Any) -> None:
         """Set the ranks that share the pack, where it has its own context-parallel size; None: this rank alone."""

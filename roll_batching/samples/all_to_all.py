@@ -21,9 +21,8 @@ from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.exchange_group import ExchangeGroup
 from roll_batching.samples.fields import FieldSpec
-from roll_batching.samples.flatten import as_index
+from roll_batching.samples.flatten import as_index, place, row_indices, starts_of
 from roll_batching.samples.length_table import require_batch
-from roll_batching.samples.ragged import place, row_indices, starts_of
 
 if TYPE_CHECKING:
     from roll_batching.planning import Plan

@@ -1,10 +1,12 @@
-"""Flat ragged fields from padded tensors or lists, for the constructors of `SampleBatch`.
+"""Flat ragged fields on the host: index arithmetic, making them from padded tensors or lists, descriptions and checks.
 
 Errors name rows by number and id.
 """
 
 from __future__ import annotations
 
+import hashlib
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -13,14 +15,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll_batching.distributed import digest
 from roll_batching.errors import DataError
-from roll_batching.samples.checks import name_rows
 from roll_batching.samples.fields import FieldSpec, Schema, check_dtype
-from roll_batching.samples.ragged import place, row_indices, starts_of, take
 
 PaddingSide = Literal["right", "left"]
 MaskPadding = Literal["right", "left", "both"]
 """Where rows are padded: all on one side, or each on either side or both."""
+
+
+def starts_of(lengths: Tensor) -> Tensor:
+    """Offsets of the rows: int64 `[n + 1]`, from int64 `lengths` `[n]`; the last is the total."""
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def row_indices(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Flat indices of rows that begin at `starts` and have `lengths` values: int64 `[sum(lengths)]`.
+
+    Row j contributes `starts[j], starts[j] + 1, ..., starts[j] + lengths[j] - 1`, in order of j.
+    """
+    offsets = starts_of(lengths)
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+    return shift + torch.arange(int(offsets[-1]), dtype=torch.int64)
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """`values[index]` along the first dimension; a host index is copied to the device of `values`."""
+    return values.index_select(0, index.to(values.device, non_blocking=True))
+
+
+def place(values: Tensor, index: Tensor, rows: int, pad: int | float | bool) -> Tensor:
+    """A tensor of `rows` rows with `values` at `index` and `pad` elsewhere.
+
+    `values` is `[len(index), ...]`, the result `[rows, ...]` of the same dtype and device.
+    """
+    result = torch.full((rows, *values.shape[1:]), pad, dtype=values.dtype, device=values.device)
+    result.index_copy_(0, index.to(values.device, non_blocking=True), values)
+    return result
+
+
+# ---- making fields
 
 
 def as_index(values: Any, what: str) -> Tensor:
@@ -235,3 +271,87 @@ def _tensor(name: str, values: Sequence[Any]) -> Tensor:
 def _require_tensor(name: str, values: Any) -> None:
     if not isinstance(values, Tensor):
         raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
+
+
+# ---- descriptions and checks
+
+
+def name_rows(rows: Tensor, ids: Tensor, limit: int = 8) -> str:
+    """`row 3 (id 17), row 5 (id 20) and 7 more`: the first of `rows`, for an error."""
+    shown = ", ".join(f"row {int(row)} (id {int(ids[row])})" for row in rows[:limit])
+    more = rows.numel() - limit
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def describe_fields(schema: Schema, fields: Mapping[str, Any], *, static_values: bool) -> dict[str, str]:
+    """Kind, pad, dtype and shape of one value of every field, as text; with `static_values` those too."""
+    texts = {}
+    for name, spec in schema.items():
+        values = fields[name]
+        if spec.kind != "static":
+            dtype = str(values.dtype).removeprefix("torch.")
+            kind = spec.kind if spec.counts is None else f"{spec.kind} (counted by {spec.counts})"
+            texts[name] = f"{kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
+        else:
+            texts[name] = f"static {_describe_static(values)}" if static_values else "static"
+    return texts
+
+
+def _describe_static(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    digest = hashlib.sha256(raw).hexdigest()[:16]
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} of bytes {digest}"
+
+
+def describe_difference(one: Mapping[str, str], other: Mapping[str, str], noun: str = "") -> str:
+    """The differences between two descriptions as text; empty if they are equal."""
+    return "; ".join(
+        f"{noun}{name} is {one.get(name, 'absent')} here and {other.get(name, 'absent')} there"
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
+    )
+
+
+def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, rows: Tensor | None) -> None:
+    """Raises `DataError` for NaN and infinities in one field; see `SampleBatch.require_finite`.
+
+    `rows` int64 `[n]` are those of the field for each sample; None for a static field.
+    """
+    if not isinstance(values, Tensor):
+        raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")
+    bad = ~torch.isfinite(values)
+    if rows is None:
+        if bool(bad.any()):
+            raise DataError(f"Static field {name!r} holds values that are not finite.")
+        return
+    bad = (bad.flatten(1).any(1) if bad.dim() > 1 else bad).cpu()
+    offsets = starts_of(rows)
+    if spec.kind == "next_token":
+        bad[offsets[1:] - 1] = False  # a sample's last row predicts nothing
+    positions = bad.nonzero().flatten()
+    if not positions.numel():
+        return
+    detail = ""
+    if spec.kind != "sample":
+        samples = torch.searchsorted(offsets, positions, right=True) - 1
+        first = int(samples[0])
+        detail = f"; the first at position {int(positions[0] - offsets[first])} of {int(rows[first])}"
+        positions = samples.unique_consecutive()
+    raise DataError(f"Field {name!r} is not finite in {name_rows(positions, ids)}{detail}.")
+
+
+def content_digest(ids: Tensor, lengths: Tensor, fields: Mapping[str, Any]) -> int:
+    """Digest of samples and their fields.
+
+    Fields on a device are left out, except `input_ids`: each would cost a synchronisation.
+    """
+    parts = []
+    for name, values in sorted({"ids": ids, "lengths": lengths, **fields}.items()):
+        if not isinstance(values, Tensor):
+            parts.append(f"{name}={values!r}")
+        elif values.device.type == "cpu" or name == "input_ids":
+            raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            parts.append(f"{name}={values.dtype}{list(values.shape)}:{zlib.crc32(raw)}")
+    return digest(*parts)

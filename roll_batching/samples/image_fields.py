@@ -10,7 +10,7 @@ from torch import Tensor
 from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS, FieldSpec
-from roll_batching.samples.ragged import row_indices, starts_of
+from roll_batching.samples.flatten import row_indices, starts_of
 
 RESPONSE = "response_mask"
 """token, bool, where a batch has it: image tokens that a model sampled are text wherever they are. It is cleared for

@@ -9,7 +9,7 @@ from roll_batching.distributed import exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import CONFIG, directory_of
 from roll_batching.strategy.checkpoint_files import check_regular
-from roll_batching.strategy.checkpoint_manifest import digests_of_pieces, pieces_of
+from roll_batching.strategy.checkpoint_folder import digests_of_pieces, pieces_of
 from roll_batching.strategy.model_state import ModelState
 
 PART = ".adapter."

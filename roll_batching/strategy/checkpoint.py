@@ -34,8 +34,7 @@ from roll_batching.strategy.checkpoint_files import (
     load_tensors,
     read_common,
 )
-from roll_batching.strategy.checkpoint_folder import RECORD, REPLACED, SAVING, atomic_folder
-from roll_batching.strategy.checkpoint_manifest import MANIFEST, check_manifest
+from roll_batching.strategy.checkpoint_folder import MANIFEST, RECORD, REPLACED, SAVING, atomic_folder, check_manifest
 from roll_batching.strategy.checkpoint_writer import CheckpointWriter, bytes_of, check_free_space
 from roll_batching.strategy.model_state import ModelState, TrainingState
 from roll_batching.strategy.optimizer_state import (

@@ -22,8 +22,16 @@ from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.megatron_patches.checkpoint_files import file_writes_replaced, write_bucket
 from roll_batching.strategy.checkpoint_files import alone, describe_cause, hide_future_warnings, system_error
-from roll_batching.strategy.checkpoint_folder import RECORD, SAVING, write_text
-from roll_batching.strategy.checkpoint_manifest import MANIFEST, FileDigest, digest_files, listed_files, manifest_text
+from roll_batching.strategy.checkpoint_folder import (
+    MANIFEST,
+    RECORD,
+    SAVING,
+    FileDigest,
+    digest_files,
+    listed_files,
+    manifest_text,
+    write_text,
+)
 
 
 class CheckpointWriter:

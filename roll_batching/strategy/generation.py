@@ -16,22 +16,24 @@ import torch.nn.functional as F
 
 from roll_batching.distributed import Facts
 from roll_batching.errors import DataError, LayoutError
-from roll_batching.modeling.attention.decoding import dense_decoding
+from roll_batching.modeling.attention.dense import dense_decoding
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.modeling.rotary import rotary_settings
 from roll_batching.planning import ParallelDims
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.checks import content_digest
+from roll_batching.samples.flatten import content_digest
 from roll_batching.samples.length_table import require_batch
-from roll_batching.strategy.cache_budget import (
+from roll_batching.strategy.decoding import (
+    LENGTH_MULTIPLE,
+    RecomputingDecoder,
     cache_positions,
+    gather_vocabulary,
     max_over_ranks,
     positions_per_step,
     split_by_cache_limit,
 )
 from roll_batching.strategy.model_state import ModelState
-from roll_batching.strategy.recomputing_decoder import LENGTH_MULTIPLE, RecomputingDecoder, gather_vocabulary
 from roll_batching.strategy.sampling import GenerationSettings, Sampler, uniform_draws
 from roll_batching.strategy.step_inputs import SAME_SAMPLES, check_positions, check_tokens, check_window
 
@@ -58,7 +60,7 @@ def check_generation(
         raise DataError("prompts need a field input_ids of kind token")
     check_tokens(prompts, state)
     if state.vision is not None or any(spec.kind == "rows" for spec in prompts.schema.values()):
-        from roll_batching.strategy.prompt_images import check_prompt_images  # few models take images
+        from roll_batching.strategy.images import check_prompt_images  # few models take images
 
         check_prompt_images(prompts, state)
     if not isinstance(settings, GenerationSettings):
@@ -126,7 +128,7 @@ def generate(
     responses: dict[int, Response] = {}
     images = None
     if model.vision is not None and len(prompts):
-        from roll_batching.strategy.prompt_images import PromptImages  # few models take images
+        from roll_batching.strategy.images import PromptImages  # few models take images
 
         images = PromptImages(prompts, model)
     with decoding(model, settings) as make_decoder:
@@ -211,7 +213,7 @@ class CachedDecoder:
     def __init__(
         self, model: ModelState, gpt: Any, rows: list[torch.Tensor], settings: GenerationSettings, images: Any = None
     ) -> None:
-        """`images`: `strategy.prompt_images.SequenceImages` of the rows, for a model with a vision encoder."""
+        """`images`: `strategy.images.SequenceImages` of the rows, for a model with a vision encoder."""
         self._images = images
         self.layout, self._chunk, self._gpt = model.layout, model.chunks[0], gpt
         self._rows = rows

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
 from roll_batching.errors import ConfigError, LayoutError, LossError
-from roll_batching.losses.contract import VALUES, LossSpec, loss_spec
+from roll_batching.losses.contract import VALUES, LossSpec, as_numbers, loss_spec
 from roll_batching.losses.head import HeadContext, check_temperature
-from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.cost import model_cost
 from roll_batching.packing.batch import PackedBatch, StepPacks
@@ -24,10 +23,10 @@ from roll_batching.planning.plain_values import integer_of
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.settings import BatchingConfig, RoleSettings
+from roll_batching.strategy.fault_messages import require_finite_outputs
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
-from roll_batching.strategy.nan_checks import require_finite_outputs
-from roll_batching.strategy.prefix_sharing import gather_table, sharing_of
+from roll_batching.strategy.pack_features import gather_table, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.step_inputs import check_declared, count_local, pack_inputs
@@ -102,7 +101,7 @@ class MegatronInferStrategy(ModelIOMixin):
     def state(self, state: ModelState) -> None:
         sharing_of(state)  # raises where sharing is asked for and cannot be
         if state.settings.max_cp_size > 1:
-            from roll_batching.strategy.context_sizes import require_context_sizes
+            from roll_batching.strategy.pack_features import require_context_sizes
 
             require_context_sizes(state)
         self._state = state
@@ -219,7 +218,7 @@ class MegatronInferStrategy(ModelIOMixin):
     @property
     def planner(self) -> RolePlanner:
         """Planner with this role's settings, to plan in another process, for example."""
-        from roll_batching.strategy.context_sizes import pack_times_of
+        from roll_batching.strategy.pack_features import pack_times_of
 
         return RolePlanner(
             train=self.constraints(),

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from roll_batching.errors import LayoutError
+from roll_batching.strategy.fault_messages import device_memory_error
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.optimizer_step import optimizer_parts
-from roll_batching.strategy.out_of_memory import device_memory_error
 
 KINDS = ("parameters", "gradients", "optimizer")
 """Kinds of states: weights; Megatron's gradient buffers; moments and fp32 copies of the weights."""

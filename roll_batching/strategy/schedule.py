@@ -22,7 +22,7 @@ from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.packing.pack_layout import PackLayout
 from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan
-from roll_batching.strategy.out_of_memory import MicroBatchTracker
+from roll_batching.strategy.fault_messages import MicroBatchTracker
 
 Packs = Sequence[PackedBatch] | StepPacks
 LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
@@ -91,7 +91,7 @@ def run_schedule(
     if len(packs) != planned:
         raise LayoutError(f"the plan has {planned} micro-batches of this rank and {len(packs)} were packed")
     if plan.blocks is not None:
-        from roll_batching.distributed.context_groups import context_groups  # only such plans need them
+        from roll_batching.distributed.parallel_layout import context_groups  # only such plans need them
 
         _set_context_groups(packs, context_groups(layout, plan.blocks.sizes))
     pack_layouts = layouts_of(packs)

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout
 from roll_batching.errors import LayoutError, LossError
-from roll_batching.losses.contract import loss_spec
+from roll_batching.losses.contract import HostMetric, as_numbers, loss_spec
 from roll_batching.losses.denominators import StepCounts, require_counts
 from roll_batching.losses.head import check_temperature
-from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.cost import device_rate, plan_flops
 from roll_batching.modeling.experts import expert_biases_kept
@@ -29,8 +28,8 @@ from roll_batching.planning.plain_values import kind_of
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.samples.length_table import require_batch
 from roll_batching.settings import BatchingConfig, RoleSettings, TrainingArgs
-from roll_batching.strategy.clock import StepClock
 from roll_batching.strategy.compatibility import check_compatibility, scheduler_problems
+from roll_batching.strategy.fault_messages import explain_optimizer_out_of_memory
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, SchedulerUnit, StepSettings, TrainingState
@@ -42,9 +41,8 @@ from roll_batching.strategy.optimizer_step import (
     step_optimizer,
     with_optimizer,
 )
-from roll_batching.strategy.out_of_memory import explain_optimizer_out_of_memory
 from roll_batching.strategy.step_inputs import count_local
-from roll_batching.strategy.step_result import StepResult, join_results
+from roll_batching.strategy.step_result import StepClock, StepResult, join_results
 from roll_batching.strategy.weights import Transfer, gather_parameters
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ def passes(other_layout: dict[str, Any]) -> dict[str, Any]:
     from roll_batching.errors import LayoutError, RankError
     from roll_batching.samples import collect, distribute
     from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-    from roll_batching.strategy.frozen_passes import run_on
+    from roll_batching.strategy.roles import run_on
 
     home = _model(MegatronTrainStrategy, {})
     other = _model(MegatronInferStrategy, other_layout)

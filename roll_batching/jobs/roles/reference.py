@@ -71,7 +71,7 @@ class _Reference:
         import torch.distributed as dist
 
         from roll_batching.jobs.steps.update import REFERENCE, with_log_probs
-        from roll_batching.strategy.frozen_passes import agree_on_plan
+        from roll_batching.strategy.roles import agree_on_plan
 
         samples, layout = request.samples, self.strategy.layout
         local_batch = samples if layout.dp_rank == 0 else samples.select(np.arange(0))

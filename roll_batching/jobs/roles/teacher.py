@@ -13,9 +13,8 @@ from roll_batching.jobs.steps.update import layout_exchange_between
 from roll_batching.losses.distillation import TEACHER_IDS, TEACHER_LOG_PROBS
 from roll_batching.samples import FieldSpec, SampleBatch, collect, distribute
 from roll_batching.strategy import MegatronInferStrategy
-from roll_batching.strategy.frozen_passes import agree_on_plan
 from roll_batching.strategy.offload import OffloadStats
-from roll_batching.strategy.top_tokens import top_log_probs
+from roll_batching.strategy.roles import agree_on_plan, top_log_probs
 
 
 class Teacher:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from roll_batching.errors import RollBatchingError
 from roll_batching.strategy import MegatronInferStrategy
-from roll_batching.strategy.frozen_passes import agree_on_plan
+from roll_batching.strategy.roles import agree_on_plan
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.length_table import LengthTable
 from roll_batching.samples.mini_batching import rank_slice
 from roll_batching.strategy import MegatronInferStrategy
-from roll_batching.strategy.frozen_passes import agree_on_plan
+from roll_batching.strategy.roles import agree_on_plan
 
 
 class StepSource(Stateful, Protocol):
@@ -80,7 +80,7 @@ class Encoder:
         """
         if not self.judged:
             return None
-        from roll_batching.losses.unpaired import mismatch  # other jobs need none
+        from roll_batching.losses.fine_tuning import mismatch  # other jobs need none
 
         share = rank_slice(len(texts), dp_rank, dp_size)
         places = [(share.start - 1) % len(texts), *range(share.start, share.stop)]

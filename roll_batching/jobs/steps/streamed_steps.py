@@ -21,7 +21,7 @@ from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.samples import SampleBatch, gather_bins, gather_lengths, number_globally
 from roll_batching.samples.length_table import LengthTable
 from roll_batching.strategy import MegatronInferStrategy
-from roll_batching.strategy.frozen_passes import agree_on_plan
+from roll_batching.strategy.roles import agree_on_plan
 
 
 class StreamedSteps:
