@@ -22,8 +22,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from roll_batching.distributed.groups import group_device
-from roll_batching.errors import RankError, RollBatchingError
+from roll_batching.distributed.groups import gather_objects, group_device
+from roll_batching.errors import RankError, RollBatchingError, first_of
 from roll_batching.registry import user_place
 
 T = TypeVar("T")
@@ -114,8 +114,7 @@ def raise_on_all(group: Any, what: str, error: BaseException | None, facts: Fact
     `replica` is the index of this rank's replica.
     """
     message = None if error is None else failure_message(error)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (message, replica, facts.everywhere, facts.in_replica, facts.cures), group=group)
+    everyone = gather_objects((message, replica, facts.everywhere, facts.in_replica, facts.cures), group)
     ranks = dist.get_process_group_ranks(group)
     raise RankError(f"{what}: {_explain(ranks, everyone)}") from error
 
@@ -134,8 +133,7 @@ def exchange(group: Any, what: str, make: Callable[[], T], *, patience: float | 
     except Failure as caught:
         error = caught
     _wait(group, patience)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (None if error is None else failure_message(error), value), group=group)
+    everyone = gather_objects((None if error is None else failure_message(error), value), group)
     failures = {
         rank: message
         for rank, (message, _) in zip(dist.get_process_group_ranks(group), everyone, strict=True)
@@ -215,5 +213,4 @@ def _group_messages(ranks: Sequence[int], messages: Sequence[str | None]) -> str
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of([str(rank) for rank in ranks], 8, ', ')}"

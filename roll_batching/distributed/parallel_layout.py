@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_batching.distributed.groups import group_timeout, host_group
+from roll_batching.distributed.groups import gather_objects, group_timeout, host_group
 from roll_batching.distributed.team import Team
 from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
@@ -199,8 +199,7 @@ def context_groups(layout: ParallelLayout, sizes: Sequence[int]) -> dict[int, An
     if missing:
         for stale in [key for key in _groups if key[0] is not world]:
             del _groups[stale]  # groups of a destroyed world
-        everyone: list[Any] = [None] * dist.get_world_size(layout.host_group)
-        dist.all_gather_object(everyone, members, group=layout.host_group)
+        everyone = gather_objects(members, layout.host_group)
         timeout = group_timeout(layout.dp_group)
         for size in missing:
             for ranks in sorted(set(everyone)):

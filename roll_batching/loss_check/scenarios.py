@@ -185,10 +185,6 @@ def _top_probabilities(n: int, g: torch.Generator) -> torch.Tensor:
     return 0.9 * torch.randn(n, _TOKENS_OF_K, generator=g).softmax(1)
 
 
-def _mask(n: int, g: torch.Generator) -> torch.Tensor:
-    return torch.rand(n, generator=g) < 0.7
-
-
 _KNOWN: Mapping[str, _Field] = {
     "advantages": _Field("sample", _normal),
     "rewards": _Field("sample", _normal),
@@ -217,7 +213,7 @@ def random_samples(spec: LossSpec, fields: Mapping[str, FieldKind], seed: int, *
     lengths = [max(n, 3) for n in LENGTHS] if pairs else list(LENGTHS)
     wanted = dict(_KNOWN)
     wanted |= {name: _Field("sample", lambda n, g: torch.rand(n, generator=g)) for name in spec.sums}
-    wanted |= {name: _Field("token", _mask) for name in spec.masks}
+    wanted |= {name: _Field("token", lambda n, g: torch.rand(n, generator=g) < 0.7) for name in spec.masks}
     if spec.candidates is not None:
         wanted[spec.candidates] = _Field("next_token", _ids)
     for name, kind in fields.items():

@@ -21,7 +21,7 @@ from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import CANDIDATES, LossOutput
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.token_fields import counted_positions
+from roll_batching.samples.token_fields import counted_positions, token_place
 from roll_batching.settings.losses import DistillSettings
 
 TEACHER_LOG_PROBS, TEACHER_IDS = "teacher_log_probs", "teacher_ids"
@@ -94,11 +94,8 @@ class DistillLoss(DistillSettings):
     def needs(self) -> frozenset[str]:
         """What the loss computes from the student: its log-probs of the teacher's tokens, and with terms, more."""
         wanted = {CANDIDATES} | ({"log_probs"} if self.weight != 1 else set())
-        return frozenset(wanted | ({"entropy"} if self._reads_rest else set()))
-
-    @property
-    def _reads_rest(self) -> bool:
-        return self.zero_outside_topk and self.objective != "forward_kl"
+        reads_rest = self.zero_outside_topk and self.objective != "forward_kl"
+        return frozenset(wanted | ({"entropy"} if reads_rest else set()))
 
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` for missing fields of the teacher, and for log-probs that are not finite."""
@@ -110,9 +107,9 @@ class DistillLoss(DistillSettings):
             raise DataError(f"teacher_log_probs is {list(log_probs.shape)}, teacher_ids {list(ids.shape)}: give pairs")
         wrong = (~torch.isfinite(log_probs.cpu())).any(1) & counted_positions(batch, self.masks[0])
         if wrong.any():
-            row = int(torch.searchsorted(batch.offsets, wrong.nonzero()[0, 0], right=True)) - 1
+            sample, _ = token_place(batch, int(wrong.nonzero()[0, 0]))
             raise DataError(
-                f"teacher_log_probs of sample {int(batch.ids[row])} are not finite at {int(wrong.sum())} counted "
+                f"teacher_log_probs of sample {sample} are not finite at {int(wrong.sum())} counted "
                 "positions of the batch: look at the teacher's weights"
             )
 

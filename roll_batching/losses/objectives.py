@@ -28,7 +28,7 @@ from roll_batching.losses.estimators import (
 )
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.token_fields import counted_positions
+from roll_batching.samples.token_fields import counted_positions, token_place
 from roll_batching.settings.losses import (
     Aggregation,
     CISPOSettings,
@@ -319,9 +319,9 @@ class ValueLoss(LossSettings):
             counted = counted_positions(batch, self.masks[0]) if counted is None else counted
             wrong = ~torch.isfinite(batch[name].cpu()) & counted
             if wrong.any():
-                row = int(torch.searchsorted(batch.offsets, wrong.nonzero()[0, 0], right=True)) - 1
+                sample, _ = token_place(batch, int(wrong.nonzero()[0, 0]))
                 raise DataError(
-                    f"{name} of sample {int(batch.ids[row])} is not finite at {int(wrong.sum())} counted positions of "
+                    f"{name} of sample {sample} is not finite at {int(wrong.sum())} counted positions of "
                     "the batch: look at its reward"
                 )
 

@@ -18,15 +18,14 @@ logits are a single tile.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from roll_batching.registry import module_with
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of a tile's fp32 buffer: on a CPU about its cache, on CUDA enough to keep the device busy."""
@@ -288,20 +287,10 @@ def _kernel_gradient(
     )
 
 
-@functools.cache
-def _tile_kernels() -> Any:
-    """The module `tile_kernels`; None if triton is not installed."""
-    return (
-        None
-        if importlib.util.find_spec("triton") is None
-        else importlib.import_module("roll_batching.losses.tile_kernels")
-    )
-
-
 def _kernels(source: torch.Tensor) -> Any:
     """`tile_kernels` if it supports `source`: on CUDA, at most fp32, with column stride 1."""
     fits = source.device.type == "cuda" and source.dtype is not torch.float64 and source.stride(-1) == 1
-    return _tile_kernels() if fits else None
+    return module_with("triton", "roll_batching.losses.tile_kernels") if fits else None
 
 
 def tile_shape(count: int, columns: int, source: torch.Tensor, *, deferred: bool, chunk: int | None) -> tuple[int, int]:

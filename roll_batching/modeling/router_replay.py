@@ -24,6 +24,7 @@ from roll_batching.packing.pack_layout import PackLayout
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import EXPERTS_SPEC, ROUTED_EXPERTS
+from roll_batching.samples.token_fields import token_place
 
 UNSET = EXPERTS_SPEC.pad
 """Expert of a token whose router chooses: padding, and tokens outside all plans."""
@@ -107,11 +108,11 @@ def check_experts(batch: SampleBatch, chunks: Sequence[Any]) -> None:
                 bad |= (field[..., first] == field[..., second]) & (field[..., first] >= 0)
     if bool(bad.any()):
         token, layer = (int(x) for x in bad.nonzero()[0])
-        sample = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
+        sample, position = token_place(batch, token)
         raise DataError(
-            f"{ROUTED_EXPERTS} of sample {int(batch.ids[sample])}, token {token - int(batch.offsets[sample])}, layer "
-            f"{layers[layer]} has {problem}: {field[token, layer].tolist()}. Each token has {wanted[1]} different "
-            f"experts in each layer, or {UNSET} in all places, where the router chooses"
+            f"{ROUTED_EXPERTS} of sample {sample}, token {position}, layer {layers[layer]} has {problem}: "
+            f"{field[token, layer].tolist()}. Each token has {wanted[1]} different experts in each "
+            f"layer, or {UNSET} in all places, where the router chooses"
         )
 
 

@@ -112,9 +112,9 @@ def transformer_config(
             "moe_router_pre_softmax": moe.router_pre_softmax,
             "moe_router_score_function": moe.router_score_function,
             "moe_router_enable_expert_bias": moe.router_expert_bias,
-            "moe_router_bias_update_rate": _first_given(
-                strategy.moe_router_bias_update_rate, moe.router_bias_update_rate
-            ),
+            "moe_router_bias_update_rate": moe.router_bias_update_rate
+            if strategy.moe_router_bias_update_rate is None
+            else strategy.moe_router_bias_update_rate,
             "moe_router_num_groups": moe.router_num_groups,
             "moe_router_group_topk": moe.router_group_topk,
             "moe_router_topk_scaling_factor": None if moe.router_scaling_factor == 1 else moe.router_scaling_factor,
@@ -146,10 +146,6 @@ def transformer_config(
     known = {field.name for field in dataclasses.fields(kind)}
     # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
     return kind(**{name: value for name, value in options.items() if name in known})
-
-
-def _first_given(first: float | None, second: float) -> float:
-    return second if first is None else first
 
 
 def _activation(architecture: ArchitectureConfig) -> Any:

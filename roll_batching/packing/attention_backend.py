@@ -147,6 +147,11 @@ def attention_backend(choice: AttentionBackend | str, device_type: str) -> Atten
     return _load_backend(choice if entry is None else entry.target)
 
 
+def attention_name(backend: AttentionBackend | None) -> str:
+    """Name of a model's attention in errors; None: a core that the caller built."""
+    return "the model's own attention" if backend is None else f"the attention backend {backend.name}"
+
+
 @functools.cache
 def default_attention(device_type: str) -> AttentionEntry:
     """Backend that "auto" means on a device type: the first entry whose libraries are installed."""

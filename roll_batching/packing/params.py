@@ -10,7 +10,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from roll_batching.errors import LayoutError
-from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
+from roll_batching.packing.attention_backend import AttentionBackend, attention_backend, attention_name
 from roll_batching.packing.pack_layout import PackLayout
 
 _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
@@ -86,10 +86,9 @@ def packed_params(
     }
     backend = None if attention is None else attention_backend(attention, device.type)
     if pack_layout.prefix_lengths is not None and not getattr(backend, "shares_prefixes", False):
-        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
         raise LayoutError(
-            f"{name} attends to one run of keys per sample, and samples of this pack share prefixes: choose the "
-            "backend dense, varlen or flash_attn, or plan without prefixes (share_prefixes: false)"
+            f"{attention_name(backend)} attends to one run of keys per sample, and samples of this pack share "
+            "prefixes: choose the backend dense, varlen or flash_attn, or plan without prefixes (share_prefixes: false)"
         )
     local_tokens = pack_layout.local_tokens(cp_rank)
     sharded = pack_layout.cp_size > 1

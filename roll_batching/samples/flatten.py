@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roll_batching.distributed import digest
-from roll_batching.errors import DataError
+from roll_batching.errors import DataError, first_of
 from roll_batching.samples.fields import FieldSpec, Schema, check_dtype
 
 PaddingSide = Literal["right", "left"]
@@ -144,7 +144,8 @@ def from_padded(
         if spec.kind == "static":
             fields[name] = values
             continue
-        _require_tensor(name, values)
+        if not isinstance(values, Tensor):
+            raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
         check_dtype(name, spec, values.dtype)
         if spec.kind in ("sample", "rows"):
             fields[name] = values
@@ -176,7 +177,10 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
     """(lengths, fields) from per-sample lists; see `SampleBatch.from_lists`."""
     check_field_names(columns, schema)
     if lengths is None:
-        lengths = _lengths_of_lists(columns, schema)
+        per_token = [name for name, spec in schema.items() if spec.kind == "token"]
+        if not per_token:
+            raise DataError("Without a token field, pass lengths: nothing else says how long the samples are.")
+        lengths = torch.tensor([len(row) for row in columns[per_token[0]]], dtype=torch.int64)
     count = lengths.numel()
     fields: dict[str, Any] = {}
     for name, spec in schema.items():
@@ -193,7 +197,12 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
         flat = _concatenate(name, values)
         check_dtype(name, spec, flat.dtype)
         if spec.kind == "rows":  # `SampleBatch` compares the sum; this names the sample
-            _check_counts(name, row_lengths, as_index(columns[str(spec.counts)], f"field {spec.counts!r}"))
+            counts = as_index(columns[str(spec.counts)], f"field {spec.counts!r}")
+            if row_lengths.shape != counts.shape or (row_lengths != counts).any():
+                raise DataError(
+                    f"Field {name!r} has {row_lengths.tolist()[:8]} rows in its first samples, but its counts say "
+                    f"{counts.tolist()[:8]}."
+                )
             fields[name] = flat
         elif spec.kind == "token":
             _check_row_lengths(name, row_lengths, lengths, "")
@@ -206,27 +215,12 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
     return lengths, fields
 
 
-def _lengths_of_lists(columns: Mapping[str, Any], schema: Schema) -> Tensor:
-    for name, spec in schema.items():
-        if spec.kind == "token":
-            return torch.tensor([len(row) for row in columns[name]], dtype=torch.int64)
-    raise DataError("Without a token field, pass lengths: nothing else says how long the samples are.")
-
-
 def _check_row_lengths(name: str, row_lengths: Tensor, lengths: Tensor, note: str) -> None:
     if (bad := (row_lengths != lengths).nonzero().flatten()).numel():
         row = int(bad[0])
         raise DataError(
             f"Field {name!r}, row {row}: {int(row_lengths[row])} values for a sample of {int(lengths[row])} tokens "
             f"(as many{note} are needed); {bad.numel()} such row{'s' if bad.numel() > 1 else ''}."
-        )
-
-
-def _check_counts(name: str, row_lengths: Tensor, counts: Tensor) -> None:
-    if row_lengths.shape != counts.shape or (row_lengths != counts).any():
-        raise DataError(
-            f"Field {name!r} has {row_lengths.tolist()[:8]} rows in its first samples, but its counts say "
-            f"{counts.tolist()[:8]}."
         )
 
 
@@ -268,19 +262,12 @@ def _tensor(name: str, values: Sequence[Any]) -> Tensor:
         raise DataError(f"Field {name!r} does not hold numbers of one shape: {error}") from None
 
 
-def _require_tensor(name: str, values: Any) -> None:
-    if not isinstance(values, Tensor):
-        raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
-
-
 # ---- descriptions and checks
 
 
 def name_rows(rows: Tensor, ids: Tensor, limit: int = 8) -> str:
     """`row 3 (id 17), row 5 (id 20) and 7 more`: the first of `rows`, for an error."""
-    shown = ", ".join(f"row {int(row)} (id {int(ids[row])})" for row in rows[:limit])
-    more = rows.numel() - limit
-    return shown + (f" and {more} more" if more > 0 else "")
+    return first_of([f"row {row} (id {int(ids[row])})" for row in rows.tolist()], limit, ", ")
 
 
 def describe_fields(schema: Schema, fields: Mapping[str, Any], *, static_values: bool) -> dict[str, str]:

@@ -11,6 +11,7 @@ from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS, FieldSpec
 from roll_batching.samples.flatten import row_indices, starts_of
+from roll_batching.samples.token_fields import token_place
 
 RESPONSE = "response_mask"
 """token, bool, where a batch has it: image tokens that a model sampled are text wherever they are. It is cleared for
@@ -201,9 +202,8 @@ def _refuse_videos(batch: SampleBatch, ids: Tensor, form: ImageFormat) -> None:
     """Raises `DataError` for a video between the tokens that begin and end one; a sampled video token is text."""
     is_video = (ids[1:] == form.video_token_id) & (ids[:-1] == form.vision_start_token_id) & ~_sampled(batch)[1:]
     if bool(is_video.any()):
-        place = int(is_video.nonzero()[0])
-        sample = int(torch.searchsorted(batch.offsets, place, right=True)) - 1
-        raise DataError(f"sample {int(batch.ids[sample])} has a video: videos are not supported, images are")
+        sample, _ = token_place(batch, int(is_video.nonzero()[0]))
+        raise DataError(f"sample {sample} has a video: videos are not supported, images are")
 
 
 def _sampled(batch: SampleBatch) -> Tensor:

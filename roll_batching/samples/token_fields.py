@@ -114,6 +114,12 @@ def sample_of(batch: SampleBatch) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
 
 
+def token_place(batch: SampleBatch, index: int) -> tuple[int, int]:
+    """(id of the sample, position in it) of the value at `index` of a token or next_token field."""
+    row = int(torch.searchsorted(batch.offsets, index, right=True)) - 1
+    return int(batch.ids[row]), index - int(batch.offsets[row])
+
+
 def by_prediction(batch: SampleBatch, name: str) -> torch.Tensor:
     """[tokens, ...] a token or next_token field, shifted so that position i has the value of token i + 1, as in losses.
 
@@ -139,12 +145,11 @@ def mask_of(batch: SampleBatch, name: str) -> torch.Tensor:
         wrong[batch.offsets[1:] - 1] = False  # belongs to no token
     if len(positions := wrong.nonzero()):
         first = int(positions[0, 0])
-        row = int(torch.searchsorted(batch.offsets, first, right=True)) - 1
+        sample, position = token_place(batch, first)
         raise DataError(
-            f"the mask {name!r} of sample {int(batch.ids[row])} is {values[first].item()} at position "
-            f"{first - int(batch.offsets[row])}, one of {len(positions)} values that are neither 0 nor 1: a mask says "
-            "what counts; weights of samples belong into a separate field (sample_weights), weights of tokens into "
-            "the advantages"
+            f"the mask {name!r} of sample {sample} is {values[first].item()} at position {position}, one of "
+            f"{len(positions)} values that are neither 0 nor 1: a mask says what counts; weights of samples belong "
+            "into a separate field (sample_weights), weights of tokens into the advantages"
         )
     return values == 1
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, digest, exchange
-from roll_batching.errors import CheckpointError
+from roll_batching.errors import CheckpointError, first_of
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.adapter_checkpoint import (
     check_adapters,
@@ -87,7 +87,13 @@ def write_state(
     with consensus(group, SAVING):
         check_saving(model)
     gather_parameters(model.chunks)
-    progress = exchange(group, SAVING, lambda: _optimizer_progress(model.optimizer))
+    # Steps and loss scale. On the ranks of a frozen stage they are 0 and empty.
+    optimizer = model.optimizer
+    progress = exchange(
+        group,
+        SAVING,
+        lambda: (0, {}) if optimizer is None else (prepare_optimizer(optimizer), grad_scaler_state(optimizer)),
+    )
     tensors = _sharded_tensors(model, model.optimizer, SAVING, loading=False)
     if scaler := next((scaler for _, scaler in progress if scaler), None):
         tensors.setdefault("optimizer", {})["grad_scaler"] = scaler
@@ -203,11 +209,6 @@ def _sharded_tensors(model: ModelState, optimizer: Any, what: str, *, loading: b
     return state
 
 
-def _optimizer_progress(optimizer: Any) -> tuple[int, dict[str, Any]]:
-    """(steps, loss scale) after preparing the optimizer's state. On ranks of a frozen stage they are 0 and empty."""
-    return (0, {}) if optimizer is None else (prepare_optimizer(optimizer), grad_scaler_state(optimizer))
-
-
 def _sharded_weights(model: ModelState) -> dict[str, Any]:
     """The sharded state of each chunk, with the weights that checkpoints leave out."""
     from megatron.core import parallel_state
@@ -290,7 +291,7 @@ def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -
         cure = "Set model_args.architecture as it was"
         if saved["value_head"] != own["value_head"]:
             cure = "A critic's checkpoint is the folder `critic` of a job's, and a policy's the folder around it"
-        raise CheckpointError(f"the checkpoint {path} is of another model: {_some(differing)}. {cure}")
+        raise CheckpointError(f"the checkpoint {path} is of another model: {first_of(differing, _SHOWN)}. {cure}")
 
 
 def _leaves_heads(model: ModelState) -> bool:
@@ -330,11 +331,12 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
     with consensus(group, LOADING):
         if problems and all(problem.startswith("optimizer.") for problem in problems):
             raise CheckpointError(
-                f"the checkpoint {path} has the optimizer state of other trained parameters: {_some(problems)}. Freeze "
-                "the same ones (freeze_module_prefix), or load it with optimizer=False, which starts a fresh optimizer"
+                f"the checkpoint {path} has the optimizer state of other trained parameters: "
+                f"{first_of(problems, _SHOWN)}. Freeze the same ones (freeze_module_prefix), "
+                "or load it with optimizer=False, which starts a fresh optimizer"
             )
         if problems:
-            raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
+            raise CheckpointError(f"the checkpoint {path} does not fit: {first_of(problems, _SHOWN)}")
 
 
 def _check_shards(state: dict[str, Any], group: Any, what: str) -> int:
@@ -377,8 +379,3 @@ def _leaves(tree: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield tree
-
-
-def _some(texts: list[str]) -> str:
-    more = len(texts) - _SHOWN
-    return "; ".join(texts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_batching.errors import CheckpointError, CollectiveError, RankError
+from roll_batching.errors import CheckpointError, CollectiveError, RankError, first_of
 from roll_batching.files import cause
 
 _SHOWN, _LONGEST = 3, 160
@@ -53,8 +53,7 @@ def check_files(path: Path) -> None:
     if common.exists() and not zipfile.is_zipfile(common):
         problems.append(f"{common} is cut off or damaged")
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError("; ".join(problems[:_SHOWN]) + more)
+        raise CheckpointError(first_of(problems, _SHOWN))
 
 
 def check_regular(file: Path) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus
-from roll_batching.errors import CheckpointError, CollectiveError, RankError, RollBatchingError
+from roll_batching.errors import CheckpointError, CollectiveError, RankError, RollBatchingError, first_of
 from roll_batching.files import cause
 from roll_batching.strategy.checkpoint_files import check_regular, explain_read_errors
 
@@ -210,9 +210,8 @@ def check_manifest(folder: Path, *, rank: int, ranks: int, verify: bool) -> None
         damaged = {name: None for (name, piece), digest in digests.items() if digest != manifest[name].pieces[piece]}
         problems = [f"{folder / name} was changed after it was written" for name in damaged]
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more files" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            f"{'; '.join(problems[:_SHOWN])}{more} (sizes and digests: {MANIFEST}). Such a file was damaged, edited, "
+            f"{first_of(problems, _SHOWN)} (sizes and digests: {MANIFEST}). Such a file was damaged, edited, "
             "or belongs to another checkpoint"
         )
 

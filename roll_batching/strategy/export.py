@@ -180,7 +180,11 @@ def _finalize(folder: Path, origin: Path, files: list[_WrittenFile], stored: Sto
     if set(missing) - {HEAD.theirs[0][0]}:  # a tied head is the embedding
         raise CheckpointError(f"no rank wrote {', '.join(missing)}")
     # Readers expect one file without an index, or numbered files with one.
-    names = [SINGLE] if len(files) == 1 else [_part_name(n, len(files)) for n in range(1, len(files) + 1)]
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    )
     try:
         for file, name in zip(files, names, strict=True):
             (folder / file.name).rename(folder / name)
@@ -195,7 +199,3 @@ def _finalize(folder: Path, origin: Path, files: list[_WrittenFile], stored: Sto
             "weight_map": dict(sorted(weight_map.items())),
         }
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _part_name(number: int, of: int) -> str:
-    return f"model-{number:05d}-of-{of:05d}.safetensors"

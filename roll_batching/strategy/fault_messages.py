@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from roll_batching.distributed.groups import gather_objects
 from roll_batching.errors import DeviceMemoryError, LossError, RollBatchingError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
+from roll_batching.samples.token_fields import token_place
 from roll_batching.strategy.model_state import ModelState
 
 
@@ -37,17 +39,13 @@ def _require_finite(batch: SampleBatch) -> None:
         if not values.is_floating_point() or bool(torch.isfinite(values).all()):
             continue
         first = (~torch.isfinite(values)).nonzero()[0]
-        position = int(first[0])
-        sample = int(torch.searchsorted(batch.lengths.cumsum(0), position, right=True))
-        token = position - int(batch.lengths[:sample].sum())
-        raise LossError(f"{name} is {float(values[tuple(first)])} for sample {int(batch.ids[sample])} at token {token}")
+        sample, token = token_place(batch, int(first[0]))
+        raise LossError(f"{name} is {float(values[tuple(first)])} for sample {sample} at token {token}")
 
 
 def describe_weights(state: ModelState) -> str:
     """Non-finite weights of all ranks, else the largest weight, as a sentence for an error. Collective."""
-    local = _non_finite_and_largest(state)
-    per_rank: list[Any] = [None] * dist.get_world_size(state.layout.host_group)
-    dist.all_gather_object(per_rank, local, group=state.layout.host_group)
+    per_rank = gather_objects(_non_finite_and_largest(state), state.layout.host_group)
     broken = [(name, count) for non_finite, _ in per_rank for name, count in non_finite]
     if broken:
         tensors = len({name for name, _ in broken})

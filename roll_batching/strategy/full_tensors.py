@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, exchange, group_device
+from roll_batching.distributed.groups import gather_shards
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import rules_of, untrained_tensors
@@ -150,24 +151,19 @@ def _gather_experts(placed: PlacedParameter, sizes: Sizes, device: torch.device)
             piece.select(expert).copy_(part.values()[piece.at])
         experts.append(expert)
     local = torch.stack(experts)
-    rank, ranks = placed.group.rank(), placed.group.size()
-    if ranks == 1:
+    if placed.group.size() == 1:
         return {name: local.to(device)}
-    raw = local.view(torch.uint8)
-    shards = [torch.empty_like(raw) for _ in range(ranks)] if rank == 0 else None
-    dist.gather(raw, shards, dst=owner_rank(placed), group=placed.group)
-    return None if shards is None else {name: torch.cat([shard.view(local.dtype) for shard in shards]).to(device)}
+    shards = gather_shards(local, placed.group)
+    return None if shards is None else {name: torch.cat(shards).to(device)}
 
 
 def _gather_shards(placed: PlacedParameter, device: torch.device) -> list[torch.Tensor] | None:
     """All shards of a parameter on its owner; None on other ranks."""
-    local = placed.values().contiguous()
+    local = placed.values()
     if placed.ranks == 1 or placed.rule.join == "copy":
         return [local.to(device)] * placed.ranks if placed.rank == 0 else None
-    raw = local.view(torch.uint8)  # bytes: a backend need not support the dtype
-    shards = [torch.empty_like(raw) for _ in range(placed.ranks)] if placed.rank == 0 else None
-    dist.gather(raw, shards, dst=owner_rank(placed), group=placed.group)
-    return None if shards is None else [shard.view(local.dtype).to(device) for shard in shards]
+    shards = gather_shards(local, placed.group)
+    return None if shards is None else [shard.to(device) for shard in shards]
 
 
 def cast_to_file_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -35,6 +35,7 @@ from roll_batching.strategy.decoding import (
 )
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.sampling import GenerationSettings, Sampler, uniform_draws
+from roll_batching.strategy.schedule import changed_attributes
 from roll_batching.strategy.step_inputs import SAME_SAMPLES, check_positions, check_tokens, check_window
 
 Response = tuple[torch.Tensor, torch.Tensor]
@@ -189,13 +190,8 @@ def _decoding_mode(device: torch.device, *, cached: bool) -> Iterator[None]:
     if device.type == "cuda":
         # cuBLAS splits products with few rows along the summed dimension, and may add the parts in bf16. Recorded
         # log-probs are compared with those of packs, whose products are not split.
-        matmul: Any = torch.backends.cuda.matmul
-        before = matmul.allow_bf16_reduced_precision_reduction
-        matmul.allow_bf16_reduced_precision_reduction = False
-        try:
+        with changed_attributes(torch.backends.cuda.matmul, {"allow_bf16_reduced_precision_reduction": False}):
             yield
-        finally:
-            matmul.allow_bf16_reduced_precision_reduction = before
         return
     if not cached:
         yield

@@ -275,7 +275,12 @@ class MegatronInferStrategy(ModelIOMixin):
                 raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both; a critic: values")
             self._head().require(names, "forward")
             facts.equal("needs and masks", (names, ROUTED_EXPERTS in needs, masks))
-            experts = self._experts_to_record(plan) if ROUTED_EXPERTS in needs else None
+            experts = None
+            if ROUTED_EXPERTS in needs:
+                from roll_batching.modeling.router_replay import PassExperts, require_replay  # few passes record
+
+                require_replay(self.chunks, plan, rows_form=self.settings.rows_form)
+                experts = PassExperts(self.chunks, record=True)
             packs = self._pack(facts, local, plan, masks)
         head = self._head()
         results = self._collect(plan, packs, lambda out, pack, chunk: head.results(out, pack, chunk, names), experts)
@@ -327,12 +332,6 @@ class MegatronInferStrategy(ModelIOMixin):
             return self._require_finite(generate(self.state, prompts, settings, draws))
 
     # ---- shared by the strategies
-
-    def _experts_to_record(self, plan: Plan) -> Any:
-        from roll_batching.modeling.router_replay import PassExperts, require_replay  # few passes record
-
-        require_replay(self.chunks, plan, rows_form=self.settings.rows_form)
-        return PassExperts(self.chunks, record=True)
 
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
         state, experts = self.state, options.pop("experts", None)

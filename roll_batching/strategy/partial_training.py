@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, exchange
-from roll_batching.errors import CheckpointError, LayoutError
+from roll_batching.distributed.groups import gather_shards
+from roll_batching.errors import CheckpointError, LayoutError, first_of
 from roll_batching.huggingface.directory import directory_of, read_json
 from roll_batching.huggingface.families import rules_of
 from roll_batching.modeling.adapters import global_name, require_embedding_gradients
@@ -196,10 +197,7 @@ def load_adapters(state: ModelState, source: str, path: str) -> None:
             if matrix.name in shapes and shapes[matrix.name] != _whole_shape(matrix)
         ]
         if problems:
-            more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            raise CheckpointError(
-                f"the adapters in {folder} do not fit the model: {'; '.join(problems[:_SHOWN])}{more}"
-            )
+            raise CheckpointError(f"the adapters in {folder} do not fit the model: {first_of(problems, _SHOWN)}")
     with consensus(group, _READING):
         parts = [slices[matrix.name][_local_part(matrix)] for matrix in matrices]
         for matrix, part in zip(matrices, parts, strict=True):
@@ -245,10 +243,8 @@ def _gather(matrix: _Matrix) -> torch.Tensor | None:
     local, rank, ranks = matrix.values.detach().contiguous(), matrix.group.rank(), matrix.group.size()
     if ranks == 1 or matrix.axis is None:
         return local.cpu() if rank == 0 else None
-    raw = local.view(torch.uint8)  # bytes: a backend need not support the dtype
-    shards = [torch.empty_like(raw) for _ in range(ranks)] if rank == 0 else None
-    dist.gather(raw, shards, dst=dist.get_global_rank(matrix.group, 0), group=matrix.group)
-    return None if shards is None else torch.cat([one.view(local.dtype) for one in shards], matrix.axis).cpu()
+    shards = gather_shards(local, matrix.group)
+    return None if shards is None else torch.cat(shards, matrix.axis).cpu()
 
 
 def _whole_shape(matrix: _Matrix) -> tuple[int, ...]:
@@ -294,7 +290,11 @@ def _write(folder: Path, adapters: AdapterState, source: str, tensors: dict[str,
 def _check_config(folder: Path, adapters: AdapterState) -> None:
     """Raises `CheckpointError` unless the PEFT directory has adapters as the model computes them."""
     config = read_json(folder / CONFIG)
-    problems = _problems(config, [("r", adapters.rank), ("lora_alpha", adapters.alpha)])
+    problems = [
+        f"{key} is {config.get(key)!r}, and {name} is {value:g}"
+        for key, name, value in (("r", "lora_rank", adapters.rank), ("lora_alpha", "lora_alpha", adapters.alpha))
+        if config.get(key) != value
+    ]
     problems += [
         f"{key} is {config[key]!r}, and adapters here have {allowed[0]!r}"
         for key, allowed in _FIXED.items()
@@ -307,11 +307,3 @@ def _check_config(folder: Path, adapters: AdapterState) -> None:
     if problems:
         cure = "Set model_args as for these adapters, or choose others in adapter_name_or_path"
         raise CheckpointError(f"{folder / CONFIG} does not fit model_args: {'; '.join(problems)}. {cure}")
-
-
-def _problems(config: dict[str, Any], expected: Sequence[tuple[str, float]]) -> list[str]:
-    return [
-        f"{key} is {config.get(key)!r}, and lora_{'rank' if key == 'r' else 'alpha'} is {value:g}"
-        for key, value in expected
-        if config.get(key) != value
-    ]

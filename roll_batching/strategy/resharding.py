@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, exchange, group_device
-from roll_batching.errors import LayoutError
+from roll_batching.errors import LayoutError, first_of
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.checkpoint import model_shards
 from roll_batching.strategy.model_state import ModelState
@@ -116,7 +116,9 @@ class Resharding:
             target.copy_(source)
         device = group_device(dist.group.WORLD, self.source.device)
         with consensus(self._group, "memory for weights on their way"):
-            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._bucket_sizes()]
+            # As large as the largest bucket that this rank sends, and the largest that it receives.
+            sizes = [max((sum(p.bytes for p in pieces[side]) for pieces in self._rounds), default=0) for side in (0, 1)]
+            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         for outgoing, incoming in self._rounds:
             sent, received = _exchange_buckets(outgoing, incoming, *buckets)
             total, largest = total + received, max(largest, sent, received)
@@ -124,10 +126,6 @@ class Resharding:
             torch.cuda.synchronize(self.target.device)
         seconds = time.perf_counter() - started
         return Transfer(bytes=total, seconds=seconds, buckets=len(self._rounds), largest=largest)
-
-    def _bucket_sizes(self) -> list[int]:
-        """Bytes of the largest bucket that this rank sends, and of the largest that it receives."""
-        return [max((sum(p.bytes for p in pieces[side]) for pieces in self._rounds), default=0) for side in (0, 1)]
 
 
 def _exchange_buckets(
@@ -227,10 +225,9 @@ def _check_same_model(units: Sequence[_Unit], wanted: Sequence[list[_Shard]]) ->
         if there[1:] != here[1:] or (there[0] != here[0] and not shard.padded):
             differences.add(f"{shard.name} is {list(there)} there and {list(here)} here")
     if differences:
-        shown = sorted(differences)[:_SHOWN]
         raise LayoutError(
-            f"weights are copied between strategies of one model, and these two differ: {'; '.join(shown)}"
-            f"{' and more' if len(differences) > len(shown) else ''}. Give both roles the same architecture"
+            "weights are copied between strategies of one model, and these two differ: "
+            f"{first_of(sorted(differences), _SHOWN)}. Give both roles the same architecture"
         )
 
 

@@ -19,7 +19,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.samples.flatten import content_digest
 from roll_batching.samples.length_table import require_batch
-from roll_batching.samples.token_fields import check_shared_rows, inputs_of
+from roll_batching.samples.token_fields import check_shared_rows, inputs_of, token_place
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.pack_features import sharing_obstacle
 
@@ -128,12 +128,11 @@ def check_tokens(batch: SampleBatch, state: ModelState) -> None:
     if 0 <= lowest and largest < count:
         return
     index = int(((ids < 0) | (ids >= count)).nonzero()[0])
-    sample = int(torch.searchsorted(batch.offsets, index, right=True)) - 1
+    sample, position = token_place(batch, index)
     raise DataError(
-        f"sample {int(batch.ids[sample])} has the token {int(ids[index])} at position "
-        f"{index - int(batch.offsets[sample])}, and the model the tokens 0 to {count - 1}: encode with the "
-        "tokenizer that belongs to the model, or give the model the vocab_size that the tokenizer has with its added "
-        "tokens"
+        f"sample {sample} has the token {int(ids[index])} at position {position}, and the model the tokens 0 to "
+        f"{count - 1}: encode with the tokenizer that belongs to the model, or give the model the vocab_size that the "
+        "tokenizer has with its added tokens"
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, host_group
+from roll_batching.distributed.groups import gather_objects
 from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import HostMetric, as_numbers, loss_spec
@@ -318,9 +319,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """
         optimizer = self._require_optimizer()
         self._offload.require(KINDS, "optimizer_step")
-        group = self.layout.host_group
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, float(grad_square_sum(self.chunks)), group=group)
+        parts = gather_objects(float(grad_square_sum(self.chunks)), self.layout.host_group)
         with explain_optimizer_out_of_memory():
             return step_optimizer(optimizer, self.chunks, sum(parts))
 
