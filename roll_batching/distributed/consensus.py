@@ -76,8 +76,8 @@ class Facts:
         Ranks agree if, after a MAX all-reduce, every digest is still the negative of its partner.
         """
         everywhere = digest(repr(sorted(self.everywhere.items())))
-        here = digest(repr(sorted(self.in_replica.items())))
-        return [everywhere, -everywhere, here, -here]
+        in_replica = digest(repr(sorted(self.in_replica.items())))
+        return [everywhere, -everywhere, in_replica, -in_replica]
 
 
 @contextlib.contextmanager
@@ -182,9 +182,9 @@ def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
         return _group_messages(ranks, messages)
     differences = _differences(ranks, [facts for _, _, facts, _, _ in everyone])
     for replica in sorted({replica for _, replica, *_ in everyone}):
-        members = [i for i, (_, own, *_) in enumerate(everyone) if own == replica]
+        members = [i for i, (_, member_replica, *_) in enumerate(everyone) if member_replica == replica]
         differences |= _differences([ranks[i] for i in members], [everyone[i][3] for i in members])
-    cures = {label: cure for *_, own in everyone for label, cure in own.items()}
+    cures = {label: cure for *_, rank_cures in everyone for label, cure in rank_cures.items()}
     return "; ".join(
         f"ranks differ in {label}: {values}" + (f". {cures[label]}" if cures.get(label) else "")
         for label, values in differences.items()
@@ -194,12 +194,14 @@ def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
 def _differences(ranks: Sequence[int], facts: Sequence[dict[str, str]]) -> dict[str, str]:
     """By label of a fact that differs between these ranks: each value, and the ranks that have it."""
     differences = {}
-    for label in sorted({label for own in facts for label in own}):
+    for label in sorted({label for rank_facts in facts for label in rank_facts}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, own in zip(ranks, facts, strict=True):
-            ranks_of.setdefault(own.get(label, "absent"), []).append(rank)
+        for rank, rank_facts in zip(ranks, facts, strict=True):
+            ranks_of.setdefault(rank_facts.get(label, "absent"), []).append(rank)
         if len(ranks_of) > 1:
-            differences[label] = ", ".join(f"{value} on {_format_ranks(some)}" for value, some in ranks_of.items())
+            differences[label] = ", ".join(
+                f"{value} on {_format_ranks(ranks_with_value)}" for value, ranks_with_value in ranks_of.items()
+            )
     return differences
 
 
@@ -209,7 +211,7 @@ def _group_messages(ranks: Sequence[int], messages: Sequence[str | None]) -> str
     for rank, message in zip(ranks, messages, strict=True):
         if message is not None:
             ranks_of.setdefault(message, []).append(rank)
-    return "; ".join(f"{_format_ranks(some)}: {message}" for message, some in ranks_of.items())
+    return "; ".join(f"{_format_ranks(same_message)}: {message}" for message, same_message in ranks_of.items())
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

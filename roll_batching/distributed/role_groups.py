@@ -38,7 +38,7 @@ def role_groups(dims: ParallelDims) -> Any:
     stages: Ranks = ranks["pp"]
     embedding: Callable[[list[int]], list[int]] = parallel_state.default_embedding_ranks
     first: Callable[[list[int]], list[int]] = parallel_state.default_position_embedding_ranks
-    ranks |= {"embd": [embedding(one) for one in stages], "pos_embd": [first(one) for one in stages]}
+    ranks |= {"embd": [embedding(stage) for stage in stages], "pos_embd": [first(one) for one in stages]}
     groups = {name: divided_group(division) for name, division in ranks.items()}
     same = {
         "intra_dp_cp": "dp_cp",

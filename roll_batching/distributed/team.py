@@ -122,12 +122,12 @@ class Team:
             error, failures = caught, {dist.get_rank(): failure_message(caught)}
         in_replica = _all_gather(self.replica_group, (failures, value))
         failures = {rank: message for other, _ in in_replica for rank, message in other.items()}
-        merged = None if failures else merge([made for _, made in in_replica])
+        merged = None if failures else merge([value_of_rank for _, value_of_rank in in_replica])
         by_replica = _all_gather(self.peer_group, (failures, merged))
         failures = {rank: message for other, _ in by_replica for rank, message in other.items()}
         if failures:
             raise rank_error(what, failures) from error
-        return [made for _, made in by_replica]
+        return [value_of_replica for _, value_of_replica in by_replica]
 
 
 def _to_bits(counts: torch.Tensor) -> torch.Tensor:

@@ -61,8 +61,8 @@ def translate_rope(values: Mapping[str, Any], base: Any, share: Any, result: Tra
         f"{name}.{key} has no effect with rope_type {kind}" for key in rope if key not in (*needed, *optional)
     ]
     if needed and not missing:
-        given = {key: rope[key] for key in (*needed, *optional) if rope.get(key) is not None}
-        result.architecture["rope_scaling"] = {"type": kind, **given}
+        scaling = {key: rope[key] for key in (*needed, *optional) if rope.get(key) is not None}
+        result.architecture["rope_scaling"] = {"type": kind, **scaling}
 
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -79,21 +79,23 @@ def translate_two_ropes(config: Mapping[str, Any], values: Mapping[str, Any], re
     local: dict[str, Any] = {"rope_theta": values["rope_local_base_freq"]}
     if section is not None:
         wrong = not isinstance(section, Mapping) or set(section) - set(_KINDS)
-        if wrong or not all(isinstance(one, Mapping | None) for one in section.values()):
+        if wrong or not all(isinstance(parameters, Mapping | None) for parameters in section.values()):
             result.problems.append(f"rope_parameters: {section!r} must be an object of {' and '.join(_KINDS)}")
             return
         for name, key, parts in (("rope_theta", _KINDS[0], full), ("rope_local_base_freq", _KINDS[1], local)):
-            given = section.get(key) or {}
+            parameters = section.get(key) or {}
             older = {**({"rope_theta": config[name]} if config.get(name) is not None else {})}
             older |= (config.get("rope_scaling") or {}) if parts is full else {}
-            if any(part in given and given[part] != value for part, value in older.items()):
+            if any(part in parameters and parameters[part] != value for part, value in older.items()):
                 result.problems.append(f"rope_parameters.{key} contradicts {older!r}; leave one of them out")
-            parts.update(given)
+            parts.update(parameters)
     rest = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
     translate_rope({**rest, "rope_parameters": full}, values["rope_theta"], 1.0, result)
     if local.pop("rope_type", "default") != "default" or set(local) != {"rope_theta"}:
-        text = f"rope_parameters.sliding_attention: {section and section.get('sliding_attention')!r} is not supported"
-        result.problems.append(f"{text}: only rope_theta of the default rope_type")
+        problem = (
+            f"rope_parameters.sliding_attention: {section and section.get('sliding_attention')!r} is not supported"
+        )
+        result.problems.append(f"{problem}: only rope_theta of the default rope_type")
     result.architecture["rotary_local_base"] = local["rope_theta"]
 
 
@@ -192,7 +194,7 @@ def translate_sigmoid_experts(values: Mapping[str, Any], result: Translation) ->
 def translate_groups(values: Mapping[str, Any], moe: dict[str, Any], result: Translation) -> None:
     """Translates the choice of groups of experts, which has no effect where all groups are chosen."""
     groups, chosen, topk = values["n_group"], values["topk_group"], values.get("num_experts_per_tok")
-    if groups == chosen or not all(isinstance(one, int) for one in (groups, chosen, topk)):
+    if groups == chosen or not all(isinstance(number, int) for number in (groups, chosen, topk)):
         return
     # transformers ranks groups by their two best experts, Megatron by their best topk / chosen.
     if chosen < 1 or topk != 2 * chosen:
@@ -264,39 +266,39 @@ _WITHOUT_EFFECT = frozenset(
 
 def translate_hybrid(config: Mapping[str, Any], result: Translation) -> dict[str, Any]:
     """Sets `hybrid` and `moe` in the architecture; returns the fields that all families have."""
-    own = {**_DEFAULTS, **{name: value for name, value in config.items() if name in _DEFAULTS}}
+    fields = {**_DEFAULTS, **{name: value for name, value in config.items() if name in _DEFAULTS}}
     rest = {name: value for name, value in config.items() if name not in _DEFAULTS and name not in _WITHOUT_EFFECT}
     _rename(rest, ("layer_norm_epsilon", "norm_eps"), "rms_norm_eps", result)
     _rename(rest, ("attention_head_dim",), "head_dim", result)
-    pattern = _pattern(own, rest, result)
-    if own["time_step_limit"] not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+    pattern = _pattern(fields, rest, result)
+    if fields["time_step_limit"] not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
         result.problems.append(
-            f"time_step_limit: {own['time_step_limit']!r} is not supported, only [0.0, Infinity]: time steps have no "
-            "other limits in Megatron-Core"
+            f"time_step_limit: {fields['time_step_limit']!r} is not supported, only [0.0, Infinity]: time steps have "
+            "no other limits in Megatron-Core"
         )
     if pattern is None:
         return rest
-    hybrid = {"pattern": pattern, **{ours: own[name] for name, (ours, _) in _MAMBA.items()}}
+    hybrid = {"pattern": pattern, **{ours: fields[name] for name, (ours, _) in _MAMBA.items()}}
     if "E" in pattern:
-        hybrid["moe_latent_size"] = own["moe_latent_size"]
-        result.architecture["moe"] = _mixture(own, pattern, result)
+        hybrid["moe_latent_size"] = fields["moe_latent_size"]
+        result.architecture["moe"] = _mixture(fields, pattern, result)
     result.architecture["hybrid"] = hybrid
     return rest
 
 
 def _rename(rest: dict[str, Any], names: tuple[str, ...], name: str, result: Translation) -> None:
     """Puts the value of other names of a field under `name`; they must agree."""
-    given = {one: rest.pop(one) for one in (*names, name) if one in rest}
-    values = {one: value for one, value in given.items() if value is not None}
+    given = {alias: rest.pop(alias) for alias in (*names, name) if alias in rest}
+    values = {alias: value for alias, value in given.items() if value is not None}
     if len(set(map(str, values.values()))) > 1:
         result.problems.append(f"{' and '.join(values)} are one field, and differ: make them equal")
     if values:
         rest[name] = next(iter(values.values()))
 
 
-def _pattern(own: Mapping[str, Any], rest: dict[str, Any], result: Translation) -> str | None:
+def _pattern(hybrid: Mapping[str, Any], rest: dict[str, Any], result: Translation) -> str | None:
     """The letters of the layers; `num_hidden_layers` gets their number."""
-    kinds, pattern = own["layers_block_type"], own["hybrid_override_pattern"]
+    kinds, pattern = hybrid["layers_block_type"], hybrid["hybrid_override_pattern"]
     if kinds is not None:
         if not isinstance(kinds, list) or any(kind not in _LETTERS for kind in map(str, kinds)):
             result.problems.append(f"layers_block_type must name {', '.join(_LETTERS)} only")
@@ -309,27 +311,29 @@ def _pattern(own: Mapping[str, Any], rest: dict[str, Any], result: Translation) 
         result.problems.append(f"hybrid_override_pattern: {pattern!r} must have a letter M, *, - or E per layer")
         return None
     if rest.setdefault("num_hidden_layers", len(pattern)) != len(pattern):
-        text = f"num_hidden_layers: {rest['num_hidden_layers']!r} contradicts the {len(pattern)} layers of the pattern"
-        result.problems.append(text)
+        problem = (
+            f"num_hidden_layers: {rest['num_hidden_layers']!r} contradicts the {len(pattern)} layers of the pattern"
+        )
+        result.problems.append(problem)
     if "M" not in pattern:
         result.problems.append("hybrid_override_pattern has no M: models without Mamba layers are not supported")
     return pattern
 
 
-def _mixture(own: Mapping[str, Any], pattern: str, result: Translation) -> dict[str, Any]:
+def _mixture(hybrid: Mapping[str, Any], pattern: str, result: Translation) -> dict[str, Any]:
     moe = {
         "router_score_function": "sigmoid",
         "router_expert_bias": True,
         "router_dtype": "fp32",
         "layer_freq": [int(kind == "E") for kind in pattern],
-        **{ours: own[name] for name, (ours, _) in _EXPERTS.items()},
+        **{ours: hybrid[name] for name, (ours, _) in _EXPERTS.items()},
     }
-    if own["norm_topk_prob"] is not True or own["num_experts_per_tok"] == 1:
+    if hybrid["norm_topk_prob"] is not True or hybrid["num_experts_per_tok"] == 1:
         result.problems.append(
             "norm_topk_prob: false, or num_experts_per_tok: 1, is not supported: Megatron-Core makes the weights of "
             "several experts sum to one, and not the weight of one"
         )
-    translate_groups(own, moe, result)
+    translate_groups(hybrid, moe, result)
     return moe
 
 

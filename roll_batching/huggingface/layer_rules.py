@@ -336,18 +336,18 @@ def count_mtp_heads(family: Family, config: Mapping[str, Any]) -> int:
         count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers")
         return count if isinstance(count, int) else 0
     if family.delta_net:
-        text = config.get("text_config")
-        fields = text if isinstance(text, Mapping) else config
+        text_config = config.get("text_config")
+        fields = text_config if isinstance(text_config, Mapping) else config
         return 1 if fields.get("mtp_num_hidden_layers", 1) else 0  # Qwen3-Next has no such field, and one head
     return 0
 
 
 def mtp_heads_problem(family: Family, config: Mapping[str, Any], wanted: int) -> str | None:
     """Problem of a directory whose `config.json` counts fewer than `wanted` heads; None if it counts enough."""
-    there = count_mtp_heads(family, config)
-    if there >= wanted:
+    stored_heads = count_mtp_heads(family, config)
+    if stored_heads >= wanted:
         return None
-    return f"is {wanted}, and the model directory has {there} heads of multi-token prediction; lower it to that"
+    return f"is {wanted}, and the model directory has {stored_heads} heads of multi-token prediction; lower it to that"
 
 
 def mtp_layer_rules(family: Family, architecture: Any, attention: Sequence[TensorRule]) -> list[TensorRule]:
@@ -368,9 +368,9 @@ def mtp_layer_rules(family: Family, architecture: Any, attention: Sequence[Tenso
         for rule in (*attention, *(DENSE if architecture.moe is None else family.mixture)):
             experts: Sequence[int | None] = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [None]
             for expert in experts:
-                placed = rule.at(layer, expert).renamed([(f"model.layers.{layer}.", f"{theirs}.")])
-                name = placed.ours.replace(f"decoder.layers.{layer}.", f"{ours}.transformer_layer.")
-                rules.append(dataclasses.replace(placed, ours=name, fused=None))
+                numbered_rule = rule.at(layer, expert).renamed([(f"model.layers.{layer}.", f"{theirs}.")])
+                name = numbered_rule.ours.replace(f"decoder.layers.{layer}.", f"{ours}.transformer_layer.")
+                rules.append(dataclasses.replace(numbered_rule, ours=name, fused=None))
     return rules
 
 

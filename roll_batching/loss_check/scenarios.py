@@ -141,8 +141,8 @@ def scenarios(units: Sequence[Sequence[int]]) -> list[LayoutRuns]:
 def _uneven(units: Sequence[Sequence[int]]) -> list[list[int]]:
     """`PACKS` packs of the samples of `units`: each takes about half of the rest, so that sizes differ."""
     packs, rest = [], list(units)
-    for left in range(PACKS - 1, -1, -1):
-        count = len(rest) if left == 0 else max((len(rest) - left + 1) // 2, 1)
+    for remaining in range(PACKS - 1, -1, -1):
+        count = len(rest) if remaining == 0 else max((len(rest) - remaining + 1) // 2, 1)
         packs.append([sample for unit in rest[:count] for sample in unit])
         rest = rest[count:]
     return packs
@@ -211,18 +211,20 @@ def random_samples(spec: LossSpec, fields: Mapping[str, FieldKind], seed: int, *
     """
     g = torch.Generator().manual_seed(seed)
     lengths = [max(n, 3) for n in LENGTHS] if pairs else list(LENGTHS)
-    wanted = dict(_KNOWN)
-    wanted |= {name: _Field("sample", lambda n, g: torch.rand(n, generator=g)) for name in spec.sums}
-    wanted |= {name: _Field("token", lambda n, g: torch.rand(n, generator=g) < 0.7) for name in spec.masks}
+    sample_fields = dict(_KNOWN)
+    sample_fields |= {name: _Field("sample", lambda n, g: torch.rand(n, generator=g)) for name in spec.sums}
+    sample_fields |= {name: _Field("token", lambda n, g: torch.rand(n, generator=g) < 0.7) for name in spec.masks}
     if spec.candidates is not None:
-        wanted[spec.candidates] = _Field("next_token", _ids)
+        sample_fields[spec.candidates] = _Field("next_token", _ids)
     for name, kind in fields.items():
         if kind not in ("token", "next_token", "sample"):
             raise LossError(f"the field {name!r} has the kind {kind!r}: give token, next_token or sample")
-        wanted[name] = _Field(kind, wanted[name].draw if name in wanted else _normal)
+        sample_fields[name] = _Field(kind, sample_fields[name].draw if name in sample_fields else _normal)
     tokens = sum(lengths)
-    values = {name: field.draw(len(lengths) if field.kind == "sample" else tokens, g) for name, field in wanted.items()}
-    kinds: dict[str, FieldKind] = {name: field.kind for name, field in wanted.items()}
+    values = {
+        name: field.draw(len(lengths) if field.kind == "sample" else tokens, g) for name, field in sample_fields.items()
+    }
+    kinds: dict[str, FieldKind] = {name: field.kind for name, field in sample_fields.items()}
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     for name in spec.masks:
         values[name][starts + torch.tensor([min(1, n - 1) for n in lengths])] = True  # a counted token each

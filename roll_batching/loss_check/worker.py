@@ -67,12 +67,12 @@ def _run_layout(request: Request, layout: LayoutRuns) -> dict[str, Outcome]:
                 process.kill()
                 process.join()
         last = [line for rank in range(layout.processes) for line in _last_lines(Path(folder) / str(rank))]
-    text = "a process of the run ended early"
+    failure = "a process of the run ended early"
     if is_late:
-        text = f"the run did not end within {request.seconds:g} s: a collective call that not every rank makes?"
+        failure = f"the run did not end within {request.seconds:g} s: a collective call that not every rank makes?"
     elif last:
-        text = f"{text}: {printable(' | '.join(last))}"
-    return {one.name: outcomes.get(one.name) or Outcome(error=text) for one in layout.scenarios}
+        failure = f"{failure}: {printable(' | '.join(last))}"
+    return {scenario.name: outcomes.get(scenario.name) or Outcome(error=failure) for scenario in layout.scenarios}
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -120,8 +120,8 @@ def _run_rank(
         try:
             outcome = _run(request, layout, scenario, strategies)
         except Exception as error:  # of the user's code, or of the library because of it
-            text = str(error) if isinstance(error, RollBatchingError) else f"{type(error).__name__}: {error}"
-            outcome = Outcome(error=text)
+            message = str(error) if isinstance(error, RollBatchingError) else f"{type(error).__name__}: {error}"
+            outcome = Outcome(error=message)
         if sender is not None:
             sender.send_bytes(pickle.dumps((scenario.name, outcome)))
         if outcome.error is not None and layout.processes > 1:

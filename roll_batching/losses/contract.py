@@ -235,12 +235,13 @@ def to_host(
             flat.extend(parts)
     if not flat:
         return [], {}
+    # The first read of the device in a step.
     numbers = torch.stack([x.to(flat[0].device) for x in flat]).tolist()
     joined: dict[str, HostMetric] = {}
-    at = len(losses)
+    start = len(losses)
     for name, kind, width in names:
-        part = HostMetric(kind, tuple(numbers[at : at + width]))
-        at += width
+        part = HostMetric(kind, tuple(numbers[start : start + width]))
+        start += width
         if name in joined and joined[name].kind != kind:
             raise LossError(f"the metric {name!r} is a {joined[name].kind} in one micro-batch and a {kind} in another")
         joined[name] = joined[name].join(part) if name in joined else part

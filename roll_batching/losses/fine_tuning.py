@@ -97,6 +97,7 @@ class PreferenceLoss(PreferenceSettings):
         """The pack's share of the loss. Sorting brings the responses of a pair together."""
         reduce = tokens.segment_mean if self.average_log_probs else tokens.segment_sum
         log_ratios = reduce(tokens.log_probs - tokens["ref_log_probs"])
+        # The two of a pair stand side by side, the chosen one first.
         order = torch.argsort(2 * tokens["pair"] + (~tokens["chosen"].bool()).long())
         chosen, rejected = log_ratios[order[0::2]], log_ratios[order[1::2]]
         margin = chosen - rejected
@@ -112,6 +113,7 @@ class PreferenceLoss(PreferenceSettings):
             nll = -reduce(tokens.log_probs)[order[0::2]].sum()
             loss = loss + self.sft_coef * nll
             metrics["chosen_nll"] = Mean(nll.detach(), pairs)
+        # Each pair has one chosen response, so their number is that of the pairs of the step.
         return LossOutput(loss / max(tokens.total("chosen"), 1.0), metrics)
 
 
@@ -170,8 +172,8 @@ def mismatch(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
         raise DataError(f"the samples {wrong[:8].tolist()} have no prompt or no counted response token: leave them out")
     starts, responses = batch.offsets[:-1], (batch.lengths - prompts).roll(1)
     begins = torch.stack([starts, (starts + prompts).roll(1)], -1).flatten()
-    taken = row_indices(begins, torch.stack([prompts, responses], -1).flatten())
-    fields = {name: batch[name].cpu()[taken] for name in ("input_ids", mask)}
+    token_index = row_indices(begins, torch.stack([prompts, responses], -1).flatten())
+    fields = {name: batch[name].cpu()[token_index] for name in ("input_ids", mask)}
     return SampleBatch(batch.ids, prompts + responses, fields, {name: batch.schema[name] for name in fields})
 
 
@@ -185,6 +187,7 @@ def reference_point(mismatched: SampleBatch, layout: ParallelLayout, mask: str =
     total = float(torch.where(counted_positions(mismatched, mask), log_ratios, 0.0).sum())
     local = (total, len(mismatched)) if layout.is_replica_leader else (0.0, 0)
     parts = exchange(layout.host_group, "the reference point of KTO", lambda: local)
+    # It estimates a KL divergence, which is never negative (equation 7).
     return max(sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1), 0.0)
 
 
@@ -214,6 +217,7 @@ class KTOLoss(KTOSettings):
         is_desirable = desirable.to(log_ratio.dtype)
         weight = self.desirable_weight * is_desirable + self.undesirable_weight * (1 - is_desirable)
         margin = self.beta * (1 - 2 * is_desirable) * (log_ratio - tokens["reference_point"])
+        # `margin` is beta (point - reward) for desirable responses, and its negative for the others.
         loss = tokens.sample_mean(weight * torch.sigmoid(margin))
         present = tokens.segment_count() > 0
         rewards = self.beta * log_ratio.detach()

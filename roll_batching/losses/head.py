@@ -104,6 +104,7 @@ class HeadContext:
                 f"the field {self.temperature_field!r} gives each sample its temperature, and samples of this pack "
                 "share positions: plan without prefixes (share_prefixes: false)"
             )
+        # Logits, or hidden states before the head: it is linear and has no bias.
         if self.temperature_field is not None and pack.samples:
             source = source / self._token_temperatures(self.temperature_field, pack).to(source.dtype)[:, None]
         rows = pack.head_tokens[:0] if idle else pack.head_tokens
@@ -113,6 +114,7 @@ class HeadContext:
             return zeros, zeros if entropy else None
         if entropies is None:
             return only_counted(self.gather(values, pack), pack), None
+        # One collective for both.
         both = only_counted(self.gather(torch.stack([values, entropies], -1), pack), pack)
         return both[:, 0], both[:, 1]
 

@@ -100,10 +100,10 @@ class PolicyGradient(PolicyGradientSettings):
             return  # `local_counts` reports a missing field
         weights = batch[name].cpu()
         if len(wrong := ((weights < 0) | ~torch.isfinite(weights)).nonzero()):
-            at = int(wrong[0, 0])
+            row = int(wrong[0, 0])
             raise DataError(
-                f"sample {int(batch.ids[at])} has the weight {weights[at].tolist()} in {name!r} (sample_weights), one "
-                f"of {len(wrong)} invalid samples: give finite weights of 0 or more"
+                f"sample {int(batch.ids[row])} has the weight {weights[row].tolist()} in {name!r} (sample_weights), "
+                f"one of {len(wrong)} invalid samples: give finite weights of 0 or more"
             )
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -128,9 +128,11 @@ class PolicyGradient(PolicyGradientSettings):
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * tokens.entropy
         if self.kl_coef:
+            # Beside the surrogate, not in the reward: the reference pulls on tokens without an advantage, too.
             divergence, more = self._divergence(policy)
             per_token, metrics = per_token + self.kl_coef * divergence, metrics | more
         if self.sample_weights is not None:
+            # The aggregation divides by the number of sequences: this makes it their total weight.
             scale = tokens.num_sequences() / (tokens.total(self.sample_weights) or 1.0)
             per_token = per_token * tokens.per_token(self.sample_weights) * scale
         return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token), metrics)
@@ -159,6 +161,7 @@ def engine_weights(
 
     The engine samples the tokens, and its kernels compute other probabilities than the trainer's from equal weights.
     """
+    # A constant of the step: with a gradient the weights themselves would be trained.
     log_ratio = (old - tokens["rollout_log_probs"]).detach()
     ratio = bounded(log_ratio).exp()
     compared = ratio
@@ -190,6 +193,7 @@ class PolicyLoss(PolicySettings, PolicyGradient):
         too_low = (advantages < 0) & (ratio < 1 - self.clip_low)
         metrics = policy.ratio_metrics(ratio, beyond)
         metrics["clip_fraction"] = tokens.mean_metric((too_high | too_low).float())
+        # Where A < 0, -r A grows with r without bound: the dual clip bounds it (Ye et al. 2020, arXiv 1912.09729).
         if self.dual_clip is not None:
             bound = torch.where(advantages < 0, -self.dual_clip * advantages, float("inf"))
             metrics["dual_clip_fraction"] = tokens.mean_metric((per_token > bound).float())
@@ -201,6 +205,7 @@ class PolicyLoss(PolicySettings, PolicyGradient):
         if self.ratio == "token":
             return token_ratio(policy)
         log_ratio = policy.tokens.expand(policy.tokens.segment_mean(policy.log_ratio))
+        # GSPO (Zheng et al. 2025, arXiv 2507.18071). GSPO-token has the sequence's value, and each token's gradient.
         if self.ratio == "sequence_token":
             log_ratio = log_ratio.detach() + (policy.log_probs - policy.log_probs.detach())
         return log_ratio.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp(), log_ratio > SEQUENCE_LOG_RATIO_BOUND
@@ -237,7 +242,7 @@ class SAPOLoss(SAPOSettings, PolicyGradient):
         ratio, beyond = token_ratio(policy)
         span = self.temperature_positive - self.temperature_negative
         temperature = self.temperature_negative + span * (policy.advantages > 0).to(ratio.dtype)
-        gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+        gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature  # of slope 1 at r = 1, like r itself
         return -gate * policy.advantages, policy.ratio_metrics(ratio, beyond)
 
 

@@ -132,10 +132,10 @@ class _Adapted:
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         adapter = layer.adapter
         suffix, axis = ("_a", 1) if adapter.is_row_parallel else ("_b", 0)
-        own = {f"{NAME}.{name}": value for name, value in adapter.state_dict(keep_vars=True).items()}
-        axes = {name: axis for name in own if name.endswith(suffix)}
+        adapter_state = {f"{NAME}.{name}": value for name, value in adapter.state_dict(keep_vars=True).items()}
+        axes = {name: axis for name in adapter_state if name.endswith(suffix)}
         groups = {"tp_group": layer.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        return {**state, **make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)}
+        return {**state, **make_sharded_tensors_for_checkpoint(adapter_state, prefix, axes, sharded_offsets, **groups)}
 
 
 class AdaptedColumn(_Adapted, ColumnParallelLinear):

@@ -54,8 +54,8 @@ class ReplicatedKVAttention(GatedSelfAttention):
         group, part = divmod(ranks.rank(), ranks.size() // groups)
         heads = projected.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head))[:, :, group]
         *parts, key, value = heads.split([self.config.num_attention_heads // groups] * (1 + output_gate) + [1, 1], 2)
-        own = self.config.num_attention_heads // ranks.size()
-        query, *gates = (heads[:, :, part * own : (part + 1) * own] for heads in parts)
+        local_heads = self.config.num_attention_heads // ranks.size()
+        query, *gates = (heads[:, :, part * local_heads : (part + 1) * local_heads] for heads in parts)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:

@@ -92,7 +92,7 @@ def placed_parameters(
                 unknown.append(name)
                 continue
             shards, replicas = (groups.expt_tp, groups.expt_dp) if is_expert else (groups.tp, groups.dp_cp)
-            placed = PlacedParameter(
+            parameter_place = PlacedParameter(
                 name=name,
                 parameter=parameter,
                 rule=by_name[name],
@@ -104,11 +104,11 @@ def placed_parameters(
                 is_first_replica=replicas.rank() == 0 and not (name == EMBEDDING.ours and not gpt.pre_process),
                 adapted=adapted.get(local),
             )
-            shape = local_shape(placed.rule, sizes, placed.ranks)
+            shape = local_shape(parameter_place.rule, sizes, parameter_place.ranks)
             if tuple(parameter.shape) != shape:
                 unknown.append(f"{name} {list(parameter.shape)} (expected {list(shape)})")
                 continue
-            known.append(placed)
+            known.append(parameter_place)
     if unknown:
         raise LayoutError(
             f"parameters without a counterpart in {family.architecture}: {', '.join(ranges(unknown))}. The model was "
@@ -204,8 +204,8 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
                 target.copy_(piece.select(values[0]))
             end = piece.at.stop
             continue
-        for at, values in stored.read(piece.name, piece.rows, piece.columns):
-            target[at].copy_(values)
+        for region, values in stored.read(piece.name, piece.rows, piece.columns):
+            target[region].copy_(values)
         end = piece.at.stop
         for head in redundant if placed.rule.ours in (EMBEDDING.ours, HEAD.ours) else ():
             if head in stored.shapes and not _equal(target, stored, head, piece.rows):
@@ -218,4 +218,4 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
 
 def _equal(target: torch.Tensor, stored: StoredTensors, name: str, rows: slice) -> bool:
     """Whether `target` equals the `rows` of the stored tensor `name`."""
-    return all(torch.equal(values.to(target), target[at]) for at, values in stored.read(name, rows))
+    return all(torch.equal(values.to(target), target[region]) for region, values in stored.read(name, rows))

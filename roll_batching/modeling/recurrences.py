@@ -95,10 +95,10 @@ def gated_delta_rule(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     added, read = solved.split([value.shape[-1], key.shape[-1]], -1)
     total = decay[:, :, -1:]
-    kept = (key * (total - decay).exp()).transpose(2, 3)
+    keys_to_end = (key * (total - decay).exp()).transpose(2, 3)
     # The state after a chunk is linear in that before it.
     same = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * total.exp()
-    before, after = _scan(torch.baddbmm, (same - kept @ read) * chunks.continues, kept @ added)
+    before, after = _scan(torch.baddbmm, (same - keys_to_end @ read) * chunks.continues, keys_to_end @ added)
     before = before * chunks.continues
     out = (query * decay.exp()) @ before + ((query @ key.transpose(2, 3)) * between) @ (added - read @ before)
     return chunks.join(out), after[chunks.last]
@@ -123,7 +123,7 @@ def state_space(
     x [tokens, groups, heads of a group, channels], decay [tokens, groups, heads], B and C [tokens, groups, states]; all
     of one dtype, fp32 or fp64.
     """
-    x, decay, B, C = (chunks.split(one) for one in (x, decay, B, C))
+    x, decay, B, C = (chunks.split(values) for values in (x, decay, B, C))
     heads, channels = x.shape[3:]
     decay = decay.cumsum(2)  # [chunks, groups, CHUNK, heads]
     by_head = decay.transpose(2, 3)
@@ -131,8 +131,8 @@ def state_space(
     between = (by_head.unsqueeze(-1) - by_head.unsqueeze(-2)).masked_fill(upper, float("-inf")).exp()
     inside = ((C @ B.transpose(2, 3)).unsqueeze(2) * between) @ x.transpose(2, 3)
     total = decay[:, :, -1:]
-    kept = x * (total - decay).exp().unsqueeze(-1)
-    terms = (B.transpose(2, 3) @ kept.flatten(3)).unflatten(-1, (heads, channels))
+    inputs_to_end = x * (total - decay).exp().unsqueeze(-1)
+    terms = (B.transpose(2, 3) @ inputs_to_end.flatten(3)).unflatten(-1, (heads, channels))
     before, after = _scan(torch.addcmul, (total.exp() * chunks.continues).unsqueeze(-1), terms)
     before = before * chunks.continues.unsqueeze(-1)
     carried = (C @ before.flatten(3)).unflatten(-1, (heads, channels)) * decay.exp().unsqueeze(-1)
@@ -166,9 +166,9 @@ def causal_convolution(
 
 def inputs_before(x: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
     """The last `count` of the first `lengths` [rows] entries of x [rows, positions, channels]; zeros where fewer."""
-    at = lengths[:, None] - count + torch.arange(count, device=x.device)
-    found = x.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-    return found * (at >= 0).unsqueeze(-1)
+    positions = lengths[:, None] - count + torch.arange(count, device=x.device)
+    values = x.gather(1, positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    return values * (positions >= 0).unsqueeze(-1)
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,9 @@ class ModelDemands:
     def refusals_here(self, device: torch.device) -> list[str]:
         """`refusals` for the device and libraries of this process."""
         needs = [ENGINE_LAYERS, *([] if self.backend is None else [self.backend.requirements])]
-        return self.refusals(device.type, Installed.here(device, [name for one in needs for name, _ in one.libraries]))
+        return self.refusals(
+            device.type, Installed.here(device, [name for need in needs for name, _ in need.libraries])
+        )
 
     def refusals(self, device: str, installed: Installed) -> list[str]:
         """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
@@ -92,9 +94,9 @@ class ModelDemands:
         backend, problems = self.backend, []
         if self.engine_layers:
             problems += _engine_refusals(device, self.dtype, installed)
-        if ENGINE not in installed.versions and (named := sorted(_RECOMPUTED_BY_ENGINE & set(self.recomputed))):
+        if ENGINE not in installed.versions and (modules := sorted(_RECOMPUTED_BY_ENGINE & set(self.recomputed))):
             problems.append(
-                f"recompute_modules: {named} needs TransformerEngine, which is not installed: install {ENGINE}, or "
+                f"recompute_modules: {modules} needs TransformerEngine, which is not installed: install {ENGINE}, or "
                 "recompute core_attn, mlp, moe or shared_experts, or whole layers (recompute_granularity: full)"
             )
         if self.latent_attention:
@@ -139,7 +141,7 @@ def _engine_refusals(device: str, dtype: torch.dtype, installed: Installed) -> l
     name, instead = "TransformerEngine's layers", "set transformer_impl: local, or build packed_layer_spec without them"
     if device not in ENGINE_LAYERS.devices:
         return [f"{name} compute on CUDA, not on {device}: {instead}"]
-    problems = [f"{name} need {one}, or {instead}" for one in ENGINE_LAYERS.missing(installed.versions)]
+    problems = [f"{name} need {library}, or {instead}" for library in ENGINE_LAYERS.missing(installed.versions)]
     if ENGINE_LAYERS.dtypes is not None and dtype not in ENGINE_LAYERS.dtypes:
         problems.append(f"{name} do not compute in {_dtype_name(dtype)}: {instead}")
     return problems
@@ -151,7 +153,7 @@ def _attention_refusals(
     needs, name = backend.requirements, attention_name(backend)
     if device not in needs.devices:
         return [f"{name} runs on {' and '.join(needs.devices)}, not on {device}: choose another attention_backend"]
-    problems = [f"{name} needs {one}, or {needs.instead}" for one in needs.missing(installed.versions)]
+    problems = [f"{name} needs {library}, or {needs.instead}" for library in needs.missing(installed.versions)]
     if needs.compute_capability is not None and installed.compute_capability is not None:
         if installed.compute_capability < needs.compute_capability:
             least, this = (".".join(map(str, x)) for x in (needs.compute_capability, installed.compute_capability))
@@ -160,7 +162,7 @@ def _attention_refusals(
                 "another attention_backend"
             )
     if needs.dtypes is not None and dtype not in needs.dtypes:
-        known = " and ".join(_dtype_name(one) for one in needs.dtypes)
+        known = " and ".join(_dtype_name(supported) for supported in needs.dtypes)
         problems.append(
             f"{name} computes in {known}, not in {_dtype_name(dtype)}: set model_args.dtype to auto or bf16 "
             "(TransformerConfig.bf16 and params_dtype in a model of your own), or choose another attention_backend"

@@ -97,13 +97,13 @@ class RotarySettings(CheckedFields, error=LayoutError):
     def tables(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Tables:
         """The tables (cos, sin), each [*positions.shape, rotated] fp32; with `sections` from [axes, ...]."""
         if self.sections is None:
-            at = positions.to(inverse_frequencies.dtype)[..., None]
+            position = positions.to(inverse_frequencies.dtype)[..., None]
         else:
             by_axis = zip(positions.to(inverse_frequencies.dtype), self.sections, strict=True)
-            at = torch.cat([axis[..., None].expand(*axis.shape, pairs) for axis, pairs in by_axis], -1)
+            position = torch.cat([axis[..., None].expand(*axis.shape, pairs) for axis, pairs in by_axis], -1)
         if self.scaling == "linear":
-            at = at * (1 / self.factor)
-        angles = at * inverse_frequencies
+            position = position * (1 / self.factor)
+        angles = position * inverse_frequencies
         angles = torch.cat([angles, angles], -1)
         if self.rotated_factor == 1:
             return angles.cos(), angles.sin()

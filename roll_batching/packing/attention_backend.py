@@ -55,8 +55,8 @@ class AttentionRequirements:
         for library, earliest in self.libraries:
             installed = versions.get(library)
             if installed is None or major_minor(installed) < major_minor(earliest):
-                here = "is not installed" if installed is None else f"is {installed} here"
-                problems.append(f"{library}, which {here}: install {library} {earliest} or later")
+                status = "is not installed" if installed is None else f"is {installed} here"
+                problems.append(f"{library}, which {status}: install {library} {earliest} or later")
         return problems
 
 

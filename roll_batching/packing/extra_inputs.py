@@ -103,12 +103,12 @@ class BatchImages:
         if not self._encodes:
             return axes, None
         number, count = self._part
-        own = local_tokens.chunk(count)[number]
-        image = torch.where(real[own], self.tokens.image[source[own]], -1)
+        router_tokens = local_tokens.chunk(count)[number]
+        image = torch.where(real[router_tokens], self.tokens.image[source[router_tokens]], -1)
         places = (image >= 0).nonzero().flatten()
         if not len(places):
             return axes, None
-        return axes, self._of_tokens(source[own][places], places, device)
+        return axes, self._of_tokens(source[router_tokens][places], places, device)
 
     def prompts(self, tokens: torch.Tensor, places: torch.Tensor, device: torch.device) -> ImageInputs | None:
         """Images of the tokens at the flat indices `tokens` [n], whose embeddings are at `places` [n]."""
@@ -157,11 +157,11 @@ def shift_tokens(
         counted: [tokens] bool; entry i is whether token i + 1 counts as a label.
         local_tokens: [tokens / cp] indices of this context-parallel rank's tokens.
     """
-    here = np.arange(layout.tokens)
+    positions = np.arange(layout.tokens)
     tokens, rows, counts, local = [], [], [], local_tokens.to(input_ids.device)
     for ahead in range(heads + 1):
-        before = np.minimum(here + ahead, layout.tokens - 1)  # predicts the token k + 1 places later
-        exists = (here + ahead < layout.tokens) & (layout.segment_ids[before] == layout.segment_ids)
+        before = np.minimum(positions + ahead, layout.tokens - 1)  # predicts the token k + 1 places later
+        exists = (positions + ahead < layout.tokens) & (layout.segment_ids[before] == layout.segment_ids)
         exists &= layout.predicts[before]
         index, valid = (torch.from_numpy(x).to(input_ids.device) for x in (before, exists))
         label = input_ids[(index + 1).clamp(max=layout.tokens - 1)]

@@ -159,8 +159,8 @@ class SampleBatch:
             DataError: for an entry that is missing, and all of `from_padded`.
         """
         present = set(source.keys())
-        wanted = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
-        if missing := [name for name in wanted if name not in present]:
+        needed = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
+        if missing := [name for name in needed if name not in present]:
             raise DataError(
                 f"No entry {', '.join(map(repr, missing))}; present are {', '.join(sorted(map(str, present)))}."
             )

@@ -83,15 +83,15 @@ def as_index(values: Any, what: str) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def check_field_names(given: Iterable[str], schema: Schema) -> None:
+def check_field_names(names: Iterable[str], schema: Schema) -> None:
     """Raises `DataError` for fields without a kind and kinds without a field."""
-    given = set(given)
-    if unknown := sorted(given - schema.keys()):
+    names = set(names)
+    if unknown := sorted(names - schema.keys()):
         raise DataError(
             f"Field{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} not in the schema: "
             "say what kind each is (token, next_token, sample or static), or leave it out."
         )
-    if missing := sorted(schema.keys() - given):
+    if missing := sorted(schema.keys() - names):
         raise DataError(f"The schema names {', '.join(map(repr, missing))}, but no such field was given.")
 
 
@@ -152,9 +152,9 @@ def from_padded(
             continue
         widths = (width,) if spec.kind == "token" else (width, width - 1)
         if values.dim() < 2 or values.shape[0] != batch or values.shape[1] not in widths:
-            wanted = " or ".join(f"[{batch}, {w}, ...]" for w in widths)
+            shapes = " or ".join(f"[{batch}, {w}, ...]" for w in widths)
             raise DataError(
-                f"Field {name!r} is a {spec.kind} field, so its shape must be {wanted} like the mask; "
+                f"Field {name!r} is a {spec.kind} field, so its shape must be {shapes} like the mask; "
                 f"got {tuple(values.shape)}."
             )
         flat = values.reshape(batch * values.shape[1], *values.shape[2:])

@@ -114,10 +114,10 @@ def write_state(
                 "skipped_steps": training.skipped_steps,
                 "schedule_steps": getattr(training.scheduler, "num_steps", None),
             }
-        text = json.dumps(record, indent=1) + "\n"
+        record_text = json.dumps(record, indent=1) + "\n"
         if dist.get_rank() == 0:
             check_free_space(folder, needed)
-    return CheckpointWriter(tensors, text, folder, group, size=needed, background=background, manifest=manifest)
+    return CheckpointWriter(tensors, record_text, folder, group, size=needed, background=background, manifest=manifest)
 
 
 def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: bool = True) -> ModelState:
@@ -172,8 +172,8 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
             gpt = gpt_of(chunk)
             weights = loaded[f"model{index}"]
             # TransformerEngine's state, and weights that came from a model directory.
-            own = {name: value for name, value in gpt.state_dict().items() if name not in weights}
-            gpt.load_state_dict({**own, **weights})
+            unsaved = {name: value for name, value in gpt.state_dict().items() if name not in weights}
+            gpt.load_state_dict({**unsaved, **weights})
         if training is not None and loaded_optimizer is not None:
             restored = _restore_training(training, loaded.get("optimizer", {}), record["optimizer"])
             model = replace(model, training=restored)
@@ -276,20 +276,22 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -> None:
-    saved, own = record["architecture"], _architecture(model)
-    if saved is None or own is None:
+    saved, current = record["architecture"], _architecture(model)
+    if saved is None or current is None:
         return
     saved = {"value_head": False, **saved}  # versions before 0.2 had none
-    saved, own = ({**one, "mtp_num_layers": one.get("mtp_num_layers") or 0} for one in (saved, own))  # None: none
+    saved, current = (
+        {**settings, "mtp_num_layers": settings.get("mtp_num_layers") or 0} for settings in (saved, current)
+    )  # None: none
     ignored = {"mtp_num_layers"} if _leaves_heads(model) else set()
     differing = [
-        f"{key} is {saved[key]} there and {own[key]} here"
-        for key in own.keys() - ignored
-        if key in saved and saved[key] != own[key]
+        f"{key} is {saved[key]} there and {current[key]} here"
+        for key in current.keys() - ignored
+        if key in saved and saved[key] != current[key]
     ]
     if differing:
         cure = "Set model_args.architecture as it was"
-        if saved["value_head"] != own["value_head"]:
+        if saved["value_head"] != current["value_head"]:
             cure = "A critic's checkpoint is the folder `critic` of a job's, and a policy's the folder around it"
         raise CheckpointError(f"the checkpoint {path} is of another model: {first_of(differing, _SHOWN)}. {cure}")
 

@@ -102,8 +102,10 @@ def load_tensors(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Che
         with alone(f"loading {path}"), only_weights():
             return dist_checkpointing.load(state, str(path), validate_access_integrity=False), None
     except CheckpointException as failed:
-        own = failed.failures.get(dist.get_rank())
-        reason = describe_cause(own[0]) if own else f"rank {', '.join(map(str, failed.failures))} could not read it"
+        failure = failed.failures.get(dist.get_rank())
+        reason = (
+            describe_cause(failure[0]) if failure else f"rank {', '.join(map(str, failed.failures))} could not read it"
+        )
         return {}, CheckpointError(f"{path} cannot be read: {reason}")
 
 

@@ -129,9 +129,9 @@ def _prepare(path: Path, partial: Path, replaced: Path, replaces: Callable[[Path
         if path.exists() and not replaces(path) and not (path.is_dir() and not any(path.iterdir())):
             kind = " and is no checkpoint" if replaces is is_checkpoint else ""
             raise CheckpointError(f"{path} exists{kind}: give another path")
-        for left in (partial, replaced):
-            if left.exists():
-                shutil.rmtree(left)
+        for leftover in (partial, replaced):
+            if leftover.exists():
+                shutil.rmtree(leftover)
         partial.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{partial} cannot be made: {cause(error)}") from None
@@ -177,7 +177,7 @@ def digest_files(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
 
 def manifest_text(files: Mapping[str, FileDigest]) -> str:
     """The content of the file `MANIFEST`."""
-    entries = {name: {"size": one.size, "digests": one.pieces} for name, one in sorted(files.items())}
+    entries = {name: {"size": digest.size, "digests": digest.pieces} for name, digest in sorted(files.items())}
     return json.dumps({"algorithm": _ALGORITHM, "piece_bytes": _PIECE, "files": entries}, indent=1) + "\n"
 
 
@@ -263,10 +263,10 @@ def digests_of_pieces(folder: Path, tasks: Sequence[tuple[str, int]]) -> dict[tu
 
 
 def _digest(file: Path, piece: int) -> str:
-    hasher, left = hashlib.new(_ALGORITHM), _PIECE
+    hasher, bytes_left = hashlib.new(_ALGORITHM), _PIECE
     with explain_read_errors(file), file.open("rb") as stream:
         stream.seek(piece * _PIECE)
-        while left and (block := stream.read(min(_READ, left))):
+        while bytes_left and (block := stream.read(min(_READ, bytes_left))):
             hasher.update(block)
-            left -= len(block)
+            bytes_left -= len(block)
     return hasher.hexdigest()[:32]  # 128 bits: enough against damage, and half the manifest

@@ -116,7 +116,7 @@ class CheckpointWriter:
             if dist.get_rank() == 0:
                 write_text(self._folder / RECORD, self._record)
                 if self._digests is not None:
-                    digests = {name: one for of_rank in digests_by_rank for name, one in of_rank.items()}
+                    digests = {name: digest for of_rank in digests_by_rank for name, digest in of_rank.items()}
                     rest = [name for name in listed_files(self._folder) if name not in digests]
                     write_text(self._folder / MANIFEST, manifest_text(digests | digest_files(self._folder, rest)))
 
@@ -170,8 +170,8 @@ class _WriteErrors:
                 with alone(f"writing {folder}"):
                     yield
             except CheckpointException as failed:  # not an `Exception`; raised on all ranks
-                own = failed.failures.get(dist.get_rank())
-                errors.append((folder, own[0] if own else RuntimeError("another rank could not write")))
+                failure = failed.failures.get(dist.get_rank())
+                errors.append((folder, failure[0] if failure else RuntimeError("another rank could not write")))
 
     def raise_first(self) -> None:
         """Raises `CheckpointError` with file and cause of the first error on this rank, if there is one."""

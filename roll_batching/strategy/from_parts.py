@@ -148,7 +148,7 @@ def _check_types(chunks: Sequence[Any], batching: Any, settings: Any, pg_collect
         raise LayoutError("model_chunks holds the same chunk twice: pass each virtual stage's chunk once")
     attributes = ("config", "decoder", "post_process", "position_embedding_type")
     models = [gpt_of(chunk) for chunk in chunks]
-    other_models = [type(one).__name__ for one in models if not all(hasattr(one, name) for name in attributes)]
+    other_models = [type(model).__name__ for model in models if not all(hasattr(model, name) for name in attributes)]
     if other_models:
         raise LayoutError(f"{', '.join(other_models)} is not a GPTModel: pass model_chunks of GPTModel")
     if not isinstance(batching, BatchingConfig) or not isinstance(settings, StepSettings):

@@ -98,11 +98,11 @@ def describe_full_tensors(state: ModelState, source: str, *, with_head: bool = F
 def _stacked(placed: Iterable[PlacedParameter]) -> Iterator[PlacedParameter]:
     """The parameters, those of this rank's experts that share a tensor as one."""
     stacks: dict[str, list[PlacedParameter]] = {}
-    for one in placed:
-        if not one.rule.is_stacked:
-            yield one
+    for parameter in placed:
+        if not parameter.rule.is_stacked:
+            yield parameter
         else:
-            stacks.setdefault(one.rule.theirs[0][0], []).append(one)
+            stacks.setdefault(parameter.rule.theirs[0][0], []).append(parameter)
     for name, parts in stacks.items():
         # Ranks that share a tensor know it by one name, whichever experts they have.
         yield dataclasses.replace(parts[0], name=name, group=parts[0].expert_group, parts=tuple(parts))
@@ -170,8 +170,8 @@ def cast_to_file_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> t
     """`tensor` in the dtype of its file. Raises `CheckpointError` for values beyond fp16."""
     converted = tensor.to(dtype)
     if dtype is torch.float16 and not bool(converted.isfinite().all()) and bool(tensor.isfinite().all()):
-        text = f"{name} has values beyond fp16, the precision of the files that the model came from"
-        raise CheckpointError(f"{text}: set their dtype to bfloat16 (config.json) and convert them")
+        problem = f"{name} has values beyond fp16, the precision of the files that the model came from"
+        raise CheckpointError(f"{problem}: set their dtype to bfloat16 (config.json) and convert them")
     return converted
 
 
@@ -226,7 +226,9 @@ class TensorStream:
         ]
         owned_by_rank = exchange(group, _LISTING, lambda: owned)
         # All ranks take the parameters in one order: with different orders, two gathers could wait for each other.
-        sources = [_Source(rank, *one) for rank, parameters in enumerate(owned_by_rank) for one in parameters]
+        sources = [
+            _Source(rank, *parameter) for rank, parameters in enumerate(owned_by_rank) for parameter in parameters
+        ]
         sizes = [sum(map(self._full.bytes_of, source_.tensors)) for source_ in sources]
         self._buckets = list(_split_into_buckets(sources, sizes, bucket_bytes))
         self.device = group_device(dist.group.WORLD, state.device)
@@ -234,7 +236,9 @@ class TensorStream:
     @property
     def bytes(self) -> int:
         """Size of all tensors."""
-        return sum(self._full.bytes_of(name) for sources in self._buckets for one in sources for name in one.tensors)
+        return sum(
+            self._full.bytes_of(name) for sources in self._buckets for source in sources for name in source.tensors
+        )
 
     def buckets(self) -> Iterator[Bucket]:
         """The current tensors, bucket by bucket. Every step is collective: all ranks exhaust the iterator."""

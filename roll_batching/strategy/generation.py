@@ -136,8 +136,8 @@ def generate(
         for group in split_by_cache_limit(positions, limit, layout):
             # A rank without sequences decodes a dummy: the others need its experts.
             batch = [sequences[i] for i in group] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
-            shown = images and images.of([i // settings.num_return_sequences for i in group])
-            responses |= zip(group, _generate_group(make_decoder(batch, shown), group, sampler), strict=True)
+            group_images = images and images.of([i // settings.num_return_sequences for i in group])
+            responses |= zip(group, _generate_group(make_decoder(batch, group_images), group, sampler), strict=True)
     return responses_to_batch(sequences, [responses[i] for i in range(len(sequences))], model.result_dtype)
 
 

@@ -58,9 +58,9 @@ class SequenceImages:
         axes = torch.zeros(3, width, count, dtype=torch.int64)
         axes[:, is_token] = source.images.tokens.positions[:, index[is_token]]
         part = width // layout.tp_size if layout.sequence_parallel else width
-        own = slice(layout.tp_rank * part, (layout.tp_rank + 1) * part) if layout.sequence_parallel else slice(None)
-        shown = is_token[own].flatten().nonzero().flatten()
-        images = source.images.prompts(index[own].flatten()[shown], shown, layout.device)
+        local = slice(layout.tp_rank * part, (layout.tp_rank + 1) * part) if layout.sequence_parallel else slice(None)
+        local_tokens = is_token[local].flatten().nonzero().flatten()
+        images = source.images.prompts(index[local].flatten()[local_tokens], local_tokens, layout.device)
         return axes.to(layout.device), images
 
     def of_step(self, places: torch.Tensor) -> torch.Tensor:
@@ -72,8 +72,8 @@ class SequenceImages:
         prompts = self._source.prompts
         fields, schema = {RESPONSE: self._sampled(sequences)}, {RESPONSE: FieldSpec("token", pad=False)}
         if all(name in prompts.schema for name in IMAGE_SCHEMA):
-            shown = prompts.only(["input_ids", *IMAGE_SCHEMA]).select(self._prompt_of, ids=sequences.ids)
-            fields |= {name: shown[name] for name in IMAGE_SCHEMA}
+            with_images = prompts.only(["input_ids", *IMAGE_SCHEMA]).select(self._prompt_of, ids=sequences.ids)
+            fields |= {name: with_images[name] for name in IMAGE_SCHEMA}
             schema |= IMAGE_SCHEMA
         return make_images(sequences.with_fields(fields, schema), self._source.state)
 
@@ -105,10 +105,10 @@ def images_of(local: SampleBatch, state: ModelState, plan: Plan) -> BatchImages 
 def check_takes_images(batch: SampleBatch, state: ModelState) -> None:
     """Raises `DataError` for images of a model without a vision encoder."""
     if state.vision is None and has_images(batch):
-        given = [name for name in IMAGE_SCHEMA if name in batch.schema]
+        image_fields = [name for name in IMAGE_SCHEMA if name in batch.schema]
         raise DataError(
-            f"the batch has images ({', '.join(given)}), and the model has no vision encoder: leave these fields out, "
-            "or train a model that takes images"
+            f"the batch has images ({', '.join(image_fields)}), and the model has no vision encoder: leave these "
+            "fields out, or train a model that takes images"
         )
 
 

@@ -163,7 +163,7 @@ def export_adapters(
             dist.gather_object(owned, parts, dst=0, group=group)
         with consensus(group, _WRITING):
             if parts is not None:
-                _write(folder, adapters, source, {name: one for part in parts for name, one in part.items()})
+                _write(folder, adapters, source, {name: tensor for part in parts for name, tensor in part.items()})
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ def load_adapters(state: ModelState, source: str, path: str) -> None:
             file: Any = safe_open(folder / WEIGHTS, framework="pt")
             stored = set(file.keys())
             slices = {matrix.name: file.get_slice(matrix.name) for matrix in matrices if matrix.name in stored}
-            shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
+            shapes = {name: tuple(stored_slice.get_shape()) for name, stored_slice in slices.items()}
         except Exception as error:  # safetensors raises its own classes
             raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {describe_cause(error)}") from None
         problems = [f"{name} is missing" for name in sorted(names - stored)]
@@ -282,7 +282,7 @@ def _write(folder: Path, adapters: AdapterState, source: str, tensors: dict[str,
     }
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     try:
-        save_file({name: one.contiguous() for name, one in sorted(tensors.items())}, folder / WEIGHTS)
+        save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, folder / WEIGHTS)
     except Exception as error:  # safetensors raises its own classes
         raise CheckpointError(f"{folder / WEIGHTS} cannot be written: {describe_cause(error)}") from None
 

@@ -85,7 +85,7 @@ class Resharding:
         self.source, self.target, self._group = source, target, group
         source_tensors, target_tensors = _local_tensors(source), _local_tensors(target)
         if not target.heads:  # of multi-token prediction: only a model in training has them
-            source_tensors = {one: x for one, x in source_tensors.items() if not one.name.startswith("mtp.")}
+            source_tensors = {shard: x for shard, x in source_tensors.items() if not shard.name.startswith("mtp.")}
         shards = exchange(group, "comparing the models", lambda: (list(source_tensors), list(target_tensors)))
         held, wanted = [of_source for of_source, _ in shards], [of_target for _, of_target in shards]
         with consensus(group, "comparing the models"):
@@ -221,9 +221,9 @@ def _check_same_model(units: Sequence[_Unit], wanted: Sequence[list[_Shard]]) ->
         if source is None:
             differences.add(f"{shard.name} is not in the other")
             continue
-        there, here = source.global_shape, shard.global_shape
-        if there[1:] != here[1:] or (there[0] != here[0] and not shard.padded):
-            differences.add(f"{shard.name} is {list(there)} there and {list(here)} here")
+        source_shape, target_shape = source.global_shape, shard.global_shape
+        if source_shape[1:] != target_shape[1:] or (source_shape[0] != target_shape[0] and not shard.padded):
+            differences.add(f"{shard.name} is {list(source_shape)} there and {list(target_shape)} here")
     if differences:
         raise LayoutError(
             "weights are copied between strategies of one model, and these two differ: "
@@ -234,8 +234,8 @@ def _check_same_model(units: Sequence[_Unit], wanted: Sequence[list[_Shard]]) ->
 # ---- pieces and rounds
 
 
-def _overlap(one: Box, other: Box) -> Box | None:
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+def _overlap(first: Box, second: Box) -> Box | None:
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return box if all(start < end for start, end in box) else None
 
 

@@ -104,11 +104,11 @@ class _RankResult:
     @classmethod
     def join(cls, results: Sequence[_RankResult]) -> _RankResult:
         return cls(
-            loss=sum(one.loss for one in results),
-            metrics=[metrics for one in results for metrics in one.metrics],
-            grad_square=sum(one.grad_square for one in results),
-            problems=tuple(dict.fromkeys(text for one in results for text in one.problems)),
-            infinite=any(one.infinite for one in results),
+            loss=sum(result.loss for result in results),
+            metrics=[metrics for result in results for metrics in result.metrics],
+            grad_square=sum(result.grad_square for result in results),
+            problems=tuple(dict.fromkeys(problem for result in results for problem in result.problems)),
+            infinite=any(result.infinite for result in results),
         )
 
 

@@ -102,7 +102,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         temperature: float = 1.0,
         cost: CostModel | None = None,
         settings: StepSettings | None = None,
-        **own: Any,
+        **subclass_arguments: Any,
     ) -> Self:
         """A strategy for an existing Megatron model and optimizer. Collective.
 
@@ -122,7 +122,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             temperature: divides the logits.
             cost: the planner's cost model; None derives one from the model's config.
             settings: further settings of the schedule; the argument `rows_form` overrides theirs.
-            own: arguments of a subclass's constructor, which is called with None for the RoleSettings.
+            subclass_arguments: arguments of a subclass's constructor, which is called with None for the RoleSettings.
 
         Raises:
             LayoutError: on all ranks, with everything in the parts that cannot work and the settings that cure it.
@@ -131,7 +131,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
         require_process_group()
         with consensus(host_group(), "from_parts") as facts:
-            strategy = cls(None, **own)
+            strategy = cls(None, **subclass_arguments)
             strategy.temperature = check_temperature(temperature)
             facts.equal("the temperature", strategy.temperature)
             chunks = list_of_chunks(model_chunks)

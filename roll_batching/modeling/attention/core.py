@@ -214,8 +214,8 @@ class PackedCore(torch.nn.Module):
         )
         if mask is None:  # a query before the others keeps the causal mask square
             return self._dense(F.pad(query, (0, 0, 1, 0)), key, value, None)[:, :, 1:, :-_ALIGNED]
-        seen = mask.new_ones(*mask.shape[:-1], 1)
-        return self._dense(query, key, value, torch.cat([seen, mask], -1))[..., :-_ALIGNED]
+        sees_sink = mask.new_ones(*mask.shape[:-1], 1)
+        return self._dense(query, key, value, torch.cat([sees_sink, mask], -1))[..., :-_ALIGNED]
 
     def _dense(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

@@ -147,10 +147,10 @@ def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device, window:
         if layout.cp_size > 1 or hidden or (keys[members] > queries[members]).any():
             # A span's queries are the last of its keys. A causal mask of torch would align the first ones.
             last_seen = (keys - queries)[members][:, None] + np.arange(width)
-            seen = np.arange(depth) <= last_seen[:, :, None]
+            visible = np.arange(depth) <= last_seen[:, :, None]
             if window is not None:
-                seen &= np.arange(depth) > last_seen[:, :, None] - window
-            mask = torch.from_numpy(seen)[:, None]
+                visible &= np.arange(depth) > last_seen[:, :, None] - window
+            mask = torch.from_numpy(visible)[:, None]
         k_rows = key_rows[_grid(first_key[members], keys[members], depth)]
         if layout.cp_size > 1:
             k_rows = layout.restore[k_rows]  # keys are gathered rank after rank, not in pack order
