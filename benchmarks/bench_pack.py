@@ -29,7 +29,7 @@ from roll_batching.losses.denominators import local_counts
 from roll_batching.packing import StepPacks
 from roll_batching.planning import PlanConstraints, plan_step
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.checks import content_digest
+from roll_batching.samples.flatten import content_digest
 
 MASKS = ("response_mask",)
 

@@ -7,6 +7,7 @@ values are `ValueError`s too, so that generic code can catch them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 
 class RollBatchingError(Exception):
@@ -55,6 +56,13 @@ class RankError(RollBatchingError, RuntimeError):
 
 class CollectiveError(RollBatchingError, RuntimeError):
     """A failure of this rank alone inside a library's collectives. The others wait there until this process ends."""
+
+
+def first_of(texts: Sequence[str], limit: int, separator: str = "; ") -> str:
+    """The first `limit` of `texts` in one line, and how many more there are, for an error."""
+    more = len(texts) - limit
+    end = f"{separator.replace(', ', ' ')}and {more} more" if more > 0 else ""
+    return separator.join(texts[:limit]) + end
 
 
 _LOST = re.compile(

@@ -6,7 +6,9 @@ and planning a step need no torch.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
@@ -103,6 +105,12 @@ def load_dotted(kind: str, path: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{kind} {path!r}: {module_name!r} has no {name!r}")
     return getattr(module, name)
+
+
+@functools.cache
+def module_with(package: str, name: str) -> Any:
+    """The module `name` of this package, which needs `package`; None where that is not installed."""
+    return None if importlib.util.find_spec(package) is None else importlib.import_module(name)
 
 
 def printable(text: str, *, characters: int = 1000, lines: int = 10) -> str:

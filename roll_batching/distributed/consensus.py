@@ -22,8 +22,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from roll_batching.distributed.groups import group_device
-from roll_batching.errors import RankError, RollBatchingError
+from roll_batching.distributed.groups import gather_objects, group_device
+from roll_batching.errors import RankError, RollBatchingError, first_of
 from roll_batching.registry import user_place
 
 T = TypeVar("T")
@@ -76,8 +76,8 @@ class Facts:
         Ranks agree if, after a MAX all-reduce, every digest is still the negative of its partner.
         """
         everywhere = digest(repr(sorted(self.everywhere.items())))
-        here = digest(repr(sorted(self.in_replica.items())))
-        return [everywhere, -everywhere, here, -here]
+        in_replica = digest(repr(sorted(self.in_replica.items())))
+        return [everywhere, -everywhere, in_replica, -in_replica]
 
 
 @contextlib.contextmanager
@@ -114,8 +114,7 @@ def raise_on_all(group: Any, what: str, error: BaseException | None, facts: Fact
     `replica` is the index of this rank's replica.
     """
     message = None if error is None else failure_message(error)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (message, replica, facts.everywhere, facts.in_replica, facts.cures), group=group)
+    everyone = gather_objects((message, replica, facts.everywhere, facts.in_replica, facts.cures), group)
     ranks = dist.get_process_group_ranks(group)
     raise RankError(f"{what}: {_explain(ranks, everyone)}") from error
 
@@ -134,8 +133,7 @@ def exchange(group: Any, what: str, make: Callable[[], T], *, patience: float | 
     except Failure as caught:
         error = caught
     _wait(group, patience)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (None if error is None else failure_message(error), value), group=group)
+    everyone = gather_objects((None if error is None else failure_message(error), value), group)
     failures = {
         rank: message
         for rank, (message, _) in zip(dist.get_process_group_ranks(group), everyone, strict=True)
@@ -184,9 +182,9 @@ def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
         return _group_messages(ranks, messages)
     differences = _differences(ranks, [facts for _, _, facts, _, _ in everyone])
     for replica in sorted({replica for _, replica, *_ in everyone}):
-        members = [i for i, (_, own, *_) in enumerate(everyone) if own == replica]
+        members = [i for i, (_, member_replica, *_) in enumerate(everyone) if member_replica == replica]
         differences |= _differences([ranks[i] for i in members], [everyone[i][3] for i in members])
-    cures = {label: cure for *_, own in everyone for label, cure in own.items()}
+    cures = {label: cure for *_, rank_cures in everyone for label, cure in rank_cures.items()}
     return "; ".join(
         f"ranks differ in {label}: {values}" + (f". {cures[label]}" if cures.get(label) else "")
         for label, values in differences.items()
@@ -196,12 +194,14 @@ def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
 def _differences(ranks: Sequence[int], facts: Sequence[dict[str, str]]) -> dict[str, str]:
     """By label of a fact that differs between these ranks: each value, and the ranks that have it."""
     differences = {}
-    for label in sorted({label for own in facts for label in own}):
+    for label in sorted({label for rank_facts in facts for label in rank_facts}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, own in zip(ranks, facts, strict=True):
-            ranks_of.setdefault(own.get(label, "absent"), []).append(rank)
+        for rank, rank_facts in zip(ranks, facts, strict=True):
+            ranks_of.setdefault(rank_facts.get(label, "absent"), []).append(rank)
         if len(ranks_of) > 1:
-            differences[label] = ", ".join(f"{value} on {_format_ranks(some)}" for value, some in ranks_of.items())
+            differences[label] = ", ".join(
+                f"{value} on {_format_ranks(ranks_with_value)}" for value, ranks_with_value in ranks_of.items()
+            )
     return differences
 
 
@@ -211,9 +211,8 @@ def _group_messages(ranks: Sequence[int], messages: Sequence[str | None]) -> str
     for rank, message in zip(ranks, messages, strict=True):
         if message is not None:
             ranks_of.setdefault(message, []).append(rank)
-    return "; ".join(f"{_format_ranks(some)}: {message}" for message, some in ranks_of.items())
+    return "; ".join(f"{_format_ranks(same_message)}: {message}" for message, same_message in ranks_of.items())
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of([str(rank) for rank in ranks], 8, ', ')}"

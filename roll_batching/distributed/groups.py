@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_host_groups: dict[Any, Any] = {}
-"""The gloo group over all ranks, by `dist.group.WORLD`."""
-_divisions: dict[tuple[Any, tuple[tuple[int, ...], ...]], Any] = {}
-"""This rank's gloo group, by `dist.group.WORLD` and the division of its ranks."""
+_groups: dict[tuple[Any, ...], Any] = {}
+"""This rank's groups, by `dist.group.WORLD` and what they were made for."""
+
+
+def cached_group(purpose: Any, make: Callable[[], Any]) -> Any:
+    """The group for `purpose`, made by the first call in this process group of all ranks."""
+    world = dist.group.WORLD
+    if (world, purpose) not in _groups:
+        for stale in [key for key in _groups if key[0] is not world]:
+            del _groups[stale]  # groups of a destroyed world
+        _groups[world, purpose] = make()
+    return _groups[world, purpose]
 
 
 def host_group() -> Any:
@@ -21,11 +29,7 @@ def host_group() -> Any:
 
     The first call creates it and is collective. Its timeout is that of the world group.
     """
-    world = dist.group.WORLD
-    if world not in _host_groups:
-        _host_groups.clear()  # groups of a destroyed world
-        _host_groups[world] = dist.new_group(backend="gloo", timeout=group_timeout(world))
-    return _host_groups[world]
+    return cached_group("host", lambda: dist.new_group(backend="gloo", timeout=group_timeout(dist.group.WORLD)))
 
 
 def divided_host_group(parts: Iterable[Sequence[int]]) -> Any:
@@ -33,17 +37,41 @@ def divided_host_group(parts: Iterable[Sequence[int]]) -> Any:
 
     Collective among all ranks, with the same `parts`.
     """
-    world, division = dist.group.WORLD, tuple(sorted({tuple(part) for part in parts}))
+    division = tuple(sorted({tuple(part) for part in parts}))
     if len(division) == 1:
         return host_group()
-    if (world, division) not in _divisions:
-        for stale in [key for key in _divisions if key[0] is not world]:
-            del _divisions[stale]  # groups of a destroyed world
-        timeout = group_timeout(world)
+    return divided_group([part for part in division if len(part) > 1], "gloo")
+
+
+def divided_group(parts: Iterable[Sequence[int]], backend: str | None = None) -> Any:
+    """The group of the part that has this rank, None without one; made once per division. Collective among all ranks.
+
+    `backend` is by default that of the group of all ranks.
+    """
+    division = tuple(tuple(part) for part in parts)
+
+    def make() -> Any:
+        timeout = group_timeout(dist.group.WORLD)
         # Every rank creates every group: with use_local_synchronization names depend on how many groups a rank is in.
-        made = [dist.new_group(list(part), timeout, "gloo") for part in division if len(part) > 1]
-        _divisions[world, division] = next((group for group in made if dist.get_rank(group) >= 0), None)
-    return _divisions[world, division]
+        groups = [dist.new_group(list(part), timeout, backend) for part in division]
+        return next((group for group in groups if dist.get_rank(group) >= 0), None)
+
+    return cached_group((backend, division), make)
+
+
+def gather_objects(value: Any, group: Any) -> list[Any]:
+    """The picklable `value` of each rank of `group`, in rank order. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_shards(local: torch.Tensor, group: Any) -> list[torch.Tensor] | None:
+    """The tensors of all ranks, alike in shape and dtype, on the first rank of `group`; None on others. Collective."""
+    raw = local.contiguous().view(torch.uint8)  # bytes: a backend need not support the dtype
+    shards = [torch.empty_like(raw) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(raw, shards, dst=dist.get_global_rank(group, 0), group=group)
+    return None if shards is None else [shard.view(local.dtype) for shard in shards]
 
 
 def group_timeout(group: Any) -> datetime.timedelta:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from roll_batching.distributed.groups import group_timeout
+from roll_batching.distributed.groups import divided_group
 from roll_batching.planning import ParallelDims
 
 _ORDER = "tp-cp-ep-dp-pp"
 """Megatron's default order of ranks, as in `initialize_model_parallel`."""
-_made: dict[tuple[Any, tuple[tuple[int, ...], ...]], Any] = {}
-"""This rank's group, or None, by `dist.group.WORLD` and the division of its ranks."""
 
 Ranks = list[list[int]]
 
@@ -31,13 +29,17 @@ def role_groups(dims: ParallelDims) -> Any:
 
     ranks = _ranks(dims)
     shared = ProcessGroupCollection.use_mpu_process_groups()
-    if all(_same(getattr(shared, name), ranks[name]) for name in ("tp", "cp", "pp", "dp", "ep", "expt_tp")):
+    # Equal on all ranks: the groups of each come from one layout.
+    if all(
+        sorted(dist.get_process_group_ranks(getattr(shared, name))) in [sorted(part) for part in ranks[name]]
+        for name in ("tp", "cp", "pp", "dp", "ep", "expt_tp")
+    ):
         return None
     stages: Ranks = ranks["pp"]
     embedding: Callable[[list[int]], list[int]] = parallel_state.default_embedding_ranks
     first: Callable[[list[int]], list[int]] = parallel_state.default_position_embedding_ranks
-    ranks |= {"embd": [embedding(one) for one in stages], "pos_embd": [first(one) for one in stages]}
-    groups = {name: _group(division) for name, division in ranks.items()}
+    ranks |= {"embd": [embedding(stage) for stage in stages], "pos_embd": [first(one) for one in stages]}
+    groups = {name: divided_group(division) for name, division in ranks.items()}
     same = {
         "intra_dp_cp": "dp_cp",
         "intra_expt_dp": "expt_dp",
@@ -73,19 +75,3 @@ def _ranks(dims: ParallelDims) -> dict[str, Ranks]:
     return {name: dense.get_ranks(token) for name, token in of_layers.items()} | {
         name: experts.get_ranks(token) for name, token in of_experts.items()
     }
-
-
-def _same(group: Any, division: Ranks) -> bool:
-    """Whether `group` is a part of `division`. Equal on all ranks, as their groups come from the same layout."""
-    return sorted(dist.get_process_group_ranks(group)) in [sorted(part) for part in division]
-
-
-def _group(division: Sequence[Sequence[int]]) -> Any:
-    world, parts = dist.group.WORLD, tuple(tuple(part) for part in division)
-    if (world, parts) not in _made:
-        for stale in [key for key in _made if key[0] is not world]:
-            del _made[stale]  # groups of a destroyed world
-        timeout = group_timeout(world)
-        made = [dist.new_group(list(part), timeout) for part in parts]
-        _made[world, parts] = next((group for group in made if dist.get_rank(group) >= 0), None)
-    return _made[world, parts]

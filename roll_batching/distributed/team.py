@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed.consensus import Facts, Failure, failure_message, raise_on_all, rank_error
-from roll_batching.distributed.groups import divided_host_group
+from roll_batching.distributed.groups import divided_host_group, gather_objects
 from roll_batching.errors import RankError
 
 T = TypeVar("T")
@@ -51,9 +51,8 @@ class Team:
         if everyone is None or dist.get_world_size(everyone) == 1:
             return cls(everyone=everyone, replica_group=None, peer_group=None, replica_index=0, num_replicas=1)
         ranks = dist.get_process_group_ranks(everyone)
-        places: list[Any] = [None] * len(ranks)
         same_position = sorted(dist.get_process_group_ranks(data_parallel))
-        dist.all_gather_object(places, (replica_index, same_position), group=everyone)
+        places = gather_objects((replica_index, same_position), everyone)
         replicas: dict[int, list[int]] = {}
         for rank, (other, _) in zip(ranks, places, strict=True):
             replicas.setdefault(other, []).append(rank)
@@ -123,12 +122,12 @@ class Team:
             error, failures = caught, {dist.get_rank(): failure_message(caught)}
         in_replica = _all_gather(self.replica_group, (failures, value))
         failures = {rank: message for other, _ in in_replica for rank, message in other.items()}
-        merged = None if failures else merge([made for _, made in in_replica])
+        merged = None if failures else merge([value_of_rank for _, value_of_rank in in_replica])
         by_replica = _all_gather(self.peer_group, (failures, merged))
         failures = {rank: message for other, _ in by_replica for rank, message in other.items()}
         if failures:
             raise rank_error(what, failures) from error
-        return [made for _, made in by_replica]
+        return [value_of_replica for _, value_of_replica in by_replica]
 
 
 def _to_bits(counts: torch.Tensor) -> torch.Tensor:

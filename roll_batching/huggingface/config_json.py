@@ -8,8 +8,14 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import CONFIG, read_json
-from roll_batching.huggingface.expert_fields import translate_experts, translate_sigmoid_experts
 from roll_batching.huggingface.families import Family, load_family
+from roll_batching.huggingface.field_translation import (
+    Translation,
+    translate_experts,
+    translate_rope,
+    translate_sigmoid_experts,
+    translate_two_ropes,
+)
 from roll_batching.huggingface.fields import (
     ALWAYS,
     BESIDE_TEXT,
@@ -27,8 +33,6 @@ from roll_batching.huggingface.fields import (
     SLIDING,
     WITHOUT_EFFECT,
 )
-from roll_batching.huggingface.rope_fields import translate_rope, translate_two_ropes
-from roll_batching.huggingface.translation import Translation
 
 
 def translate(config: Mapping[str, Any], own_family: str | None = None) -> Translation:
@@ -55,7 +59,7 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         rope = {name: value for name, value in config["rope_parameters"].items() if name not in IMAGE_AXES}
         config = {**config, "rope_parameters": rope}
     if family.hybrid:
-        from roll_batching.huggingface.hybrid_fields import translate_hybrid  # one family needs it
+        from roll_batching.huggingface.field_translation import translate_hybrid  # one family needs it
 
         config = translate_hybrid(config, result)
     if family.rewrite is not None:
@@ -77,9 +81,9 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         _translate_delta_net(values, result)
     if family.latent_attention:
         _translate_latent_attention(values, result)
-    own = {*family.numbers, *family.switches, *(("partial_rotary_factor",) if family.partial_rope else ())}
-    always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in own}
-    known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *own}
+    family_keys = {*family.numbers, *family.switches, *(("partial_rotary_factor",) if family.partial_rope else ())}
+    always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in family_keys}
+    known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *family_keys}
     known_fields |= set(SLIDING if family.windows else ())
     known_fields |= {*DELTA_NET_FIELDS, *LAYER_KINDS, *NEXT_TOKENS} if family.delta_net else set()
     known_fields |= set(LOCAL_ROPE if family.local_rope else ())
@@ -106,38 +110,42 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
 
 def translate_directory(path: Path, own_family: str | None = None) -> Translation:
     """The architecture that a model directory describes, with its image processor's numbers. Raises `ConfigError`."""
-    found = translate(read_json(path / CONFIG), own_family)
-    if "vision" in found.architecture:
+    translation = translate(read_json(path / CONFIG), own_family)
+    if "vision" in translation.architecture:
         from roll_batching.huggingface.qwen2_5_vl import add_preprocessing  # as above
 
-        found.problems += add_preprocessing(path, found.architecture)
-    return found
+        translation.problems += add_preprocessing(path, translation.architecture)
+    return translation
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str | None:
     """Precision of the directory's tensors by its name in torch, such as "bfloat16"; None if `config.json` has none."""
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else {}
+    text_config = config.get("text_config")
+    inner = text_config if isinstance(text_config, Mapping) else {}
     return config.get("dtype", config.get("torch_dtype", inner.get("dtype", inner.get("torch_dtype"))))
 
 
 def _text_config(config: Mapping[str, Any], family: Family, result: Translation) -> Mapping[str, Any]:
     """The fields of the text model in a `config.json` that describes a vision encoder, too."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        result.problems.append(f"text_config: {text!r} must be an object, the text model of {family.model_type}")
+    text_config = config.get("text_config")
+    if not isinstance(text_config, Mapping):
+        result.problems.append(f"text_config: {text_config!r} must be an object, the text model of {family.model_type}")
         return {}
-    if text.get("model_type", family.text_model) != family.text_model:
-        found = text.get("model_type")
-        result.problems.append(f"text_config.model_type: {found!r} is not supported, only {family.text_model!r}")
+    if text_config.get("model_type", family.text_model) != family.text_model:
+        model_type = text_config.get("model_type")
+        result.problems.append(f"text_config.model_type: {model_type!r} is not supported, only {family.text_model!r}")
     for name in sorted(set(config) - BESIDE_TEXT - WITHOUT_EFFECT):
         known = ALWAYS.get(name, object())
         if config[name] is not None and config[name] != known:
             result.problems.append(f"{name}: {config[name]!r} is an unknown field of model_type {family.model_type}")
-    ties = [one["tie_word_embeddings"] for one in (text, config) if one.get("tie_word_embeddings") is not None]
+    ties = [
+        section["tie_word_embeddings"]
+        for section in (text_config, config)
+        if section.get("tie_word_embeddings") is not None
+    ]
     if len(ties) == 2 and ties[0] != ties[1]:
         result.problems.append("tie_word_embeddings contradicts text_config.tie_word_embeddings; make them equal")
-    return {**text, **({"tie_word_embeddings": ties[0]} if ties else {})}
+    return {**text_config, **({"tie_word_embeddings": ties[0]} if ties else {})}
 
 
 def _translate_renamed(values: Mapping[str, Any], family: Family, result: Translation) -> None:
@@ -165,16 +173,18 @@ def _translate_window(values: Mapping[str, Any], family: Family, result: Transla
     first = (values.get("max_window_layers") or 0) if not family.mixture else 0
     windowed = bool(values.get("use_sliding_window")) and isinstance(layers, int) and first < layers
     if kinds is not None and isinstance(layers, int):
-        others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-        if others or len(kinds) != layers:
+        unknown_kinds = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+        if unknown_kinds or len(kinds) != layers:
             result.problems.append(
                 f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
             )
         pattern = [int(kind == "sliding_attention") for kind in kinds]
         slides = any(pattern)
         if windowed and window is not None and not slides:
-            text = "use_sliding_window: true contradicts layer_types, which are all full_attention"
-            result.problems.append(f"{text}; set it to false, or name sliding_attention for the layers with a window")
+            problem = "use_sliding_window: true contradicts layer_types, which are all full_attention"
+            result.problems.append(
+                f"{problem}; set it to false, or name sliding_attention for the layers with a window"
+            )
     elif "use_sliding_window" in values:
         slides, pattern = windowed, [int(layer >= first) for layer in range(layers if isinstance(layers, int) else 0)]
     else:
@@ -208,13 +218,13 @@ def _translate_delta_net(values: Mapping[str, Any], result: Translation) -> None
     every = values.get("full_attention_interval", 4)
     if kinds is None and isinstance(layers, int):
         if isinstance(every, bool) or not isinstance(every, int) or every < 2:
-            text = "is not supported, it must be a number of layers above 1"
-            result.problems.append(f"full_attention_interval: {every!r} {text}")
+            problem = "is not supported, it must be a number of layers above 1"
+            result.problems.append(f"full_attention_interval: {every!r} {problem}")
             return
         kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) != {"linear_attention", "full_attention"}:
-        text = f"layer_types must name linear_attention or full_attention, and both, for each of {layers} layers"
-        result.problems.append(text)
+        problem = f"layer_types must name linear_attention or full_attention, and both, for each of {layers} layers"
+        result.problems.append(problem)
     elif not missing:
         result.architecture["gated_delta_net"] = {
             "layers": [int(kind == "linear_attention") for kind in kinds],
@@ -245,7 +255,7 @@ def _translate_latent_attention(values: Mapping[str, Any], result: Translation) 
     if values.get("head_dim") not in (None, latent["qk_pos_emb_head_dim"]):
         result.problems.append(f"head_dim: {values['head_dim']!r} is not supported, only that of qk_rope_head_dim")
     both = values["qk_nope_head_dim"], values["qk_rope_head_dim"]
-    if values.get("qk_head_dim") is not None and all(isinstance(one, int) for one in both):
+    if values.get("qk_head_dim") is not None and all(isinstance(width, int) for width in both):
         if values["qk_head_dim"] != sum(both):
             result.problems.append(f"qk_head_dim: {values['qk_head_dim']!r} is not qk_nope_head_dim + qk_rope_head_dim")
     heads = values.get("num_key_value_heads")

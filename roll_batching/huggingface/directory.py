@@ -68,8 +68,8 @@ def stop_tokens(path: Path) -> tuple[int, ...]:
         if not file.is_file():
             continue
         config = read_json(file)
-        text = config.get("text_config")  # of a model with a vision encoder
-        tokens = _eos(config) or _eos(text if isinstance(text, dict) else {})
+        text_config = config.get("text_config")  # of a model with a vision encoder
+        tokens = _eos(config) or _eos(text_config if isinstance(text_config, dict) else {})
         if tokens:
             return tokens
     return ()

@@ -357,7 +357,7 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     rules, delta = [EMBEDDING], architecture.gated_delta_net
     for layer in range(architecture.num_layers):
         if architecture.hybrid is not None:
-            from roll_batching.huggingface.nemotron_h import hybrid_layer  # few models have such layers
+            from roll_batching.huggingface.family_layers import hybrid_layer  # few models have such layers
 
             rules += hybrid_layer(family, architecture, layer)
             continue
@@ -371,7 +371,7 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
             experts = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [0]
             rules += [rule.at(layer, expert) for expert in experts]
     if architecture.mtp_num_layers:
-        from roll_batching.huggingface.mtp_layer_rules import mtp_layer_rules  # few models have heads
+        from roll_batching.huggingface.layer_rules import mtp_layer_rules  # few models have heads
 
         rules += mtp_layer_rules(family, architecture, (*attention, *OUTPUT_PROJECTION))
     rules += [] if family.encoder_rules is None else family.encoder_rules(architecture)

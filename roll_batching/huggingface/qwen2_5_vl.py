@@ -110,18 +110,18 @@ def translate_vision(config: Mapping[str, Any], result: Any) -> dict[str, Any]:
     """
     beside = dict(config)
     if beside.get("text_config") is None:
-        text = {name: value for name, value in config.items() if name not in _TOP}
+        text_fields = {name: value for name, value in config.items() if name not in _TOP}
         beside = {name: value for name, value in config.items() if name in _TOP and name != "text_config"}
     else:
-        text = dict(config["text_config"]) if isinstance(config["text_config"], Mapping) else {}
+        text_fields = dict(config["text_config"]) if isinstance(config["text_config"], Mapping) else {}
     beside.pop("vision_token_id", None)
     section = None
     for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(text.get(name), Mapping):
-            rope = dict(text[name])
+        if isinstance(text_fields.get(name), Mapping):
+            rope = dict(text_fields[name])
             section = rope.pop("mrope_section", section)
             kinds = {key: "default" for key in ("type", "rope_type") if rope.get(key) == "mrope"}
-            text[name] = rope | kinds
+            text_fields[name] = rope | kinds
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         result.problems.append(f"vision_config: {vision!r} must be an object, the encoder of qwen2_5_vl")
@@ -131,17 +131,20 @@ def translate_vision(config: Mapping[str, Any], result: Any) -> dict[str, Any]:
             result.problems.append(f"vision_config.{name}: {value!r} is not supported, only {_ALWAYS[name]!r}")
         elif name not in (*_SIZES, *_ALWAYS, *_WITHOUT_EFFECT, "out_hidden_size") and value is not None:
             result.problems.append(f"vision_config.{name}: {value!r} is an unknown field of model_type qwen2_5_vl")
-    out, hidden = vision.get("out_hidden_size", 3584), text.get("hidden_size", QWEN2_5_VL.defaults["hidden_size"])
+    out, hidden = (
+        vision.get("out_hidden_size", 3584),
+        text_fields.get("hidden_size", QWEN2_5_VL.defaults["hidden_size"]),
+    )
     if out != hidden:
         result.problems.append(f"vision_config.out_hidden_size: {out!r} must be hidden_size of the text, {hidden!r}")
-    found = {name: vision.get(name, default) for name, default in _SIZES.items()}
-    found |= {name: config.get(name, default) for name, default in _TOKENS.items()}
-    full = found["fullatt_block_indexes"]
-    found["fullatt_block_indexes"] = tuple(full) if isinstance(full, list) else full
+    settings = {name: vision.get(name, default) for name, default in _SIZES.items()}
+    settings |= {name: config.get(name, default) for name, default in _TOKENS.items()}
+    full = settings["fullatt_block_indexes"]
+    settings["fullatt_block_indexes"] = tuple(full) if isinstance(full, list) else full
     if section is not None:
-        found["mrope_section"] = tuple(section) if isinstance(section, list | tuple) else section
-    result.architecture["vision"] = found
-    return {**beside, "text_config": text}
+        settings["mrope_section"] = tuple(section) if isinstance(section, list | tuple) else section
+    result.architecture["vision"] = settings
+    return {**beside, "text_config": text_fields}
 
 
 def add_preprocessing(path: Path, architecture: dict[str, Any]) -> list[str]:

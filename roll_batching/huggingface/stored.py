@@ -91,8 +91,8 @@ class StoredTensors:
             self._fetch(name, start * size, memoryview(self._buffer)[: count * size])
             values = torch.frombuffer(self._buffer, dtype=dtype, count=count * size // dtype.itemsize)
             values = values.view(count, *shape[1:])
-            at = slice(start - rows.start, start - rows.start + count)
-            yield at, values if columns is None else values[:, columns]
+            region = slice(start - rows.start, start - rows.start + count)
+            yield region, values if columns is None else values[:, columns]
 
     def _fetch(self, name: str, offset: int, into: memoryview) -> None:
         """Fills `into` with the bytes of a tensor from `offset` on."""
@@ -184,9 +184,9 @@ def ranges(names: Iterable[str]) -> list[str]:
     for pattern, numbers in by_pattern.items():
         columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
         is_full_grid = set(itertools.product(*columns)) == set(numbers)
-        for entry in [columns] if is_full_grid else [[[n] for n in one] for one in numbers]:
+        for entry in [columns] if is_full_grid else [[[n] for n in column_numbers] for column_numbers in numbers]:
             pairs = itertools.zip_longest(pattern.split("*"), map(_runs, entry), fillvalue="")
-            collapsed.append("".join(text for pair in pairs for text in pair))
+            collapsed.append("".join(letter for pair in pairs for letter in pair))
     return collapsed
 
 

@@ -242,8 +242,8 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
                 yield Piece(first, one, None, slice(0, width), of_expert=True)
             else:
                 for half in range(2):
-                    at = slice(half * width // 2, (half + 1) * width // 2)
-                    yield Piece(first, one, slice(half, None, 2), at, of_expert=True)
+                    half_rows = slice(half * width // 2, (half + 1) * width // 2)
+                    yield Piece(first, one, slice(half, None, 2), half_rows, of_expert=True)
         case "qkv" | "gated_qkv" | "by_unit":
             share = sum(shape[0] for _, shape in shapes) // ranks
             yield from _part(_rows(rule, shapes, sizes), rank * share, (rank + 1) * share)

@@ -58,11 +58,11 @@ def make_host_fields(batch: SampleBatch, data: Any, forms: Mapping[str, HostForm
     static fields.
     """
     host = _HostBatch(data, "both")
-    lengths, wanted = batch.lengths.tolist(), host.lengths.tolist()
-    if lengths != wanted:
+    lengths, expected = batch.lengths.tolist(), host.lengths.tolist()
+    if lengths != expected:
         raise DataError(
-            f"the samples have the lengths {lengths[:8]} and the host's batch {wanted[:8]}: select_ids(...) gives them "
-            "in the order in which they were read"
+            f"the samples have the lengths {lengths[:8]} and the host's batch {expected[:8]}: select_ids(...) gives "
+            "them in the order in which they were read"
         )
     return {name: host.write(batch, name, form) for name, form in forms.items()}
 
@@ -83,10 +83,10 @@ class _HostBatch:
         self.width = 0 if ids.is_nested else ids.shape[1]
         self.mask = self.tensor("attention_mask").cpu() if self.has("attention_mask") else None
         if self.mask is not None and not self.mask.is_nested:
-            wanted = (count, self.width or self.mask.shape[-1])
-            if tuple(self.mask.shape) != wanted:
-                raise DataError(f"'attention_mask' has the shape {tuple(self.mask.shape)}, 'input_ids' {wanted}")
-            self.width = wanted[1]
+            shape = (count, self.width or self.mask.shape[-1])
+            if tuple(self.mask.shape) != shape:
+                raise DataError(f"'attention_mask' has the shape {tuple(self.mask.shape)}, 'input_ids' {shape}")
+            self.width = shape[1]
             self.firsts, self.lengths = locate_rows(self.mask, torch.arange(count), side)
         if ids.is_nested:
             lengths = torch.tensor([len(row) for row in ids.unbind()])
@@ -159,8 +159,8 @@ class _HostBatch:
         else:
             widths = (width, width - 1) if form == "next_token" else (width,)
             if values.dim() < 2 or values.shape[0] != len(lengths) or values.shape[1] not in widths:
-                wanted = " or ".join(f"[{len(lengths)}, {one}, ...]" for one in widths)
-                raise DataError(f"Field {name!r} has the shape {tuple(values.shape)}; as {form!r} it must be {wanted}")
+                shapes = " or ".join(f"[{len(lengths)}, {width}, ...]" for width in widths)
+                raise DataError(f"Field {name!r} has the shape {tuple(values.shape)}; as {form!r} it must be {shapes}")
             rows = [row[f : f + n] for row, f, n in zip(values, firsts, lengths, strict=True)]
         if form != "response":
             return rows
@@ -192,6 +192,6 @@ class _HostBatch:
         if form == "next_token":
             rows, width = [row[:-1] for row in rows], width - 1
         padded = values.new_full((len(rows), width, *values.shape[1:]), pad)
-        for row, (first, own) in enumerate(zip(firsts, rows, strict=True)):
-            padded[row, first : first + len(own)] = own
+        for row, (first, row_values) in enumerate(zip(firsts, rows, strict=True)):
+            padded[row, first : first + len(row_values)] = row_values
         return padded

@@ -31,18 +31,18 @@ def gather_lengths(measure: Callable[[], Lengths], group: Any) -> tuple[list[Len
     """
     import torch.distributed as dist
 
-    own: Lengths | str
+    lengths_or_error: Lengths | str
     try:
-        own = _checked(measure())
+        lengths_or_error = _checked(measure())
     except Exception as error:
         if group is None or not dist.is_initialized():
             raise
-        own = f"{type(error).__name__}: {error}"
+        lengths_or_error = f"{type(error).__name__}: {error}"
     if group is None or not dist.is_initialized():
-        assert not isinstance(own, str)
-        return [own], 0
+        assert not isinstance(lengths_or_error, str)
+        return [lengths_or_error], 0
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, own, group=group)
+    dist.all_gather_object(parts, lengths_or_error, group=group)
     failed = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
     if failed:
         raise AssertionError(f"no lengths to plan with from {'; '.join(failed)}")

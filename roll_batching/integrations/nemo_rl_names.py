@@ -97,7 +97,7 @@ class SequencePacker:
         """Mean of every metric over the calls since the last reset; empty without `collect_metrics`."""
         if not self._collected:
             return {}
-        return {name: float(np.mean([one[name] for one in self._collected])) for name in self._collected[0]}
+        return {name: float(np.mean([metrics[name] for metrics in self._collected])) for name in self._collected[0]}
 
     def reset_metrics(self) -> None:
         """Drops the collected metrics."""
@@ -179,8 +179,8 @@ def shard_by_batch_size(
         if count is not None and count < 1:
             raise PlanError(f"{name}={count} must be at least 1")
     for key in ("max_tokens_per_microbatch", *(("algorithm",) if sequence_packing_args is not None else ())):
-        given = sequence_packing_args or dynamic_batching_args
-        if given is not None and key not in given:
+        arguments = sequence_packing_args or dynamic_batching_args
+        if arguments is not None and key not in arguments:
             raise PlanError(f"{key} is missing in the arguments of packing or dynamic batching")
     total = len(batch)
     size = total if batch_size is None else batch_size

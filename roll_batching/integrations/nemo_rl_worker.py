@@ -114,7 +114,7 @@ def megatron_forward_backward(
     return [{"logprobs": torch.nn.functional.pad(log_probs, (1, 0))}]
 
 
-def _require_supported(post_processing: Any, is_loss: bool, sampling: Any, others: dict[str, bool]) -> None:
+def _require_supported(post_processing: Any, is_loss: bool, sampling: Any, unsupported: dict[str, bool]) -> None:
     kind = type(post_processing).__name__
     if not is_loss and kind != "LogprobsPostProcessor":
         raise IntegrationError(f"NeMo-RL's {kind} reads logits: use NeMo-RL's own worker for this model")
@@ -122,15 +122,15 @@ def _require_supported(post_processing: Any, is_loss: bool, sampling: Any, other
         "sequence_packing.enabled must be true": not post_processing.cfg["sequence_packing"]["enabled"],
         "generation.top_k and top_p, which filter the logits of log-probs, are not supported": sampling is not None
         and ((sampling.top_k or 0) > 0 or sampling.top_p not in (None, 1.0)),
-        **{f"{name} are not supported": found for name, found in others.items()},
+        **{f"{name} are not supported": refused for name, refused in unsupported.items()},
     }
     if is_loss:
         loss = post_processing.loss_fn
         input_type = getattr(getattr(loss, "input_type", None), "value", None)
         problems[f"{type(loss).__name__} reads {input_type}, not log-probs"] = input_type != "logprob"
         problems["value models are not supported"] = getattr(post_processing, "prepare_fn", None) is not None
-    if found := [text for text, is_so in problems.items() if is_so]:
-        raise IntegrationError(f"NeMo-RL's policy under roll-batching: {'; '.join(found)}")
+    if refused := [problem for problem, is_so in problems.items() if is_so]:
+        raise IntegrationError(f"NeMo-RL's policy under roll-batching: {'; '.join(refused)}")
 
 
 def __getattr__(name: str) -> Any:
@@ -141,10 +141,12 @@ def __getattr__(name: str) -> Any:
 
     base = importlib.import_module(_WORKER).MegatronPolicyWorkerImpl
     environment = importlib.import_module("nemo_rl.models.policy.utils").get_runtime_env_for_policy_worker
-    own = type("MegatronPolicyWorkerImpl", (base,), {"__module__": __name__, "__doc__": base.__doc__})
+    worker_class = type("MegatronPolicyWorkerImpl", (base,), {"__module__": __name__, "__doc__": base.__doc__})
     module = sys.modules[__name__]
-    vars(module)["MegatronPolicyWorkerImpl"] = own
-    worker = vars(module)["MegatronPolicyWorker"] = ray.remote(runtime_env=environment("megatron_policy_worker"))(own)
+    vars(module)["MegatronPolicyWorkerImpl"] = worker_class
+    worker = vars(module)["MegatronPolicyWorker"] = ray.remote(runtime_env=environment("megatron_policy_worker"))(
+        worker_class
+    )
     return worker
 
 

@@ -67,14 +67,14 @@ class Integration:
         """
         if self.patched:
             return
-        owners = {one.path: self._owner(one) for one in self._replacements}
-        for one in self._replacements:
-            self._check(one, owners[one.path])
-        for one in self._replacements:
-            owner, name = owners[one.path]
-            self._originals[one.path] = inspect.getattr_static(owner, name)
-            self._rebind(owner, name, self._originals[one.path], one.by)
-        names = ", ".join(one.path for one in self._replacements)
+        owners = {replacement.path: self._owner(replacement) for replacement in self._replacements}
+        for replacement in self._replacements:
+            self._check(replacement, owners[replacement.path])
+        for replacement in self._replacements:
+            owner, name = owners[replacement.path]
+            self._originals[replacement.path] = inspect.getattr_static(owner, name)
+            self._rebind(owner, name, self._originals[replacement.path], replacement.by)
+        names = ", ".join(replacement.path for replacement in self._replacements)
         logger.warning("roll-batching plans for %s %s now: it replaces %s", self.host, self._version(), names)
 
     def unpatch(self) -> None:
@@ -84,34 +84,34 @@ class Integration:
                 owner, name = self._owner(one)
                 self._rebind(owner, name, one.by, self._originals.pop(one.path))
 
-    def _owner(self, one: Replacement) -> tuple[Any, str]:
+    def _owner(self, replacement: Replacement) -> tuple[Any, str]:
         """The module or class that holds the name, and the name in it."""
         try:
-            owner: Any = importlib.import_module(one.module)
+            owner: Any = importlib.import_module(replacement.module)
         except ImportError as error:
             raise IntegrationError(
-                f"{self.host}: importing {one.module} failed ({error}). Install {self.host}, or leave "
+                f"{self.host}: importing {replacement.module} failed ({error}). Install {self.host}, or leave "
                 "roll_batching.integrations out"
             ) from error
-        *outer, name = one.name.split(".")
+        *outer, name = replacement.name.split(".")
         for part in outer:
             owner = getattr(owner, part, None)
         return owner, name
 
-    def _check(self, one: Replacement, place: tuple[Any, str]) -> None:
+    def _check(self, replacement: Replacement, place: tuple[Any, str]) -> None:
         owner, name = place
         function = getattr(owner, name, None) if owner is not None else None
         tried = " and ".join(self._tried)
         if not callable(function):
             raise IntegrationError(
-                f"{self.host} {self._version()} has no {one.path}, which roll-batching would replace. It was written "
-                f"for {self.host} {tried}: install one of these, or leave roll_batching.integrations out"
+                f"{self.host} {self._version()} has no {replacement.path}, which roll-batching would replace. It was "
+                f"written for {self.host} {tried}: install one of these, or leave roll_batching.integrations out"
             )
-        found = tuple(inspect.signature(function).parameters)
-        if found != one.parameters:
+        parameters = tuple(inspect.signature(function).parameters)
+        if parameters != replacement.parameters:
             raise IntegrationError(
-                f"{self.host} {self._version()}: {one.path} has the parameters ({', '.join(found)}), not "
-                f"({', '.join(one.parameters)}) as {self.host} {tried}: install one of these, or leave "
+                f"{self.host} {self._version()}: {replacement.path} has the parameters ({', '.join(parameters)}), not "
+                f"({', '.join(replacement.parameters)}) as {self.host} {tried}: install one of these, or leave "
                 "roll_batching.integrations out"
             )
 

@@ -191,9 +191,9 @@ def worker_class(name: str, module: str) -> Any:
         raise AttributeError(f"module {module!r} has no attribute {name!r}; its workers are {', '.join(WORKERS)}")
     path, _, attribute = WORKERS[name].partition(":")
     base = getattr(importlib.import_module(path), attribute)
-    made = type(name, (base,), {"__module__": module, "__doc__": f"ROLL's {path}.{attribute}."})
-    vars(sys.modules[module])[name] = made
-    return made
+    subclass = type(name, (base,), {"__module__": module, "__doc__": f"ROLL's {path}.{attribute}."})
+    vars(sys.modules[module])[name] = subclass
+    return subclass
 
 
 def __getattr__(name: str) -> Any:

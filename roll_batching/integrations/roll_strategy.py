@@ -41,8 +41,8 @@ class PassOutput:
         """`values` under ROLL's mask [samples, sequence_length]."""
         if values is None:
             raise IntegrationError(f"the pass computed no {name}: set entropy_loss_coef above 0 in the pipeline config")
-        wanted = mask[:, 1:].bool()
-        if bool((wanted & ~self.counted[:, 1:]).any()):
+        counted = mask[:, 1:].bool()
+        if bool((counted & ~self.counted[:, 1:]).any()):
             raise IntegrationError(
                 f"the loss reads {name} outside of response_mask, where they are not computed: use ROLL's own "
                 "strategy for this worker"
@@ -94,8 +94,8 @@ def _planned(base: type) -> type:
                 "router_replay is not supported": self.enable_router_replay,
                 "multimodal models are not supported": self.is_multimodal,
             }
-            if found := [text for text, is_so in problems.items() if is_so]:
-                raise IntegrationError(f"ROLL's role {config.name} under roll-batching: {'; '.join(found)}")
+            if refused := [problem for problem, is_so in problems.items() if is_so]:
+                raise IntegrationError(f"ROLL's role {config.name} under roll-batching: {'; '.join(refused)}")
 
         def _run_planned(
             self, *, forward_step_func: Any, data_iterator: Any, forward_only: bool, **_: Any

@@ -72,9 +72,9 @@ def cost_of(args: Any) -> LinearQuadraticCost:
     from slime.utils.flops_utils import calculate_fwd_flops
 
     length = 1024
-    one, two = (int(calculate_fwd_flops([size], args)) for size in (length, 2 * length))
-    quadratic = max(1, (two - 2 * one) // (2 * length**2))
-    linear = (one - quadratic * length**2) // length
+    flops, flops_of_double = (int(calculate_fwd_flops([size], args)) for size in (length, 2 * length))
+    quadratic = max(1, (flops_of_double - 2 * flops) // (2 * length**2))
+    linear = (flops - quadratic * length**2) // length
     linear //= quadratic
     return LinearQuadraticCost(linear=linear, quadratic=1, fixed=linear * FIXED_TOKENS)
 

@@ -53,14 +53,14 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
 
     def call(numbers: IntArray, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         output = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
-        kept = {name: [row.detach() for row in values.unbind()] for name, values in output.items()}
+        outputs = {name: [row.detach() for row in values.unbind()] for name, values in output.items()}
         if loss_function is None:
-            return log_probs.values().sum() * 0, (kept, 1.0, {})
+            return log_probs.values().sum() * 0, (outputs, 1.0, {})
         part = tu.index_select_tensor_dict(data, numbers.tolist())
         tu.assign_non_tensor(part, batch_num_tokens=tokens.item(), dp_size=dp_size)
         loss, metrics = loss_function(model_output=output, data=part, dp_group=group)
         # verl's losses carry a factor dp_size, for DDP's mean over data-parallel ranks.
-        return loss / dp_size, (kept, loss.detach().item(), metrics)
+        return loss / dp_size, (outputs, loss.detach().item(), metrics)
 
     if self not in _MODELS:
         cap = data["max_token_len_per_gpu"] * cp_size
@@ -80,7 +80,7 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
         return {}
     outputs = {}
     for name in results[0][1][0]:
-        ordered = in_order([(numbers, kept[name]) for numbers, (kept, _, _) in results], data["input_ids"].size(0))
+        ordered = in_order([(numbers, values[name]) for numbers, (values, _, _) in results], data["input_ids"].size(0))
         outputs[name] = torch.nested.as_nested_tensor(ordered, layout=torch.jagged)
     merged: dict[str, list[Any]] = {}
     for _, (_, _, metrics) in results:
@@ -118,8 +118,8 @@ def _require_supported(engine: Any, data: Any, tu: Any) -> None:
         "multimodal inputs are not supported": "multi_modal_inputs" in data.keys(),
         "input_ids must be jagged": not data["input_ids"].is_nested,
     }
-    if found := [text for text, is_so in problems.items() if is_so]:
-        raise IntegrationError(f"verl's Megatron engine under roll-batching: {'; '.join(found)}")
+    if refused := [problem for problem, is_so in problems.items() if is_so]:
+        raise IntegrationError(f"verl's Megatron engine under roll-batching: {'; '.join(refused)}")
 
 
 _FORWARD_BACKWARD = Replacement(

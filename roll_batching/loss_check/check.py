@@ -11,8 +11,16 @@ from typing import Any
 from roll_batching.errors import DataError, LossError
 from roll_batching.loss_check.process import run_request
 from roll_batching.loss_check.report import LossCheck, compare, gradient_norm
-from roll_batching.loss_check.samples import PAIR_FIELDS, random_samples
-from roll_batching.loss_check.scenarios import PACKS, REFERENCE, LayoutRuns, Outcome, Request, scenarios
+from roll_batching.loss_check.scenarios import (
+    PACKS,
+    PAIR_FIELDS,
+    REFERENCE,
+    LayoutRuns,
+    Outcome,
+    Request,
+    random_samples,
+    scenarios,
+)
 from roll_batching.losses.contract import loss_spec
 from roll_batching.samples import FieldKind, SampleBatch
 
@@ -55,7 +63,7 @@ def check_loss(
             f"{spec.name} cannot be sent to the processes of the check ({error}): define its class, and functions that "
             "it holds, at the top of a module, and keep open files and models out of it"
         ) from error
-    given = dict(fields or {})
+    field_kinds = dict(fields or {})
 
     def run(batch: SampleBatch, group: str | None) -> LossCheck:
         layouts = scenarios(_units(batch, group))
@@ -64,13 +72,13 @@ def check_loss(
 
     if samples is not None:
         return run(samples, group_by or ("pair" if "pair" in samples else None))
-    if not any(name in (*spec.sums, *given) for name in PAIR_FIELDS):
+    if not any(name in (*spec.sums, *field_kinds) for name in PAIR_FIELDS):
         try:
-            return run(random_samples(spec, given, seed, pairs=False), group_by)
+            return run(random_samples(spec, field_kinds, seed, pairs=False), group_by)
         except LossError as error:
             if not any(f"'{name}'" in str(error) for name in PAIR_FIELDS):
                 raise
-    return run(random_samples(spec, given, seed, pairs=True), group_by or "pair")
+    return run(random_samples(spec, field_kinds, seed, pairs=True), group_by or "pair")
 
 
 def _units(samples: SampleBatch, group_by: str | None) -> list[list[int]]:
@@ -95,13 +103,13 @@ def _check(name: str, request: Request, layouts: list[LayoutRuns]) -> LossCheck:
     outcomes = _outcomes(request)
     first = outcomes[REFERENCE]
     assert first.metrics is not None
-    others = [one for layout in layouts for one in layout.scenarios if one.name != REFERENCE]
+    changed_runs = [scenario for layout in layouts for scenario in layout.scenarios if scenario.name != REFERENCE]
     return LossCheck(
         name=name,
         loss=first.loss,
         metrics=first.metrics,
         gradient_norm=gradient_norm(first),
-        rows=tuple(compare(one.name, one.hint, outcomes[one.name], first) for one in others),
+        rows=tuple(compare(scenario.name, scenario.hint, outcomes[scenario.name], first) for scenario in changed_runs),
     )
 
 

@@ -88,44 +88,44 @@ class LossCheck:
 def _table(rows: Sequence[Comparison]) -> list[str]:
     cells = [("changed", "loss", "gradient", "metrics")]
     for row in rows:
-        metrics = "; ".join(f"{name} {text}" for name, text in row.metrics.items()) or EQUAL
+        metrics = "; ".join(f"{name} {change}" for name, change in row.metrics.items()) or EQUAL
         cells.append((row.changed, *(("failed", "", "") if row.error else (row.loss, row.gradient, metrics))))
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
-    shown = ["  ".join((*(text.ljust(w) for text, w in zip(line, widths, strict=False)), line[3])) for line in cells]
-    return [line.rstrip() for line in shown]
+    table = ["  ".join((*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3])) for line in cells]
+    return [line.rstrip() for line in table]
 
 
-def compare(changed: str, hint: str, found: Outcome, first: Outcome) -> Comparison:
+def compare(changed: str, hint: str, outcome: Outcome, first: Outcome) -> Comparison:
     """The comparison of an outcome with that of the first run."""
-    if found.error is not None:
-        return Comparison(changed=changed, error=found.error, hint="")
-    assert found.metrics is not None and first.metrics is not None
+    if outcome.error is not None:
+        return Comparison(changed=changed, error=outcome.error, hint="")
+    assert outcome.metrics is not None and first.metrics is not None
     loss_scale = max(abs(first.loss), gradient_norm(first))
     scale = max(loss_scale, *map(abs, first.metrics.values()), 0.0)
     metrics = {}
-    for name in [*first.metrics, *(name for name in found.metrics if name not in first.metrics)]:
-        if name not in found.metrics or name not in first.metrics:
+    for name in [*first.metrics, *(name for name in outcome.metrics if name not in first.metrics)]:
+        if name not in outcome.metrics or name not in first.metrics:
             metrics[name] = "missing" if name in first.metrics else "added"
-        elif (text := _number(found.metrics[name], first.metrics[name], scale)) != EQUAL:
-            metrics[name] = text
+        elif (change := _number(outcome.metrics[name], first.metrics[name], scale)) != EQUAL:
+            metrics[name] = change
     return Comparison(
         changed=changed,
-        loss=_number(found.loss, first.loss, loss_scale),
-        gradient=_gradient(found, first),
+        loss=_number(outcome.loss, first.loss, loss_scale),
+        gradient=_gradient(outcome, first),
         metrics=metrics,
         hint=hint,
     )
 
 
-def _number(found: float, first: float, scale: float) -> str:
+def _number(value: float, first: float, scale: float) -> str:
     """The text of a changed number; `scale` is the size of the first run's numbers."""
-    if found == first or (math.isnan(found) and math.isnan(first)):
+    if value == first or (math.isnan(value) and math.isnan(first)):
         return EQUAL
     rounding = _ROUNDING * min(scale, 1.0)
-    if abs(found - first) <= max(TOLERANCE * abs(first), rounding):
+    if abs(value - first) <= max(TOLERANCE * abs(first), rounding):
         return EQUAL
-    factor = _factor(found / first) if abs(first) > rounding else ""
-    return f"{first:.6g} -> {found:.6g}{factor and f' ({factor})'}"
+    factor = _factor(value / first) if abs(first) > rounding else ""
+    return f"{first:.6g} -> {value:.6g}{factor and f' ({factor})'}"
 
 
 def _factor(ratio: float) -> str:
@@ -136,19 +136,19 @@ def _factor(ratio: float) -> str:
     return ""
 
 
-def _gradient(found: Outcome, first: Outcome) -> str:
-    assert found.gradients is not None and first.gradients is not None
-    if not math.isfinite(gradient_norm(found) + gradient_norm(first)):
-        return _number(gradient_norm(found), gradient_norm(first), 1.0)
+def _gradient(outcome: Outcome, first: Outcome) -> str:
+    assert outcome.gradients is not None and first.gradients is not None
+    if not math.isfinite(gradient_norm(outcome) + gradient_norm(first)):
+        return _number(gradient_norm(outcome), gradient_norm(first), 1.0)
     gaps = {
-        name: float((found.gradients[name] - right).norm() / right.norm().clamp(min=1e-9 * gradient_norm(first)))
+        name: float((outcome.gradients[name] - right).norm() / right.norm().clamp(min=1e-9 * gradient_norm(first)))
         for name, right in first.gradients.items()
-        if bool(right.any()) or bool(found.gradients[name].any())
+        if bool(right.any()) or bool(outcome.gradients[name].any())
     }
     worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf, default=None)
     if worst is None or gaps[worst] <= TOLERANCE:
         return EQUAL
-    a, b = (torch.cat([x.flatten() for x in one.gradients.values()]) for one in (found, first) if one.gradients)
+    a, b = (torch.cat([x.flatten() for x in one.gradients.values()]) for one in (outcome, first) if one.gradients)
     ratio = float(a @ b / (b @ b)) if bool(b.any()) else math.nan
     if float((a - ratio * b).norm() / a.norm().clamp(min=1e-30)) <= TOLERANCE:
         return _factor(ratio) or f"x {ratio:.4g}"

@@ -24,25 +24,19 @@ if TYPE_CHECKING:
     )
     from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
     from roll_batching.losses.estimators import k1, k2, k3
+    from roll_batching.losses.fine_tuning import DPOLoss, IPOLoss, KTOLoss, SFTLoss, mismatched, reference_point
     from roll_batching.losses.host import HostLoss
-    from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
-    from roll_batching.losses.preference import DPOLoss, IPOLoss
+    from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss, ValueLoss
     from roll_batching.losses.sequences import SequenceView
-    from roll_batching.losses.supervised import SFTLoss
-    from roll_batching.losses.unpaired import KTOLoss, mismatched, reference_point
-    from roll_batching.losses.value import ValueLoss
 
 _LAZY = {
     "aggregation": ("constant_mean", "constant_sum", "mask_overlong", "sequence_mean", "sequence_sum", "token_mean"),
     "covariance": ("ClipCovLoss", "KlCovLoss"),
     "estimators": ("k1", "k2", "k3"),
+    "fine_tuning": ("DPOLoss", "IPOLoss", "KTOLoss", "SFTLoss", "mismatched", "reference_point"),
     "host": ("HostLoss",),
-    "objectives": ("CISPOLoss", "GMPOLoss", "GPGLoss", "PolicyLoss", "SAPOLoss", "TOPRLoss"),
-    "preference": ("DPOLoss", "IPOLoss"),
+    "objectives": ("CISPOLoss", "GMPOLoss", "GPGLoss", "PolicyLoss", "SAPOLoss", "TOPRLoss", "ValueLoss"),
     "sequences": ("SequenceView",),
-    "supervised": ("SFTLoss",),
-    "unpaired": ("KTOLoss", "mismatched", "reference_point"),
-    "value": ("ValueLoss",),
 }
 """Names by their module."""
 

@@ -19,10 +19,9 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.losses.contract import Metric
 from roll_batching.losses.estimators import bounded
-from roll_batching.losses.objectives import PolicyLoss, token_ratio
-from roll_batching.losses.policy import PolicyGradient, PolicyTokens
+from roll_batching.losses.objectives import PolicyGradient, PolicyLoss, PolicyTokens, token_ratio
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.token_masks import counted_positions, sample_of
+from roll_batching.samples.token_fields import counted_positions, sample_of
 from roll_batching.settings.losses import ClipCovSettings, KlCovSettings
 
 _HELD_BACK = "held_back"
@@ -54,6 +53,7 @@ def _covariances(batch: SampleBatch, counted: torch.Tensor, layout: ParallelLayo
     pair = torch.stack([advantages, batch["old_log_probs"].cpu().double()], -1)[counted]
     sums = [float(pair[:, 0].sum()), float(pair[:, 1].sum()), float(len(pair))]
     parts = exchange(layout.host_group, "covariances", lambda: sums if layout.is_replica_leader else None)
+    # fsum is the same in every order of its terms.
     totals = [math.fsum(column) for column in zip(*(part for part in parts if part is not None), strict=True)]
     count = max(totals[2], 1.0)
     positions = torch.nonzero(counted)[:, 0]
@@ -72,6 +72,7 @@ def _gather_selected(is_selected: np.ndarray, tokens: _Tokens, layout: ParallelL
         layout.host_group, "selecting tokens by covariance", lambda: local if layout.is_replica_leader else None
     )
     selected = np.concatenate([part for part in parts if part is not None])
+    # One order in every layout, so that one seed selects the same tokens.
     return selected[np.lexsort((selected[:, 2], selected[:, 1]))]
 
 

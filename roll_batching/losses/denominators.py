@@ -14,8 +14,8 @@ from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossSpec, head_count
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.ragged import row_indices
-from roll_batching.samples.token_masks import by_prediction, counted_positions
+from roll_batching.samples.flatten import row_indices
+from roll_batching.samples.token_fields import by_prediction, counted_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,7 @@ def local_counts(
     for identity, length in (used_lengths or {}).items():
         used[local.rows_of([identity])] = length
     rows = torch.arange(len(local)) if rows is None else rows
+    # The last token of a sample is predicted and predicts nothing.
     begins, predicted = local.offsets[:-1][rows], (used[rows] - 1).clamp(min=0)
     tokens, sequences, totals = {}, {}, {}
     first: torch.Tensor | None = None
@@ -144,6 +145,7 @@ def counted_per_sample(batch: SampleBatch, mask: str) -> torch.Tensor:
 
 def _counted(mask: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Number of set entries of `mask` [n] in each range from `begins` to before `ends`."""
+    # Differences of one running sum, instead of a sum per sample.
     before = torch.zeros(len(mask) + 1, dtype=torch.int32)
     torch.cumsum(mask, 0, dtype=torch.int32, out=before[1:])
     return before[ends] - before[begins]
@@ -153,6 +155,6 @@ def truncated_lengths(plan: Plan, dp_rank: int) -> dict[int, int]:
     """Remaining lengths of the samples that the plan truncates on `dp_rank`, by id."""
     truncated: dict[int, int] = {}
     for mb in plan.micro_batches[dp_rank]:
-        for at in np.flatnonzero(mb.lengths < plan.lengths[mb.samples]):
-            truncated[int(plan.ids[mb.samples[at]])] = int(mb.lengths[at])
+        for place in np.flatnonzero(mb.lengths < plan.lengths[mb.samples]):
+            truncated[int(plan.ids[mb.samples[place]])] = int(mb.lengths[place])
     return truncated

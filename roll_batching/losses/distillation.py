@@ -21,7 +21,7 @@ from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import CANDIDATES, LossOutput
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.token_masks import counted_positions
+from roll_batching.samples.token_fields import counted_positions, token_place
 from roll_batching.settings.losses import DistillSettings
 
 TEACHER_LOG_PROBS, TEACHER_IDS = "teacher_log_probs", "teacher_ids"
@@ -32,7 +32,7 @@ FLOOR = -100.0
 
 def _forward(p: torch.Tensor, log_p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """The sum of p (log p - q) over the last dimension; q holds log-probs, p may be 0."""
-    return torch.where(p > 0, p * (log_p - q), 0.0).sum(-1)
+    return torch.where(p > 0, p * (log_p - q), 0.0).sum(-1)  # 0 log 0 is 0, which the product would make NaN
 
 
 def divergence(settings: DistillSettings, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _head_weight(p: torch.Tensor, q: torch.Tensor, share: float) -> torch.Tensor
     """
     ascending, order = p.sort(-1)
     gap = (ascending - q.gather(-1, order)).abs()
-    in_tail = ascending.cumsum(-1) <= share
+    in_tail = ascending.cumsum(-1) <= share  # the token that crosses `share` is in the head
     head, total = torch.where(in_tail, 0.0, gap).sum(-1), gap.sum(-1)
     return torch.where(total > 0, head / total.clamp(min=torch.finfo(total.dtype).tiny), 0.5)
 
@@ -93,12 +93,9 @@ class DistillLoss(DistillSettings):
     @property
     def needs(self) -> frozenset[str]:
         """What the loss computes from the student: its log-probs of the teacher's tokens, and with terms, more."""
-        wanted = {CANDIDATES} | ({"log_probs"} if self.weight != 1 else set())
-        return frozenset(wanted | ({"entropy"} if self._reads_rest else set()))
-
-    @property
-    def _reads_rest(self) -> bool:
-        return self.zero_outside_topk and self.objective != "forward_kl"
+        needs = {CANDIDATES} | ({"log_probs"} if self.weight != 1 else set())
+        reads_rest = self.zero_outside_topk and self.objective != "forward_kl"
+        return frozenset(needs | ({"entropy"} if reads_rest else set()))
 
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` for missing fields of the teacher, and for log-probs that are not finite."""
@@ -110,24 +107,24 @@ class DistillLoss(DistillSettings):
             raise DataError(f"teacher_log_probs is {list(log_probs.shape)}, teacher_ids {list(ids.shape)}: give pairs")
         wrong = (~torch.isfinite(log_probs.cpu())).any(1) & counted_positions(batch, self.masks[0])
         if wrong.any():
-            row = int(torch.searchsorted(batch.offsets, wrong.nonzero()[0, 0], right=True)) - 1
+            sample, _ = token_place(batch, int(wrong.nonzero()[0, 0]))
             raise DataError(
-                f"teacher_log_probs of sample {int(batch.ids[row])} are not finite at {int(wrong.sum())} counted "
+                f"teacher_log_probs of sample {sample} are not finite at {int(wrong.sum())} counted "
                 "positions of the batch: look at the teacher's weights"
             )
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """The pack's share of the loss; metrics: the divergence, the teacher's mass on its k tokens, agreement."""
-        given, own = tokens[TEACHER_LOG_PROBS], tokens.candidate_log_probs
-        teacher = (given / self.temperature).log_softmax(-1)
+        teacher_log_probs, student_log_probs = tokens[TEACHER_LOG_PROBS], tokens.candidate_log_probs
+        teacher = (teacher_log_probs / self.temperature).log_softmax(-1)
         if self.zero_outside_topk:
-            per_token = self._over_vocabulary(teacher, own, tokens)
+            per_token = self._over_vocabulary(teacher, student_log_probs, tokens)
         else:
-            per_token = divergence(self, teacher, (own / self.temperature).log_softmax(-1))
+            per_token = divergence(self, teacher, (student_log_probs / self.temperature).log_softmax(-1))
         metrics = {
             "divergence": tokens.mean_metric(per_token),
-            "teacher_mass": tokens.mean_metric(given.exp().sum(-1)),
-            "student_mass": tokens.mean_metric(own.exp().sum(-1)),
+            "teacher_mass": tokens.mean_metric(teacher_log_probs.exp().sum(-1)),
+            "student_mass": tokens.mean_metric(student_log_probs.exp().sum(-1)),
         }
         if self.weight != 1:
             likelihood = -tokens.log_probs
@@ -135,13 +132,13 @@ class DistillLoss(DistillSettings):
             per_token = _mix(self.weight, per_token, likelihood)
         return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token), dict(metrics))
 
-    def _over_vocabulary(self, teacher: torch.Tensor, own: torch.Tensor, tokens: TokenView) -> torch.Tensor:
+    def _over_vocabulary(self, teacher: torch.Tensor, student: torch.Tensor, tokens: TokenView) -> torch.Tensor:
         """[tokens] divergence with q over the whole vocabulary, of which `own` are the teacher's tokens."""
-        q = own.exp()
-        forward = _forward(teacher.exp(), teacher, own)
+        q = student.exp()
+        forward = _forward(teacher.exp(), teacher, student)
         if self.objective == "forward_kl":
             return forward
         # sum over other tokens of q (log q - FLOOR), where sum q log q over all tokens is -entropy.
-        rest = -tokens.entropy - (q * own).sum(-1) - FLOOR * (1 - q.sum(-1))
-        reverse = _forward(q, own, teacher) + rest
+        rest = -tokens.entropy - (q * student).sum(-1) - FLOOR * (1 - q.sum(-1))
+        reverse = _forward(q, student, teacher) + rest
         return reverse if self.objective == "reverse_kl" else _mix(self.mixed_weight, forward, reverse)

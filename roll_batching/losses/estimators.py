@@ -75,8 +75,9 @@ def with_gradient(
     `ratio` is p / p_old of the tokens; "importance" multiplies the value by it.
     """
     if how == "straight_through":
+        # Value of the estimator, gradient of k2: its own value cancels.
         quadratic = k2(bounded(other - sampled), torch.zeros_like(sampled))
         return quadratic - quadratic.detach() + value.detach()
-    if how == "score_function":
+    if how == "score_function":  # the factor is 1, its gradient that of log p
         return value * (sampled - sampled.detach()).exp()
     return value * ratio if how == "importance" else value

@@ -104,6 +104,7 @@ class HeadContext:
                 f"the field {self.temperature_field!r} gives each sample its temperature, and samples of this pack "
                 "share positions: plan without prefixes (share_prefixes: false)"
             )
+        # Logits, or hidden states before the head: it is linear and has no bias.
         if self.temperature_field is not None and pack.samples:
             source = source / self._token_temperatures(self.temperature_field, pack).to(source.dtype)[:, None]
         rows = pack.head_tokens[:0] if idle else pack.head_tokens
@@ -113,6 +114,7 @@ class HeadContext:
             return zeros, zeros if entropy else None
         if entropies is None:
             return only_counted(self.gather(values, pack), pack), None
+        # One collective for both.
         both = only_counted(self.gather(torch.stack([values, entropies], -1), pack), pack)
         return both[:, 0], both[:, 1]
 
@@ -133,7 +135,7 @@ class HeadContext:
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any, field: str, *, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(log-probs [tokens, 1 + k] of the label and of the tokens in `field`, entropies [tokens]), as `log_probs`."""
-        from roll_batching.losses.candidates import labels_with_candidates
+        from roll_batching.losses.vocabulary import labels_with_candidates
 
         if self.temperature_field is not None:
             raise LossError("a temperature for each sample divides log-probs of labels only: the loss reads candidates")
@@ -147,7 +149,7 @@ class HeadContext:
 
     def top_log_probs(self, output: torch.Tensor, pack: PackedBatch, chunk: Any, k: int) -> torch.Tensor:
         """[tokens, 2 k] in pack order: log-probs of the `k` most likely tokens, and their ids, exact below 2^24."""
-        from roll_batching.losses.candidates import top_log_probs
+        from roll_batching.losses.vocabulary import top_log_probs
 
         source, weight = self._source(output, chunk)
         size = self.layout.tp_size * (source if weight is None else weight).shape[-1 if weight is None else 0]

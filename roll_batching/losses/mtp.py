@@ -43,6 +43,7 @@ class MTPLosses:
             # Gathered, so that every context-parallel rank has the whole loss, as of the main one.
             entropy = -(head.gather(values, pack) if pack.samples else values).sum()
             count = max(counts.tokens[head_count(number)], 1)
+            # With a factor of 0 as well: overlapped gradient reduction waits for every parameter.
             total.append(entropy * (scale / count) if scale else entropy.nan_to_num(0, 0, 0) * 0)
             if pack.samples and pack.params.cp_rank == 0:
                 labelled = torch.full_like(entropy, inputs.counts[number - 1])

@@ -1,18 +1,182 @@
-"""Policy-gradient objectives: surrogates of the ratio to the old policy, per token or per sequence.
+"""Policy-gradient objectives and the critic's loss.
 
-Notation: r = p / p_old, A the advantage, sg stop-gradient. The common parts are in `losses.policy`.
+The base class adds the engine's correction, the entropy bonus, the KL penalty and the aggregation to a surrogate; an
+objective is a subclass with a `surrogate`. Notation: r = p / p_old, A the advantage, sg stop-gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from roll_batching.losses.contract import Metric
-from roll_batching.losses.estimators import LOG_RATIO_BOUND, SEQUENCE_LOG_RATIO_BOUND, bounded
-from roll_batching.losses.policy import PolicyGradient, PolicyTokens
-from roll_batching.settings.losses import CISPOSettings, GMPOSettings, PolicySettings, SAPOSettings, TOPRSettings
+from roll_batching.checked_fields import OptionalPositive
+from roll_batching.errors import DataError
+from roll_batching.losses.aggregation import resolve_aggregation
+from roll_batching.losses.contract import VALUES, LossOutput, Max, Metric
+from roll_batching.losses.estimators import (
+    ESTIMATORS,
+    LOG_RATIO_BOUND,
+    SEQUENCE_LOG_RATIO_BOUND,
+    bounded,
+    k3,
+    with_gradient,
+)
+from roll_batching.losses.views import TokenView
+from roll_batching.samples import SampleBatch
+from roll_batching.samples.token_fields import counted_positions, token_place
+from roll_batching.settings.losses import (
+    Aggregation,
+    CISPOSettings,
+    EngineCorrection,
+    GMPOSettings,
+    LossSettings,
+    PolicyGradientSettings,
+    PolicySettings,
+    SAPOSettings,
+    TOPRSettings,
+)
+
+IS_WEIGHT = "train_infer_is_weight"
+"""Field of weights that multiply the surrogate: next_token, [tokens]; see `losses.train_infer`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTokens:
+    """Inputs of a surrogate, [tokens] each."""
+
+    tokens: TokenView
+    log_probs: torch.Tensor
+    old: torch.Tensor
+    """`old_log_probs`: log-probs before the step's first update; without that field the current ones, detached."""
+    advantages: torch.Tensor
+
+    @classmethod
+    def of(cls, tokens: TokenView) -> PolicyTokens:
+        """The inputs of a micro-batch."""
+        log_probs = tokens.log_probs
+        old = tokens["old_log_probs"] if "old_log_probs" in tokens else log_probs.detach()
+        return cls(tokens=tokens, log_probs=log_probs, old=old, advantages=tokens.per_token("advantages"))
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """Unbounded log-ratio, log p - log p_old."""
+        return self.log_probs - self.old
+
+    def ratio_metrics(self, ratio: torch.Tensor, beyond: torch.Tensor) -> dict[str, Metric]:
+        """Metrics of the distance to the old policy; `beyond` marks tokens with a bounded ratio."""
+        return {
+            "ratio_bounded": self.tokens.mean_metric(beyond.float()),
+            "ratio_max": Max(torch.where(self.tokens.mask(), ratio, 0.0).max().detach()),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(PolicyGradientSettings):
+    """The loss aggregation(w S + kl_coef KL - entropy_coef H), with surrogate S and engine correction w.
+
+    Reads `response_mask`, `advantages` (sample or token field), `old_log_probs` (next_token; absent: strictly
+    on-policy), the factor `train_infer_is_weight` of S where there is one, and the fields that single options name.
+    Log-ratios are bounded before exp (`losses.estimators`); the metrics `ratio_bounded`, `ref_kl_bounded` and
+    `engine_ratio_bounded` are the shares of counted tokens with a bounded value.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"log_probs", "entropy"})
+    masks: ClassVar[tuple[str, ...]] = ("response_mask",)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Fields whose totals over the step the loss reads."""
+        return () if self.sample_weights is None else (self.sample_weights,)
+
+    def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Raises `DataError` for sample weights that are negative or not finite."""
+        name = self.sample_weights
+        if name is None or name not in batch.schema or batch.schema[name].kind != "sample":
+            return  # `local_counts` reports a missing field
+        weights = batch[name].cpu()
+        if len(wrong := ((weights < 0) | ~torch.isfinite(weights)).nonzero()):
+            row = int(wrong[0, 0])
+            raise DataError(
+                f"sample {int(batch.ids[row])} has the weight {weights[row].tolist()} in {name!r} (sample_weights), "
+                f"one of {len(wrong)} invalid samples: give finite weights of 0 or more"
+            )
+
+    def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """[tokens] loss of the policy term, and its metrics."""
+        raise NotImplementedError
+
+    def token_loss(self, tokens: TokenView) -> LossOutput:
+        """The pack's share of the loss, with the metrics approx_kl and entropy."""
+        policy = PolicyTokens.of(tokens)
+        per_token, metrics = self.surrogate(policy)
+        metrics |= {
+            "approx_kl": tokens.mean_metric(k3(policy.log_probs, policy.old, self.kl_bound)),
+            "entropy": tokens.mean_metric(tokens.entropy),
+        }
+        if self.engine_ratio_cap is not None:
+            weight, more = engine_weights(
+                tokens, policy.old, self.engine_correction, self.engine_ratio_min, self.engine_ratio_cap
+            )
+            per_token, metrics = per_token * weight, metrics | more
+        if IS_WEIGHT in tokens:
+            per_token = per_token * tokens[IS_WEIGHT]
+        if self.entropy_coef:
+            per_token = per_token - self.entropy_coef * tokens.entropy
+        if self.kl_coef:
+            # Beside the surrogate, not in the reward: the reference pulls on tokens without an advantage, too.
+            divergence, more = self._divergence(policy)
+            per_token, metrics = per_token + self.kl_coef * divergence, metrics | more
+        if self.sample_weights is not None:
+            # The aggregation divides by the number of sequences: this makes it their total weight.
+            scale = tokens.num_sequences() / (tokens.total(self.sample_weights) or 1.0)
+            per_token = per_token * tokens.per_token(self.sample_weights) * scale
+        return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token), metrics)
+
+    def _divergence(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """[tokens] KL estimate to the reference, and its metrics."""
+        tokens, ref, log_probs = policy.tokens, policy.tokens["ref_log_probs"], policy.log_probs
+        metrics: dict[str, Metric] = {}
+        if self.kl_estimator == "k3":
+            value = k3(ref, log_probs, self.kl_bound)
+            beyond = (ref - log_probs).abs() > LOG_RATIO_BOUND
+            if self.kl_bound is not None:
+                beyond |= value >= self.kl_bound
+            metrics["ref_kl_bounded"] = tokens.mean_metric(beyond.float())
+        else:
+            value = ESTIMATORS[self.kl_estimator](ref, log_probs)
+        metrics["ref_kl"] = tokens.mean_metric(value)
+        ratio = bounded(policy.log_ratio).exp()
+        return with_gradient(value, self.kl_gradient, other=ref, sampled=log_probs, ratio=ratio), metrics
+
+
+def engine_weights(
+    tokens: TokenView, old: torch.Tensor, how: EngineCorrection, lowest: float, cap: float
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """[tokens] weights p_trainer / p_engine without gradient, and their metrics; `old` are the trainer's log-probs.
+
+    The engine samples the tokens, and its kernels compute other probabilities than the trainer's from equal weights.
+    """
+    # A constant of the step: with a gradient the weights themselves would be trained.
+    log_ratio = (old - tokens["rollout_log_probs"]).detach()
+    ratio = bounded(log_ratio).exp()
+    compared = ratio
+    if how == "mask_sequences":
+        compared = tokens.expand(tokens.segment_mean(bounded(log_ratio))).exp()
+    outside = (compared < lowest) | (compared > cap)
+    weight = ratio.clamp(lowest, cap) if how == "truncate" else torch.where(outside, 0.0, ratio)
+    return weight, {
+        "engine_ratio": tokens.mean_metric(ratio),
+        "engine_ratio_bounded": tokens.mean_metric((log_ratio.abs() > LOG_RATIO_BOUND).float()),
+        "engine_ratio_outside": tokens.mean_metric(outside.float()),
+    }
+
+
+# ---- objectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +193,7 @@ class PolicyLoss(PolicySettings, PolicyGradient):
         too_low = (advantages < 0) & (ratio < 1 - self.clip_low)
         metrics = policy.ratio_metrics(ratio, beyond)
         metrics["clip_fraction"] = tokens.mean_metric((too_high | too_low).float())
+        # Where A < 0, -r A grows with r without bound: the dual clip bounds it (Ye et al. 2020, arXiv 1912.09729).
         if self.dual_clip is not None:
             bound = torch.where(advantages < 0, -self.dual_clip * advantages, float("inf"))
             metrics["dual_clip_fraction"] = tokens.mean_metric((per_token > bound).float())
@@ -40,6 +205,7 @@ class PolicyLoss(PolicySettings, PolicyGradient):
         if self.ratio == "token":
             return token_ratio(policy)
         log_ratio = policy.tokens.expand(policy.tokens.segment_mean(policy.log_ratio))
+        # GSPO (Zheng et al. 2025, arXiv 2507.18071). GSPO-token has the sequence's value, and each token's gradient.
         if self.ratio == "sequence_token":
             log_ratio = log_ratio.detach() + (policy.log_probs - policy.log_probs.detach())
         return log_ratio.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp(), log_ratio > SEQUENCE_LOG_RATIO_BOUND
@@ -76,7 +242,7 @@ class SAPOLoss(SAPOSettings, PolicyGradient):
         ratio, beyond = token_ratio(policy)
         span = self.temperature_positive - self.temperature_negative
         temperature = self.temperature_negative + span * (policy.advantages > 0).to(ratio.dtype)
-        gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+        gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature  # of slope 1 at r = 1, like r itself
         return -gate * policy.advantages, policy.ratio_metrics(ratio, beyond)
 
 
@@ -129,3 +295,55 @@ class TOPRLoss(TOPRSettings, PolicyGradient):
         positive = policy.tokens.per_token("rewards") > 0
         weight = torch.where(positive, self.positive_weight, self.negative_weight * ratio.clamp(max=1.0).detach())
         return -weight * policy.advantages * policy.log_probs, policy.ratio_metrics(ratio, beyond)
+
+
+# ---- the critic
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss(LossSettings):
+    """aggregation(1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)), with returns R and clip range c.
+
+    Reads `response_mask`, `returns` (next_token) and, with a clip range, `old_values` (next_token). PPO's value loss as
+    in OpenAI's baselines, with the half of TRL, verl and ROLL.
+    """
+
+    clip: OptionalPositive = None
+    """None: 1/2 (V - R)^2."""
+    aggregation: Aggregation = "token_mean"
+
+    needs: ClassVar[frozenset[str]] = frozenset({VALUES})
+    masks: ClassVar[tuple[str, ...]] = ("response_mask",)
+
+    def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Raises `DataError` for missing fields, and for counted returns or old values that are not finite."""
+        counted: torch.Tensor | None = None
+        for name in ("returns", "old_values") if self.clip is not None else ("returns",):
+            if name not in batch.schema or batch.schema[name].kind != "next_token":
+                raise DataError(f"the value loss reads {name!r}, a next_token field, which the samples do not have")
+            counted = counted_positions(batch, self.masks[0]) if counted is None else counted
+            wrong = ~torch.isfinite(batch[name].cpu()) & counted
+            if wrong.any():
+                sample, _ = token_place(batch, int(wrong.nonzero()[0, 0]))
+                raise DataError(
+                    f"{name} of sample {sample} is not finite at {int(wrong.sum())} counted positions of "
+                    "the batch: look at its reward"
+                )
+
+    def token_loss(self, tokens: TokenView) -> LossOutput:
+        """The pack's share of the loss; metrics: means of value, return and squared error, share of clipped tokens."""
+        values, returns = tokens.values, tokens["returns"]
+        error = (values - returns).square()
+        metrics = {
+            "value": tokens.mean_metric(values),
+            "return": tokens.mean_metric(returns),
+            "error": tokens.mean_metric(error),
+        }
+        per_token = error
+        if self.clip is not None:
+            old = tokens["old_values"]
+            # Not old + (values - old).clamp(...): its rounding inside the range would count as clipped.
+            clipped = (values.clamp(old - self.clip, old + self.clip) - returns).square()
+            metrics["clip_share"] = tokens.mean_metric((clipped > error).float())
+            per_token = torch.maximum(error, clipped)
+        return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token / 2), dict(metrics))

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from roll_batching.errors import LossError, is_collective_timeout
-from roll_batching.losses.contract import VALUES, LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
+from roll_batching.losses.contract import VALUES, LossOutput, LossSpec, Max, Mean, Metric, Min, Sum, metric_tensors
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
-from roll_batching.losses.metric_kinds import metric_tensors
 from roll_batching.losses.views import MissingField, TokenView
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.pack_layout import IntArray
@@ -55,6 +54,7 @@ class Scaling:
         if not self.per_token:
             return loss * (float(divisor) if self.apply else 1.0), record
         factor = (self.router_tokens or 1.0) / (1.0 if self.apply else divisor)
+        # With a sum of counts of 0 gradients stay: Megatron-Core 0.16 skips its division, 0.19 divides by 1.
         counted = tokens if self.router_tokens else 0
         return loss * factor, torch.full((), counted, dtype=torch.int, device=loss.device), record
 
@@ -232,6 +232,7 @@ class LossRunner:
             loss = self._checked(result, output)
             record = MicroBatchRecord(loss, dict(result.metrics), pack.ids, is_counted=self._counts_pack(pack))
             watched = log_probs if several is None else several
+            # Gradients of log-probs name samples, which those of weights no longer do.
             record.watch(watched if values is None else values, pack)
             return loss, record
 

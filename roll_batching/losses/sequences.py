@@ -47,10 +47,10 @@ def _local_positions(
     local_tokens = layout.local_tokens(cp_rank)
     place[local_tokens] = np.arange(len(local_tokens))
     computed = place[layout.computed_tokens]
-    kept = np.flatnonzero(computed >= 0)
-    counts = np.bincount(layout.unshared.segment_ids[kept], minlength=layout.samples)
+    unshared_index = np.flatnonzero(computed >= 0)
+    counts = np.bincount(layout.unshared.segment_ids[unshared_index], minlength=layout.samples)
     sizes = np.stack([counts, np.zeros_like(counts)], axis=1).reshape(-1).tolist()
-    return torch.from_numpy(kept).to(device), torch.from_numpy(computed[kept]).to(device), sizes
+    return torch.from_numpy(unshared_index).to(device), torch.from_numpy(computed[unshared_index]).to(device), sizes
 
 
 class SequenceParts:
@@ -77,8 +77,8 @@ class SequenceParts:
         self._computed: torch.Tensor | None = None
         shares = pack.computed_tokens is not None
         if shares and cp_size > 1:
-            kept, self._computed, self._sizes = _local_positions(pack.layout, cp_rank, output.device)
-            self._rows = kept
+            unshared_index, self._computed, self._sizes = _local_positions(pack.layout, cp_rank, output.device)
+            self._rows = unshared_index
         else:
             self._sizes = row_counts(pack.layout.unshared, cp_rank, cp_size)
         # Without context parallelism a gather only repeats shared positions.
@@ -117,6 +117,7 @@ class SequenceParts:
         return local if self._computed is None else local.index_select(0, self._computed)
 
     def _cut(self, local: torch.Tensor) -> Sequence[torch.Tensor]:
+        # Every second part is the padding of a slot; the tail filler comes last.
         return local.split(self._sizes)[0 : 2 * self.pack.samples : 2]
 
 
@@ -159,6 +160,7 @@ class SequenceView(View):
     def labels(self) -> torch.Tensor:
         """[positions] int64: the token after each position; 0 at the last one."""
         pack = self._pack
+        # The roll crosses the ends of samples, where nothing is predicted.
         make = lambda: pack.fields["input_ids"].roll(-1, 0).masked_fill(~pack.predicts, 0)  # noqa: E731
         return self._parts.field(":labels", make)[self._place]
 
@@ -236,6 +238,7 @@ def _join(name: str, metrics: Sequence[Metric], device: torch.device) -> Metric:
         raise LossError(f"the metric {name!r} is a {' and a '.join(sorted(k.__name__ for k in kinds))}: choose one")
 
     def stacked(part: str) -> torch.Tensor:
+        # fp64, in which metrics of micro-batches are joined as well.
         values = [torch.as_tensor(getattr(metric, part)).detach().reshape(()) for metric in metrics]
         return torch.stack([value.to(device, torch.float64) for value in values])
 

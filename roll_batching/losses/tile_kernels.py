@@ -17,27 +17,27 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # Triton reads this fun
     logits, index, place, top, total, moment, target, columns, stride, scale,
     HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # rows x vocabulary passes 2^31
     start = (tl.load(index + row) if HAS_INDEX else row) * stride
     m, z, s = tl.load(top + row), tl.load(total + row), tl.load(moment + row)
     for first in range(0, columns, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        inside = at < columns
-        x = tl.load(logits + start + at, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        column = first + tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32) * scale
         bound = tl.maximum(m, tl.max(x, 0))
         shift = m - bound
         shrink = tl.exp(shift)
         x = tl.where(inside, x - bound, 0.0)
         e = tl.where(inside, tl.exp(x), 0.0)
-        s = shrink * (s + shift * z) + tl.sum(e * x, 0)
+        s = shrink * (s + shift * z) + tl.sum(e * x, 0)  # before z changes
         z = shrink * z + tl.sum(e, 0)
         m = bound
     tl.store(top + row, m)
     tl.store(total + row, z)
     tl.store(moment + row, s)
     label = tl.load(place + row)
-    here = (label >= 0) & (label < columns)
-    x = tl.load(logits + start + label, mask=here, other=0.0).to(tl.float32) * scale
+    in_tile = (label >= 0) & (label < columns)
+    x = tl.load(logits + start + label, mask=in_tile, other=0.0).to(tl.float32) * scale
     tl.store(target + row, tl.load(target + row) + x)
 
 
@@ -48,17 +48,19 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(index + row) if HAS_INDEX else row
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < columns
-    log_p = tl.load(logits + source * stride + at, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(lse + row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    log_p = tl.load(logits + source * stride + column, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(
+        lse + row
+    )
     upstream = tl.load(d_log_prob + row)
     factor = -upstream
     if HAS_ENTROPY:
         of_entropy = tl.load(d_entropy + row)
         factor = factor - of_entropy * (log_p + tl.load(entropy + row))
     gradient = tl.exp(log_p) * factor
-    gradient = tl.where(at == tl.load(place + row), gradient + upstream, gradient) * scale
-    tl.store(out + source * out_stride + at, gradient.to(out.dtype.element_ty), mask=inside)
+    gradient = tl.where(column == tl.load(place + row), gradient + upstream, gradient) * scale
+    tl.store(out + source * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("roll_batching::accumulate_tile", mutates_args=("top", "total", "moment", "target"))

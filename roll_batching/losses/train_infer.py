@@ -23,9 +23,9 @@ import torch
 from roll_batching.distributed import exchange
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.estimators import bounded
-from roll_batching.losses.policy import IS_WEIGHT
+from roll_batching.losses.objectives import IS_WEIGHT
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.token_masks import counted_positions, sample_of
+from roll_batching.samples.token_fields import counted_positions, sample_of
 
 if TYPE_CHECKING:
     from roll_batching.distributed.parallel_layout import ParallelLayout
@@ -67,12 +67,13 @@ class Mismatch:
         values = {name: batch[name].detach().cpu().double() for name in (TRAIN, INFER)}
         for name, log_probs in values.items():
             if (wrong := counted & ~torch.isfinite(log_probs)).any():
-                at = int(samples[wrong.nonzero()[0, 0]])
+                row = int(samples[wrong.nonzero()[0, 0]])
                 raise DataError(
-                    f"train_infer_correction: {name} of sample {int(batch.ids[at])} are not finite at "
+                    f"train_infer_correction: {name} of sample {int(batch.ids[row])} are not finite at "
                     f"{int(wrong.sum())} counted positions of the batch"
                 )
         train, infer = (torch.where(counted, values[name], 0.0) for name in (TRAIN, INFER))
+        # A turn begins at a counted token behind one that is not counted or belongs to another sample.
         follows = torch.zeros_like(counted)
         follows[1:] = counted[:-1] & (samples[1:] == samples[:-1])
         turns = (counted & ~follows).cumsum(0).sub(1).clamp(min=0)
@@ -105,19 +106,19 @@ def weights_of(mismatch: Mismatch, settings: ISWeight) -> torch.Tensor:
     return mismatch.ratio(settings.weight_type).clamp(min=settings.lower_bound, max=settings.upper_bound)
 
 
-def passes(mismatch: Mismatch, one: TrainInferFilter) -> torch.Tensor:
+def passes(mismatch: Mismatch, bounds: TrainInferFilter) -> torch.Tensor:
     """[tokens] bool: whether each counted token is inside all bounds of a filter; others pass."""
-    level = one.agg_type
+    level = bounds.agg_type
     inside = torch.ones_like(mismatch.counted)
     distance = bounded(mismatch.log_ratio)
-    if one.ratio_low is not None or one.ratio_high is not None:
-        inside &= _between(mismatch.ratio(level), one.ratio_low, one.ratio_high)
-    if one.diff_low is not None or one.diff_high is not None:
-        inside &= _between(mismatch.spread(mismatch.diff, level), one.diff_low, one.diff_high)
+    if bounds.ratio_low is not None or bounds.ratio_high is not None:
+        inside &= _between(mismatch.ratio(level), bounds.ratio_low, bounds.ratio_high)
+    if bounds.diff_low is not None or bounds.diff_high is not None:
+        inside &= _between(mismatch.spread(mismatch.diff, level), bounds.diff_low, bounds.diff_high)
     for highest, values in (
-        (one.k2_high, distance.square() / 2),
-        (one.k3_high, distance.exp() - 1 - distance),
-        (one.error_high, distance.abs().exp()),
+        (bounds.k2_high, distance.square() / 2),
+        (bounds.k3_high, distance.exp() - 1 - distance),
+        (bounds.error_high, distance.abs().exp()),
     ):
         if highest is not None:
             inside &= mismatch.spread(values, level) <= highest
@@ -155,8 +156,8 @@ def with_correction(
     mismatches: list[Mismatch] = []
 
     def local() -> tuple[float, ...]:
-        for path, text in settings.problems():
-            raise LossError(f"{'.'.join(map(str, ('train_infer_correction', *path)))} {text}")
+        for path, problem in settings.problems():
+            raise LossError(f"{'.'.join(map(str, ('train_infer_correction', *path)))} {problem}")
         mismatches.append(Mismatch.of(batch, mask))
         return _sums(mismatches[0], settings) if layout.is_replica_leader else (0.0,) * len(_SUMS)
 
@@ -167,7 +168,7 @@ def with_correction(
     kept, weighted = _outcome(mismatch, settings)
     fields: dict[str, torch.Tensor] = {}
     schema: dict[str, FieldSpec] = {}
-    if settings.is_weight is not None or any(one.effect == "zero" for one in settings.filters):
+    if settings.is_weight is not None or any(filter_.effect == "zero" for filter_ in settings.filters):
         weights = torch.ones_like(mismatch.log_ratio)
         if settings.is_weight is not None:
             weights = weights_of(mismatch, settings.is_weight)
@@ -176,7 +177,8 @@ def with_correction(
                 weights = weights / mean
         fields[IS_WEIGHT] = torch.where(mismatch.counted & weighted, weights, 0.0).float()
         schema[IS_WEIGHT] = FieldSpec("next_token")
-    if any(one.effect == "mask" for one in settings.filters):
+    if any(filter_.effect == "mask" for filter_ in settings.filters):
+        # `kept` is by prediction, one place before the token that a field of tokens marks.
         keeps = kept.roll(1) if batch.schema[mask].kind == "token" else kept
         values = batch[mask]
         fields[mask] = torch.where(keeps.to(values.device), values, torch.zeros_like(values))
@@ -191,8 +193,8 @@ _SUMS = ("tokens", "k1", "k3", "ratio", "weights", "weighted", "clipped", "maske
 def _outcome(mismatch: Mismatch, settings: TrainInferCorrection) -> tuple[torch.Tensor, torch.Tensor]:
     """[tokens] bool: whether each token stays in the mask, and whether it keeps its weight."""
     outcome = {"mask": torch.ones_like(mismatch.counted), "zero": torch.ones_like(mismatch.counted)}
-    for one in settings.filters:
-        outcome[one.effect] &= passes(mismatch, one)
+    for filter_ in settings.filters:
+        outcome[filter_.effect] &= passes(mismatch, filter_)
     return outcome["mask"], outcome["zero"]
 
 
@@ -204,16 +206,16 @@ def _sums(mismatch: Mismatch, settings: TrainInferCorrection) -> tuple[float, ..
         return float(torch.where(counted, values.double(), 0.0).sum())
 
     ratio = mismatch.ratio("token")
-    kept, weighted = _outcome(mismatch, settings)
+    stays, weighted = _outcome(mismatch, settings)
     weights, count, clipped = 0.0, 0.0, 0.0
     if settings.is_weight is not None:
-        own = weights_of(mismatch, settings.is_weight)
-        clipped = total(own != mismatch.ratio(settings.is_weight.weight_type))
+        sample_weights = weights_of(mismatch, settings.is_weight)
+        clipped = total(sample_weights != mismatch.ratio(settings.is_weight.weight_type))
         # Weights of a whole response count once for it, as in verl.
-        share = torch.ones_like(own)
+        share = torch.ones_like(sample_weights)
         if settings.is_weight.weight_type in ("geometric", "sequence"):
             share = 1 / mismatch.spread(counted.double(), "sequence").clamp(min=1)
-        weights, count = total(torch.where(weighted, own, 0.0) * share), total(share)
+        weights, count = total(torch.where(weighted, sample_weights, 0.0) * share), total(share)
     return (
         total(counted),
         total(-mismatch.log_ratio),
@@ -222,7 +224,7 @@ def _sums(mismatch: Mismatch, settings: TrainInferCorrection) -> tuple[float, ..
         weights,
         count,
         clipped,
-        total(~kept),
+        total(~stays),
         total(~weighted),
         float(torch.where(counted, ratio, 0.0).max()) if len(ratio) else 0.0,
     )

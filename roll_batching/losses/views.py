@@ -171,21 +171,22 @@ class TokenView(View):
         if width < longest - 1:
             raise LossError(f"rows(width={width}) would cut a sample of {longest} tokens: pass at least {longest - 1}")
         layout = self._pack.layout.unshared
-        kept = layout.real & (layout.position_ids < width)
-        targets = layout.segment_ids[kept] * width + layout.position_ids[kept]
+        selected = layout.real & (layout.position_ids < width)
+        targets = layout.segment_ids[selected] * width + layout.position_ids[selected]
         flat = x.new_zeros(self.samples * width, *x.shape[1:])
-        flat = flat.index_copy(0, torch.from_numpy(targets).to(x.device), self._select(x, kept))
+        flat = flat.index_copy(0, torch.from_numpy(targets).to(x.device), self._select(x, selected))
         return flat.view(self.samples, width, *x.shape[1:])
 
     def jagged(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] -> nested tensor of the jagged layout, [samples, its length, ...]. Differentiable."""
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(self.lengths)])).to(x.device)
         values = self._select(x, self._pack.layout.unshared.real)
+        # With both lengths given, torch does not read the offsets on the device.
         longest, shortest = int(self.lengths.max()), int(self.lengths.min())
         return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
 
-    def _select(self, x: torch.Tensor, kept: BoolArray) -> torch.Tensor:
-        return x.index_select(0, torch.from_numpy(np.flatnonzero(kept)).to(x.device))
+    def _select(self, x: torch.Tensor, selected: BoolArray) -> torch.Tensor:
+        return x.index_select(0, torch.from_numpy(np.flatnonzero(selected)).to(x.device))
 
     def per_token(self, name: str) -> torch.Tensor:
         """A field as [tokens, ...], sample fields expanded to their positions."""
@@ -205,6 +206,7 @@ class TokenView(View):
     def segment_sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """[tokens] -> [samples]: sum over each sample's counted positions."""
         masked = counted(x, self.mask(mask))
+        # Filler has segments behind those of samples: summed as well, so that no position is selected, and cut off.
         total = masked.new_zeros(len(self._pack.layout.unshared.segments))
         return total.index_add(0, self.segment_ids, masked)[: self.samples]
 
@@ -235,7 +237,7 @@ class TokenView(View):
     def sample_mean(self, per_sample: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Share of the mean of [samples] values over all sequences that have a counted position."""
         self._require_samples(per_sample, "sample_mean")
-        present = self.segment_count(mask) > 0
+        present = self.segment_count(mask) > 0  # the denominator counts these sequences only
         return counted(per_sample, present).sum() / self.num_sequences(mask)
 
     def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:

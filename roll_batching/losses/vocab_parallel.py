@@ -18,15 +18,14 @@ logits are a single tile.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from roll_batching.registry import module_with
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of a tile's fp32 buffer: on a CPU about its cache, on CUDA enough to keep the device busy."""
@@ -129,6 +128,8 @@ def _statistics(logits: TiledLogits, want_entropy: bool, group: Any) -> tuple[to
         bound = torch.maximum(top[rows], x.amax(-1))
         x.sub_(bound[:, None])
         e = torch.exp(x, out=shaped(e_buffer, rows, columns))
+        # Sums so far are relative to the old bound m. For the new one, m', each term exp(x - m) grows by exp(m - m'),
+        # and (x - m) by m - m'. The moment needs the total before it is rescaled.
         shift = top[rows] - bound
         scale = shift.exp()
         if want_entropy:
@@ -138,6 +139,7 @@ def _statistics(logits: TiledLogits, want_entropy: bool, group: Any) -> tuple[to
             moment[rows] += e.mul_(x).sum(-1)
         top[rows] = bound
     if group is not None and group.size() > 1:
+        # The common bound first: sums of shards add up only relative to one bound.
         peak = top.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         shift = top - peak
@@ -146,7 +148,7 @@ def _statistics(logits: TiledLogits, want_entropy: bool, group: Any) -> tuple[to
         joined = torch.cat([parts, target], 1)
         dist.all_reduce(joined, group=group)
         top, total, moment, target = peak, joined[:, 0], joined[:, 1], joined[:, 2:]
-    log_total = total.log()
+    log_total = total.log()  # at least 0: the largest logit contributes exp(0)
     lse = top + log_total
     return target - lse[:, None], lse, log_total - moment / total if want_entropy else torch.zeros_like(lse)
 
@@ -171,6 +173,7 @@ def _gradient(
         scale = -d_entropy[rows]
         offset = scale * entropy[rows] - upstream
         gradient = torch.addcmul(offset[:, None], log_p, scale[:, None], out=log_p).mul_(p)
+    # A label of another tile or shard has a clamped column here, and adds 0 to it.
     place, inside = logits.labels_in(rows, columns)
     gradient.scatter_add_(1, place, d_log_prob[rows] * inside)
     return gradient if logits.temperature == 1.0 else gradient.div_(logits.temperature)
@@ -201,7 +204,7 @@ class _TokenLogProbs(torch.autograd.Function):
         logits = TiledLogits(source=source, weight=weight, index=index, column=column, **ctx.options)
         log_prob, lse, entropy = _statistics(logits, want_entropy, group)
         ctx.save_for_backward(source, weight, index, column, lse, entropy)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # without a gradient of entropies, their terms are left out
         if not want_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
@@ -221,6 +224,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 def _backward_logits(logits: TiledLogits, saved: Any) -> torch.Tensor:
     every_row = logits.index is None
+    # Tiles write every row that they compute; rows outside `index` have no gradient, and nor have padded columns.
     d_source = torch.empty_like(logits.source) if every_row else torch.zeros_like(logits.source)
     d_source[:, logits.columns :] = 0
     if logits.kernels is not None:
@@ -247,6 +251,7 @@ def _backward_hidden(
     logits: TiledLogits, saved: Any, weight: torch.Tensor, trains_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     source = logits.source
+    # In fp32: the tiles of the vocabulary add up here, and in bf16 each sum would round.
     d_rows = torch.zeros(source.shape, dtype=logits.dtype, device=source.device)
     d_weight = torch.empty_like(weight) if trains_weight else None  # as large as the head: a third of the time
     if d_weight is not None:
@@ -288,20 +293,10 @@ def _kernel_gradient(
     )
 
 
-@functools.cache
-def _tile_kernels() -> Any:
-    """The module `tile_kernels`; None if triton is not installed."""
-    return (
-        None
-        if importlib.util.find_spec("triton") is None
-        else importlib.import_module("roll_batching.losses.tile_kernels")
-    )
-
-
 def _kernels(source: torch.Tensor) -> Any:
     """`tile_kernels` if it supports `source`: on CUDA, at most fp32, with column stride 1."""
     fits = source.device.type == "cuda" and source.dtype is not torch.float64 and source.stride(-1) == 1
-    return _tile_kernels() if fits else None
+    return module_with("triton", "roll_batching.losses.tile_kernels") if fits else None
 
 
 def tile_shape(count: int, columns: int, source: torch.Tensor, *, deferred: bool, chunk: int | None) -> tuple[int, int]:
@@ -363,7 +358,7 @@ def token_log_probs(
     log_probs, entropies = _TokenLogProbs.apply(
         source, weight, index, labels, real, temperature, entropy, tp_group, tile
     )
-    if idle:
+    if idle:  # 0 * NaN is NaN: a filler's states may hold anything
         log_probs, entropies = (torch.nan_to_num(x, 0.0, 0.0, 0.0) * 0 for x in (log_probs, entropies))
     if rows is not None:
         log_probs = log_probs.new_zeros(count, labels.shape[1]).index_put((rows,), log_probs)

@@ -69,9 +69,9 @@ class PlannedP2P(P2PCommunicator):
 
     def check_exhausted(self, forward_only: bool) -> None:
         """Raises `LayoutError` if planned receives are left over: schedule and plan disagree."""
-        left = [sum(1 for _ in self._activations), 0 if forward_only else sum(1 for _ in self._gradients)]
-        if any(left):
+        unused = [sum(1 for _ in self._activations), 0 if forward_only else sum(1 for _ in self._gradients)]
+        if any(unused):
             raise LayoutError(
-                f"the pipeline schedule ended with {left[0]} activations and {left[1]} gradients never received: this "
-                "Megatron version orders its schedule differently. Use 0.16 to 0.19"
+                f"the pipeline schedule ended with {unused[0]} activations and {unused[1]} gradients never received: "
+                "this Megatron version orders its schedule differently. Use 0.16 to 0.19"
             )

@@ -4,13 +4,14 @@ An adapter adds `scale * B A x` to the output of its layer. Megatron fuses queri
 projection; each of them has a pair (A, B) here, as in PEFT, and the outputs are joined as the fused rows are.
 
 What is sharded follows the layer. Column-parallel: B by rows, A replicated. Row-parallel: A by columns, B replicated.
-Only the `rank` channels between them are communicated.
+Only the `rank` channels between them are communicated. Adapters are named by their layer in the whole model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +29,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.parameter_names import global_name, require_embedding_gradients
 from roll_batching.settings.adapters import LAYERS, AdapterArgs
 
 NAME = "adapter"
@@ -132,10 +132,10 @@ class _Adapted:
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         adapter = layer.adapter
         suffix, axis = ("_a", 1) if adapter.is_row_parallel else ("_b", 0)
-        own = {f"{NAME}.{name}": value for name, value in adapter.state_dict(keep_vars=True).items()}
-        axes = {name: axis for name in own if name.endswith(suffix)}
+        adapter_state = {f"{NAME}.{name}": value for name, value in adapter.state_dict(keep_vars=True).items()}
+        axes = {name: axis for name in adapter_state if name.endswith(suffix)}
         groups = {"tp_group": layer.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        return {**state, **make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)}
+        return {**state, **make_sharded_tensors_for_checkpoint(adapter_state, prefix, axes, sharded_offsets, **groups)}
 
 
 class AdaptedColumn(_Adapted, ColumnParallelLinear):
@@ -230,3 +230,41 @@ def merged_weight(linear: Any) -> torch.Tensor:
     """This rank's weight of a layer with its adapters added, rounded once to the weight's dtype."""
     delta = linear.adapter.delta(linear)
     return (linear.weight.to(delta.dtype) + delta).to(linear.weight.dtype)
+
+
+# ---- parameter names
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)")
+
+
+def global_name(gpt: Any, name: str) -> str:
+    """The parameter name `name` with the indices of layer and expert in the whole model."""
+    layer = _LAYER.match(name)
+    if layer is not None:
+        number = gpt.decoder.layers[int(layer[1])].layer_number - 1
+        name = f"decoder.layers.{number}.{name[layer.end() :]}"
+    elif not name.startswith("mtp."):
+        return name
+    experts = gpt.config.num_moe_experts
+    if experts is None:
+        return name
+    first = gpt.pg_collection.ep.rank() * (experts // gpt.config.expert_model_parallel_size)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
+
+
+# ---- frozen embedding
+
+
+def require_embedding_gradients(gpt: Any) -> None:
+    """Lets gradients reach the output of a frozen embedding; does nothing on stages without one.
+
+    Recomputation drops the graph of inputs that need no gradient: the first layers would get none.
+    """
+    if gpt.pre_process:
+        gpt.embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

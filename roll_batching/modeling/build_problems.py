@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from roll_batching.modeling.kernels import Kernels
-from roll_batching.modeling.requirements import EXPERT_BIASES, recomputed_modules, refusals_here
+from roll_batching.modeling.requirements import EXPERT_BIASES, ModelDemands, recomputed_modules
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 
 
@@ -21,8 +21,7 @@ def build_problems(
     value_head: bool,
 ) -> list[str]:
     """Messages with their remedies; empty if the model can be built. Needs no process group."""
-    problems = refusals_here(
-        device=device,
+    demands = ModelDemands(
         dtype=dtype,
         head_dim=architecture.head_dim,
         backend=kernels.attention,
@@ -33,6 +32,7 @@ def build_problems(
         value_dim=architecture.value_dim,
         has_window=architecture.sliding_window is not None,
     )
+    problems = demands.refusals_here(device)
     if architecture.add_bias_linear and architecture.moe is not None and tp_size > 1:
         problems.append(EXPERT_BIASES)
     engine_layers = kernels.layers == "transformer_engine"

@@ -123,7 +123,7 @@ def build_chunks(
                 draw_experts(gpt)
             mark_shards(gpt)
             if architecture.qk_layernorm == "all_heads":
-                from roll_batching.modeling.all_heads_norm import normalise_all_heads  # few models need it
+                from roll_batching.modeling.layer_modules import normalise_all_heads  # few models need it
 
                 normalise_all_heads(gpt, all_groups.tp)
             if value_head:
@@ -134,7 +134,7 @@ def build_chunks(
             if not value_head:
                 defer_head(gpt)
             if architecture.scaled_embedding:
-                from roll_batching.modeling.sandwich_layer import scale_embedding
+                from roll_batching.modeling.layer_modules import scale_embedding
 
                 scale_embedding(gpt)
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
@@ -173,11 +173,7 @@ def _seeded(seed: int, groups: Any, *, restore: bool) -> Iterator[None]:
 
 def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
     """Wraps chunks in Megatron's DistributedDataParallel, broadcasts parameters, sets gradient finalisation."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     config = chunks[0].config
     if strategy.freeze_moe_router:

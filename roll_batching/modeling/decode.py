@@ -60,7 +60,7 @@ class DecodeParams(PackedSeqParams):
     axes: torch.Tensor | None = None
     """[3, positions, rows] int64: positions for RoPE on the axes of images; None: `positions` on all axes."""
     images: Any = None
-    """`packing.image_inputs.ImageInputs` of a prefill with images."""
+    """`packing.extra_inputs.ImageInputs` of a prefill with images."""
     lengths: torch.Tensor | None = None
     """[rows] int64: tokens of each row, in a prefill."""
     visible: torch.Tensor | None = None

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from roll_batching.modeling.delta_rule import Chunks, delta_step, gated_delta_rule, unit_length
+from roll_batching.modeling.recurrences import Chunks, delta_step, gated_delta_rule, unit_length
 from roll_batching.modeling.recurrent_layer import RecurrentLayer, Weights
 
 
@@ -72,11 +72,11 @@ class PackedDeltaNet(RecurrentLayer):
         return mixed.flatten(-2), (gates, rate.flatten(-2), decay.flatten(-2))
 
     def scan(
-        self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, chunks: Chunks,
+        self, mixed: torch.Tensor, controls: tuple[torch.Tensor, ...], weights: Weights, chunks: Chunks,
         real: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Outputs of the chunked rule, normalised and gated, and its states."""
-        gates, rate, decay = others
+        gates, rate, decay = controls
         inputs = self._rule_inputs(mixed, rate, decay, weights)
         if real is not None:
             inputs = inputs._replace(decay=inputs.decay * real, rate=inputs.rate * real)
@@ -84,10 +84,10 @@ class PackedDeltaNet(RecurrentLayer):
         return self._gated_norm(out.to(gates.dtype), gates).flatten(1), state
 
     def step(
-        self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, state: torch.Tensor
+        self, mixed: torch.Tensor, controls: tuple[torch.Tensor, ...], weights: Weights, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and states of the rule for one token."""
-        gates, rate, decay = others
+        gates, rate, decay = controls
         out, state = delta_step(*self._rule_inputs(mixed, rate, decay, weights), state=state)
         return self._gated_norm(out.to(gates.dtype), gates).flatten(1), state
 

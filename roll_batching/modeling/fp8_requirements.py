@@ -15,8 +15,8 @@ def fp8_build_problems(
     architecture: ArchitectureConfig, megatron: MegatronConfig, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """Reasons why a model with the FP8 keys of `megatron` cannot be built on `device`."""
-    found = [*layout_problems(megatron), *model_problems(megatron, architecture)]
-    problems = [f"strategy_config.{key} {text}" for key, text in found]
+    key_problems = [*layout_problems(megatron), *model_problems(megatron, architecture)]
+    problems = [f"strategy_config.{key} {problem}" for key, problem in key_problems]
     if dtype is not torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         problems.append(f"strategy_config.fp8 needs weights in bf16, not in {name}: set model_args.dtype to bf16")

@@ -145,11 +145,11 @@ def engine_attention(variables: Mapping[str, str] = os.environ) -> Any:
 
     present = [variables.get(name) for name in VARIABLES]
     for name, values in _ATTENTION_OF_VARIABLES.items():
-        if all(one is None or one == value for one, value in zip(present, values, strict=True)):
+        if all(variable is None or variable == value for variable, value in zip(present, values, strict=True)):
             return AttnBackend[name]
-    shown = ", ".join(f"{name}={value}" for name, value in zip(VARIABLES, present, strict=True) if value is not None)
+    settings = ", ".join(f"{name}={value}" for name, value in zip(VARIABLES, present, strict=True) if value is not None)
     raise LayoutError(
-        f"{shown} (system_envs or the environment) is a combination of TransformerEngine's attention kernels that "
+        f"{settings} (system_envs or the environment) is a combination of TransformerEngine's attention kernels that "
         "Megatron-Core does not accept: set one of them to 1 and the other two to 0, all to 1, or leave them out"
     )
 

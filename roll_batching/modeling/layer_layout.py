@@ -47,15 +47,15 @@ def layers_of_all_chunks(config: Any) -> list[range]:
     from roll_batching.modeling.layers import layers_of_chunk
 
     virtual = config.virtual_pipeline_model_parallel_size
-    table, found = config.pipeline_model_parallel_layout, list[range]()
+    table, stages = config.pipeline_model_parallel_layout, list[range]()
     for chunk in range(virtual or 1):
         for rank in range(config.pipeline_model_parallel_size):
             if table is None:
-                found.append(layers_of_chunk(config, rank, chunk if virtual else None))
+                stages.append(layers_of_chunk(config, rank, chunk if virtual else None))
             else:  # its own functions know one rank only
-                first = found[-1].stop if found else 0
-                found.append(range(first, first + table.layout[rank][chunk].count(LayerType.decoder)))
-    return found
+                first = stages[-1].stop if stages else 0
+                stages.append(range(first, first + table.layout[rank][chunk].count(LayerType.decoder)))
+    return stages
 
 
 def hybrid_model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCost:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from roll_batching.modeling.delta_rule import Chunks
+from roll_batching.modeling.recurrences import Chunks, state_space, state_space_step
 from roll_batching.modeling.recurrent_layer import RecurrentLayer, Weights
-from roll_batching.modeling.state_space import state_space, state_space_step
 
 _TIME_STEPS = (0.001, 0.1)
 """Range of the initial time steps (Dao, Gu 2024)."""
@@ -78,7 +77,7 @@ class PackedMamba(RecurrentLayer):
         if count == 1:
             return groups
         x, shared, steps = groups.split([self.inner, 2 * self.state_dim, self.heads], -1)
-        x, steps = (one.unflatten(-1, (count, -1)) for one in (x, steps))
+        x, steps = (values.unflatten(-1, (count, -1)) for values in (x, steps))
         shared = shared.unsqueeze(-2).expand(*x.shape[:-1], -1)
         return torch.cat([x, shared, steps], -1).flatten(-3, -2)
 
@@ -93,27 +92,27 @@ class PackedMamba(RecurrentLayer):
         if (count := self._repeats(ranks)) == 1:
             return super().weights(rank, ranks)
         group, part = divmod(rank, count)
-        found = {name: getattr(self, name).chunk(self.units)[group] for name in self.sharded}
-        for name, rows in found.items():
+        parameters = {name: getattr(self, name).chunk(self.units)[group] for name in self.sharded}
+        for name, rows in parameters.items():
             x, shared = rows.split([self.inner, 2 * self.state_dim]) if name.startswith("conv") else (rows, rows[:0])
-            found[name] = torch.cat([x.chunk(count)[part], shared])
-        return found
+            parameters[name] = torch.cat([x.chunk(count)[part], shared])
+        return parameters
 
     def scan(
-        self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, chunks: Chunks,
+        self, mixed: torch.Tensor, controls: tuple[torch.Tensor, ...], weights: Weights, chunks: Chunks,
         real: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Outputs of the chunked state space and its states."""
-        (steps,) = others
+        (steps,) = controls
         inputs = self._inputs(mixed, steps, weights, real)
         out, state = state_space(*inputs[:4], chunks=chunks)
         return self._output(out, inputs.plain, weights).to(mixed.dtype), state
 
     def step(
-        self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, state: torch.Tensor
+        self, mixed: torch.Tensor, controls: tuple[torch.Tensor, ...], weights: Weights, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and states of one token."""
-        (steps,) = others
+        (steps,) = controls
         inputs = self._inputs(mixed, steps, weights)
         out, state = state_space_step(*inputs[:4], state=state)
         return self._output(out, inputs.plain, weights).to(mixed.dtype), state

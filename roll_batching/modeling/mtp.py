@@ -4,7 +4,7 @@ Head k joins the hidden state of token i with the embedding of token i + k, pass
 token i + k + 1 with the model's output layer. Parameters, their names and their place in a pipeline are Megatron's
 (`MultiTokenPredictionBlock`). The passes are not: Megatron (0.16 to 0.19) shifts tokens inside its layers, in a loop
 over sequences with transfers between context-parallel ranks, and scales the losses by the number of micro-batches.
-Here the shifted tokens come with the pack (`packing.mtp_inputs`), and the losses from `losses.mtp`.
+Here the shifted tokens come with the pack (`packing.extra_inputs`), and the losses from `losses.mtp`.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class MultiTokenModel(GPTModel):
     predicts_ahead = True
     """Tells this model from one with Megatron's own heads."""
 
-    def __init__(self, *arguments: Any, detach_heads: bool, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, detach_heads: bool, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.is_frozen = not self.config.mtp_loss_scaling_factor
         """Whether the heads are loaded and measured, and not trained."""
         self.detach_heads = detach_heads or self.is_frozen
@@ -124,8 +124,8 @@ class MultiTokenModel(GPTModel):
         if self.is_frozen:
             self.mtp.requires_grad_(False)
 
-    def _preprocess(self, *arguments: Any, **named: Any) -> Any:
-        prepared = super()._preprocess(*arguments, **named)
+    def _preprocess(self, *arguments: Any, **keywords: Any) -> Any:
+        prepared = super()._preprocess(*arguments, **keywords)
         self._padding_mask = prepared[5]  # cut to this rank's shard of the tokens; `_postprocess` does not get it
         return prepared
 

@@ -18,13 +18,12 @@ from roll_batching.errors import CheckpointError, LayoutError
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import Family, head_name, rules_of, untrained_tensors
-from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD
-from roll_batching.huggingface.mtp_layer_rules import copies_in_heads
+from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD, copies_in_heads
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
+from roll_batching.modeling.adapters import global_name
 from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.parameter_names import global_name
 from roll_batching.settings import ArchitectureConfig
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def placed_parameters(
                 unknown.append(name)
                 continue
             shards, replicas = (groups.expt_tp, groups.expt_dp) if is_expert else (groups.tp, groups.dp_cp)
-            placed = PlacedParameter(
+            parameter_place = PlacedParameter(
                 name=name,
                 parameter=parameter,
                 rule=by_name[name],
@@ -105,11 +104,11 @@ def placed_parameters(
                 is_first_replica=replicas.rank() == 0 and not (name == EMBEDDING.ours and not gpt.pre_process),
                 adapted=adapted.get(local),
             )
-            shape = local_shape(placed.rule, sizes, placed.ranks)
+            shape = local_shape(parameter_place.rule, sizes, parameter_place.ranks)
             if tuple(parameter.shape) != shape:
                 unknown.append(f"{name} {list(parameter.shape)} (expected {list(shape)})")
                 continue
-            known.append(placed)
+            known.append(parameter_place)
     if unknown:
         raise LayoutError(
             f"parameters without a counterpart in {family.architecture}: {', '.join(ranges(unknown))}. The model was "
@@ -205,8 +204,8 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
                 target.copy_(piece.select(values[0]))
             end = piece.at.stop
             continue
-        for at, values in stored.read(piece.name, piece.rows, piece.columns):
-            target[at].copy_(values)
+        for region, values in stored.read(piece.name, piece.rows, piece.columns):
+            target[region].copy_(values)
         end = piece.at.stop
         for head in redundant if placed.rule.ours in (EMBEDDING.ours, HEAD.ours) else ():
             if head in stored.shapes and not _equal(target, stored, head, piece.rows):
@@ -219,4 +218,4 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
 
 def _equal(target: torch.Tensor, stored: StoredTensors, name: str, rows: slice) -> bool:
     """Whether `target` equals the `rows` of the stored tensor `name`."""
-    return all(torch.equal(values.to(target), target[at]) for at, values in stored.read(name, rows))
+    return all(torch.equal(values.to(target), target[region]) for region, values in stored.read(name, rows))

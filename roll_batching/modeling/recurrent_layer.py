@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.decode import DecodeParams
-from roll_batching.modeling.delta_rule import Chunks, causal_convolution, inputs_before
+from roll_batching.modeling.recurrences import Chunks, causal_convolution, inputs_before
 from roll_batching.packing.params import PackedParams
 
 Weights = dict[str, torch.Tensor]
@@ -67,7 +67,7 @@ class RecurrentLayer(MegatronModule):
         return projected.unflatten(-1, (-1, self.width))
 
     def split(self, parts: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Channels to convolve [..., channels], and the other inputs of the recurrence."""
+        """Channels to convolve [..., channels], and controls of the recurrence (gates, rates, decays, time steps)."""
         raise NotImplementedError
 
     def weights(self, rank: int = 0, ranks: int = 1) -> Weights:
@@ -75,14 +75,14 @@ class RecurrentLayer(MegatronModule):
         return {name: getattr(self, name).chunk(ranks)[rank] for name in self.sharded}
 
     def scan(
-        self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, chunks: Chunks,
+        self, mixed: torch.Tensor, controls: tuple[torch.Tensor, ...], weights: Weights, chunks: Chunks,
         real: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Outputs [tokens, channels] and the states after each sequence; tokens that are not `real` change no state."""
         raise NotImplementedError
 
     def step(
-        self, mixed: torch.Tensor, others: tuple[torch.Tensor, ...], weights: Weights, state: torch.Tensor
+        self, mixed: torch.Tensor, controls: tuple[torch.Tensor, ...], weights: Weights, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [rows, channels] and states of one more token per row."""
         raise NotImplementedError
@@ -118,9 +118,9 @@ class RecurrentLayer(MegatronModule):
             params.chunks = Chunks.of(params.cu_seqlens_q, len(parts))
         chunks: Chunks = params.chunks
         weights = self.weights(rank, size)
-        mixed, others = self.split(parts)
+        mixed, controls = self.split(parts)
         mixed = causal_convolution(mixed, weights["conv_weight"], chunks.positions, weights.get("conv_bias"))
-        out, _ = self.scan(mixed, others, weights, chunks)
+        out, _ = self.scan(mixed, controls, weights, chunks)
         if group is not None:
             assert params.restore is not None
             gathered = torch.empty_like(out).index_copy(0, params.restore, out)
@@ -131,25 +131,25 @@ class RecurrentLayer(MegatronModule):
         """[positions, rows, units * width] -> [positions, rows, channels]; the state is in the cache."""
         weights, conv = self.weights(), self.conv_weight
         if params.visible is not None:  # one position per row, perhaps repeated
-            mixed, others = self.split(self.parts(projected[0]))
+            mixed, controls = self.split(self.parts(projected[0]))
             inputs, state = params.cache.states(self.layer_number)
             window = torch.cat([inputs, mixed.unsqueeze(1)], 1)
             mixed = (window * conv[:, 0].t()).sum(1)
             mixed = F.silu(mixed if self.conv_bias is None else mixed + self.conv_bias)
-            out, state = self.step(mixed, others, weights, state)
+            out, state = self.step(mixed, controls, weights, state)
             params.cache.set_states(self.layer_number, window[:, 1:], state)
             return self.finish(out, projected[0]).expand(len(projected), *out.shape)
         positions, rows = projected.shape[:2]
         assert params.lengths is not None
         flat = projected.transpose(0, 1).reshape(rows * positions, -1)
-        mixed, others = self.split(self.parts(flat))
+        mixed, controls = self.split(self.parts(flat))
         starts = torch.arange(rows + 1, device=projected.device) * positions
         chunks = Chunks.of(starts, rows * positions)
         inputs = inputs_before(mixed.view(rows, positions, -1), params.lengths, conv.shape[-1] - 1)
         mixed = causal_convolution(mixed, conv, chunks.positions, self.conv_bias)
         # Padding behind a row leaves its state as it is.
         real = (chunks.positions < params.lengths.repeat_interleave(positions)).unsqueeze(-1)
-        out, state = self.scan(mixed, others, weights, chunks, real)
+        out, state = self.scan(mixed, controls, weights, chunks, real)
         params.cache.set_states(self.layer_number, inputs, state)
         return self.finish(out, flat).view(rows, positions, -1).transpose(0, 1)
 
@@ -169,9 +169,9 @@ class RecurrentLayer(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """The parameters for Megatron's checkpoints; rows are grouped by unit, so that any size divides them."""
-        own = {name: getattr(self, name) for name in (*self.sharded, *self.replicated)}
+        parameters = {name: getattr(self, name) for name in (*self.sharded, *self.replicated)}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, dict.fromkeys(self.sharded, 0), sharded_offsets,
+            parameters, prefix, dict.fromkeys(self.sharded, 0), sharded_offsets,
             tp_group=self.pg_collection.tp, dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )  # fmt: skip
         for name, module in self.named_children():

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, installed_versions
+from roll_batching.packing.attention_backend import (
+    AttentionBackend,
+    AttentionRequirements,
+    attention_name,
+    installed_versions,
+)
 
 ENGINE = "transformer-engine"
 _RECOMPUTED_BY_ENGINE = {"layernorm", "mla_up_proj", "moe_act"}
@@ -52,103 +57,78 @@ def recomputed_modules(config: Any) -> tuple[str, ...]:
     return tuple(config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
 
 
-def refusals_here(
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    backend: AttentionBackend | None,
-    engine_layers: bool,
-    recomputed: Sequence[str] = (),
-    latent_attention: bool = False,
-    attention_sinks: bool = False,
-    value_dim: int | None = None,
-    has_window: bool = False,
-) -> list[str]:
-    """`refusals` for the device and libraries of this process."""
-    needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
-    libraries = [name for one in needs for name, _ in one.libraries]
-    return refusals(
-        device=device.type,
-        dtype=dtype,
-        head_dim=head_dim,
-        backend=backend,
-        engine_layers=engine_layers,
-        recomputed=recomputed,
-        latent_attention=latent_attention,
-        attention_sinks=attention_sinks,
-        value_dim=value_dim,
-        has_window=has_window,
-        installed=Installed.here(device, libraries),
-    )
+@dataclass(frozen=True, kw_only=True)
+class ModelDemands:
+    """What a model demands of device and libraries."""
 
+    dtype: torch.dtype
+    """Dtype of queries, keys and values."""
+    head_dim: int
+    backend: AttentionBackend | None
+    """None: a model with its own attention core."""
+    engine_layers: bool
+    """Whether the layers are TransformerEngine's."""
+    recomputed: Sequence[str] = ()
+    """Selectively recomputed modules."""
+    latent_attention: bool = False
+    """Whether attention is multi-latent, with values of other dimensions than keys."""
+    attention_sinks: bool = False
+    """Whether every softmax has a learnt logit beside those of keys."""
+    value_dim: int | None = None
+    """Head dimension of values; None: `head_dim`."""
+    has_window: bool = False
+    """Whether a layer has a sliding window."""
 
-def refusals(
-    *,
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    backend: AttentionBackend | None,
-    engine_layers: bool,
-    recomputed: Sequence[str] = (),
-    latent_attention: bool = False,
-    attention_sinks: bool = False,
-    value_dim: int | None = None,
-    has_window: bool = False,
-    installed: Installed,
-) -> list[str]:
-    """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
-
-    Args:
-        device: "cpu" or "cuda".
-        dtype: dtype of queries, keys and values.
-        head_dim: head dimension.
-        backend: the attention backend; None for a model with its own attention core.
-        engine_layers: whether the layers are TransformerEngine's.
-        recomputed: selectively recomputed modules.
-        latent_attention: whether attention is multi-latent, with values of other dimensions than keys.
-        attention_sinks: whether every softmax has a learnt logit beside those of keys.
-        value_dim: head dimension of values; None: `head_dim`.
-        has_window: whether a layer has a sliding window.
-        installed: versions and device.
-    """
-    problems = []
-    if engine_layers:
-        problems += _engine_refusals(device, dtype, installed)
-    if ENGINE not in installed.versions and (named := sorted(_RECOMPUTED_BY_ENGINE & set(recomputed))):
-        problems.append(
-            f"recompute_modules: {named} needs TransformerEngine, which is not installed: install {ENGINE}, or "
-            "recompute core_attn, mlp, moe or shared_experts, or whole layers (recompute_granularity: full)"
+    def refusals_here(self, device: torch.device) -> list[str]:
+        """`refusals` for the device and libraries of this process."""
+        needs = [ENGINE_LAYERS, *([] if self.backend is None else [self.backend.requirements])]
+        return self.refusals(
+            device.type, Installed.here(device, [name for need in needs for name, _ in need.libraries])
         )
-    if latent_attention:
-        problems += _latent_attention_refusals(backend, recomputed)
-    if attention_sinks and not getattr(backend, "sinks", False):
-        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
-        problems.append(f"attention sinks are not computed by {name}: set attention_backend: dense, or flash_attn_4")
-    if attention_sinks and engine_layers:
-        problems.append("attention sinks are built into Megatron's local layers: set transformer_impl: local")
-    if backend is not None:
-        found = _attention_refusals(backend, device, dtype, head_dim, installed)
-        limits, capability = backend.requirements.device_limits, installed.compute_capability
-        if limits is not None and capability is not None and not found:
-            found = limits(
-                compute_capability=capability,
-                head_dim=head_dim,
-                value_dim=value_dim or head_dim,
-                has_window=has_window,
-                has_sinks=attention_sinks,
+
+    def refusals(self, device: str, installed: Installed) -> list[str]:
+        """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
+
+        `device` is "cpu" or "cuda".
+        """
+        backend, problems = self.backend, []
+        if self.engine_layers:
+            problems += _engine_refusals(device, self.dtype, installed)
+        if ENGINE not in installed.versions and (modules := sorted(_RECOMPUTED_BY_ENGINE & set(self.recomputed))):
+            problems.append(
+                f"recompute_modules: {modules} needs TransformerEngine, which is not installed: install {ENGINE}, or "
+                "recompute core_attn, mlp, moe or shared_experts, or whole layers (recompute_granularity: full)"
             )
-        problems += found
-    return problems
+        if self.latent_attention:
+            problems += _latent_attention_refusals(backend, self.recomputed)
+        if self.attention_sinks and not getattr(backend, "sinks", False):
+            problems.append(
+                f"attention sinks are not computed by {attention_name(backend)}: set attention_backend: dense, or "
+                "flash_attn_4"
+            )
+        if self.attention_sinks and self.engine_layers:
+            problems.append("attention sinks are built into Megatron's local layers: set transformer_impl: local")
+        if backend is None:
+            return problems
+        refused = _attention_refusals(backend, device, self.dtype, self.head_dim, installed)
+        limits, capability = backend.requirements.device_limits, installed.compute_capability
+        if limits is not None and capability is not None and not refused:
+            refused = limits(
+                compute_capability=capability,
+                head_dim=self.head_dim,
+                value_dim=self.value_dim or self.head_dim,
+                has_window=self.has_window,
+                has_sinks=self.attention_sinks,
+            )
+        return problems + refused
 
 
 def _latent_attention_refusals(backend: AttentionBackend | None, recomputed: Sequence[str]) -> list[str]:
     problems = []
     if backend is None or not (backend.rotates and getattr(backend, "narrow_values", False)):
-        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
         problems.append(
             f"multi-latent attention needs a backend that rotates and takes values with fewer channels than keys, and "
-            f"{name} does not: choose dense, varlen or flash_attn"
+            f"{attention_name(backend)} does not: choose dense, varlen or flash_attn"
         )
     if "mla_up_proj" in recomputed:
         problems.append(
@@ -161,7 +141,7 @@ def _engine_refusals(device: str, dtype: torch.dtype, installed: Installed) -> l
     name, instead = "TransformerEngine's layers", "set transformer_impl: local, or build packed_layer_spec without them"
     if device not in ENGINE_LAYERS.devices:
         return [f"{name} compute on CUDA, not on {device}: {instead}"]
-    problems = [f"{name} need {one}, or {instead}" for one in ENGINE_LAYERS.missing(installed.versions)]
+    problems = [f"{name} need {library}, or {instead}" for library in ENGINE_LAYERS.missing(installed.versions)]
     if ENGINE_LAYERS.dtypes is not None and dtype not in ENGINE_LAYERS.dtypes:
         problems.append(f"{name} do not compute in {_dtype_name(dtype)}: {instead}")
     return problems
@@ -170,10 +150,10 @@ def _engine_refusals(device: str, dtype: torch.dtype, installed: Installed) -> l
 def _attention_refusals(
     backend: AttentionBackend, device: str, dtype: torch.dtype, head_dim: int, installed: Installed
 ) -> list[str]:
-    needs, name = backend.requirements, f"the attention backend {backend.name}"
+    needs, name = backend.requirements, attention_name(backend)
     if device not in needs.devices:
         return [f"{name} runs on {' and '.join(needs.devices)}, not on {device}: choose another attention_backend"]
-    problems = [f"{name} needs {one}, or {needs.instead}" for one in needs.missing(installed.versions)]
+    problems = [f"{name} needs {library}, or {needs.instead}" for library in needs.missing(installed.versions)]
     if needs.compute_capability is not None and installed.compute_capability is not None:
         if installed.compute_capability < needs.compute_capability:
             least, this = (".".join(map(str, x)) for x in (needs.compute_capability, installed.compute_capability))
@@ -182,7 +162,7 @@ def _attention_refusals(
                 "another attention_backend"
             )
     if needs.dtypes is not None and dtype not in needs.dtypes:
-        known = " and ".join(_dtype_name(one) for one in needs.dtypes)
+        known = " and ".join(_dtype_name(supported) for supported in needs.dtypes)
         problems.append(
             f"{name} computes in {known}, not in {_dtype_name(dtype)}: set model_args.dtype to auto or bf16 "
             "(TransformerConfig.bf16 and params_dtype in a model of your own), or choose another attention_backend"

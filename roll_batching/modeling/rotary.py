@@ -8,9 +8,6 @@ and keys. Bitwise equal to Megatron's RoPE, except on CUDA, where a kernel rotat
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,6 +17,7 @@ from annotated_types import Ge
 
 from roll_batching.checked_fields import CheckedFields, Count, OptionalPositive, Positive, PositiveShare
 from roll_batching.errors import LayoutError
+from roll_batching.registry import module_with
 from roll_batching.settings import ArchitectureConfig
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -99,42 +97,30 @@ class RotarySettings(CheckedFields, error=LayoutError):
     def tables(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Tables:
         """The tables (cos, sin), each [*positions.shape, rotated] fp32; with `sections` from [axes, ...]."""
         if self.sections is None:
-            at = positions.to(inverse_frequencies.dtype)[..., None]
+            position = positions.to(inverse_frequencies.dtype)[..., None]
         else:
             by_axis = zip(positions.to(inverse_frequencies.dtype), self.sections, strict=True)
-            at = torch.cat([axis[..., None].expand(*axis.shape, pairs) for axis, pairs in by_axis], -1)
+            position = torch.cat([axis[..., None].expand(*axis.shape, pairs) for axis, pairs in by_axis], -1)
         if self.scaling == "linear":
-            at = at * (1 / self.factor)
-        angles = at * inverse_frequencies
+            position = position * (1 / self.factor)
+        angles = position * inverse_frequencies
         angles = torch.cat([angles, angles], -1)
         if self.rotated_factor == 1:
             return angles.cos(), angles.sin()
         return angles.cos() * self.rotated_factor, angles.sin() * self.rotated_factor
 
 
-@functools.cache
-def _kernel() -> Any:
-    """The module `rotary_kernel`; None if triton is not installed."""
-    return (
-        None
-        if importlib.util.find_spec("triton") is None
-        else importlib.import_module("roll_batching.modeling.rotary_kernel")
-    )
-
-
 def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
     """Rotates the first `rotated` channels of x [..., heads, head_dim] by tables [..., rotated]."""
-    if x.device.type == "cuda" and x.dtype is not torch.float64 and (kernel := _kernel()) is not None:
-        return kernel.rotate_fused(x, tables)
+    if x.device.type == "cuda" and x.dtype is not torch.float64:
+        kernel = module_with("triton", "roll_batching.modeling.rotary_kernel")
+        if kernel is not None:
+            return kernel.rotate_fused(x, tables)
     cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat([-second, first], -1) * sin
     return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], -1)
-
-
-def _even_before_odd(x: torch.Tensor, rotated: int) -> torch.Tensor:
-    return torch.cat([x[..., 0:rotated:2], x[..., 1:rotated:2], x[..., rotated:]], -1)
 
 
 class PackRotation:
@@ -165,7 +151,10 @@ class PackRotation:
             known[self.settings] = cos.to(query.dtype), sin.to(query.dtype)
         tables: Tables = known[self.settings]
         if self.settings.interleaved:
-            query, key = (_even_before_odd(x, tables[0].shape[-1]) for x in (query, key))
+            rotated = tables[0].shape[-1]  # even channels before odd ones, as `rotate` pairs halves
+            query, key = (
+                torch.cat([x[..., 0:rotated:2], x[..., 1:rotated:2], x[..., rotated:]], -1) for x in (query, key)
+            )
         return rotate(query, tables), rotate(key, tables)
 
 

@@ -22,19 +22,19 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]  # Triton reads this functio
     j = tl.arange(0, HALF_BLOCK)
     c = tl.load(cos + token * 2 * HALF + j, mask=j < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + token * 2 * HALF + j, mask=j < HALF, other=0.0).to(tl.float32) * sign
-    here = (head < heads)[:, None] & (j < HALF)[None]
+    inside = (head < heads)[:, None] & (j < HALF)[None]
     source = x + token * token_stride + head[:, None] * head_stride + j[None]
     target = out + (token * heads + head[:, None]) * DIM + j[None]
-    a = tl.load(source, mask=here, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF, mask=here, other=0.0).to(tl.float32)
-    tl.store(target, (a * c[None] - b * s[None]).to(out.dtype.element_ty), mask=here)
-    tl.store(target + HALF, (b * c[None] + a * s[None]).to(out.dtype.element_ty), mask=here)
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, (a * c[None] - b * s[None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + HALF, (b * c[None] + a * s[None]).to(out.dtype.element_ty), mask=inside)
     if DIM > 2 * HALF:
         k = tl.arange(0, REST_BLOCK)
-        here = (head < heads)[:, None] & (k < DIM - 2 * HALF)[None]
+        inside = (head < heads)[:, None] & (k < DIM - 2 * HALF)[None]
         source = x + token * token_stride + head[:, None] * head_stride + 2 * HALF + k[None]
         target = out + (token * heads + head[:, None]) * DIM + 2 * HALF + k[None]
-        tl.store(target, tl.load(source, mask=here, other=0.0), mask=here)
+        tl.store(target, tl.load(source, mask=inside, other=0.0), mask=inside)
 
 
 @torch.library.custom_op("roll_batching::rotate_tokens", mutates_args=())

@@ -24,6 +24,7 @@ from roll_batching.packing.pack_layout import PackLayout
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import EXPERTS_SPEC, ROUTED_EXPERTS
+from roll_batching.samples.token_fields import token_place
 
 UNSET = EXPERTS_SPEC.pad
 """Expert of a token whose router chooses: padding, and tokens outside all plans."""
@@ -84,15 +85,15 @@ def check_experts(batch: SampleBatch, chunks: Sequence[Any]) -> None:
     """
     config, field, spec = gpt_of(chunks[0]).config, batch[ROUTED_EXPERTS], batch.schema[ROUTED_EXPERTS]
     layers = mixture_layers(config)
-    wanted = (len(layers), config.moe_router_topk)
+    expected_shape = (len(layers), config.moe_router_topk)
     if spec != EXPERTS_SPEC:
         raise DataError(f"{ROUTED_EXPERTS} is a {spec.kind} field with pad {spec.pad}: give FieldSpec('token', pad=-1)")
     if field.dtype not in (torch.int16, torch.int32, torch.int64):
         raise DataError(f"{ROUTED_EXPERTS} has {field.dtype}: give int16, int32 or int64, the ids of experts")
-    if tuple(field.shape[1:]) != wanted:
+    if tuple(field.shape[1:]) != expected_shape:
         raise DataError(
-            f"{ROUTED_EXPERTS} has the shape {list(field.shape)}, and the model takes [tokens, {wanted[0]} layers with "
-            f"experts, {wanted[1]} experts per token]"
+            f"{ROUTED_EXPERTS} has the shape {list(field.shape)}, and the model takes [tokens, {expected_shape[0]} "
+            f"layers with experts, {expected_shape[1]} experts per token]"
         )
     if not field.numel():
         return
@@ -102,16 +103,16 @@ def check_experts(batch: SampleBatch, chunks: Sequence[Any]) -> None:
         bad, problem = (field < 0).any(-1) & (field >= 0).any(-1), "some experts and -1 for others"
     if not bool(bad.any()):
         problem = "an expert twice"
-        for first in range(wanted[1]):  # pairs of few experts: cheaper than sorting each token's
+        for first in range(expected_shape[1]):  # pairs of few experts: cheaper than sorting each token's
             for second in range(first):
                 bad |= (field[..., first] == field[..., second]) & (field[..., first] >= 0)
     if bool(bad.any()):
         token, layer = (int(x) for x in bad.nonzero()[0])
-        sample = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
+        sample, position = token_place(batch, token)
         raise DataError(
-            f"{ROUTED_EXPERTS} of sample {int(batch.ids[sample])}, token {token - int(batch.offsets[sample])}, layer "
-            f"{layers[layer]} has {problem}: {field[token, layer].tolist()}. Each token has {wanted[1]} different "
-            f"experts in each layer, or {UNSET} in all places, where the router chooses"
+            f"{ROUTED_EXPERTS} of sample {sample}, token {position}, layer {layers[layer]} has {problem}: "
+            f"{field[token, layer].tolist()}. Each token has {expected_shape[1]} different experts in each "
+            f"layer, or {UNSET} in all places, where the router chooses"
         )
 
 
@@ -140,13 +141,13 @@ class _RouterExperts:
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores of the experts, experts), both [tokens, top-k]; Megatron's router calls it."""
-        given = self._experts_of_pass()
+        replayed = self._experts_of_pass()
         # From 0.19 on Megatron sorts a token's experts in passes with gradient only. Sums over them round by their
         # order, which must be the same when they are recorded.
         with torch.enable_grad():
             _, experts = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-        if given is not None:
-            experts = torch.where(given < 0, experts, given.long())
+        if replayed is not None:
+            experts = torch.where(replayed < 0, experts, replayed.long())
         values = scores.gather(1, experts)
         if self.recorded is not None:
             self.recorded.append(experts.to(torch.int16))
@@ -175,26 +176,26 @@ class PassExperts:
         self._routers = [
             _RouterExperts(chunk, number, router) for number, (chunk, _, router) in enumerate(_routers(chunks))
         ]
-        for one in self._routers if record else ():
-            one.recorded = []
+        for routed in self._routers if record else ():
+            routed.recorded = []
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[PassExperts]:
         """Context in which the routers ask this object."""
-        before = [one.router.router_replay for one in self._routers]
-        for one in self._routers:
-            one.router.router_replay = one
+        before = [router.router.router_replay for router in self._routers]
+        for router in self._routers:
+            router.router.router_replay = router
         try:
             yield self
         finally:
-            for one, value in zip(self._routers, before, strict=True):
-                one.router.router_replay = value
+            for router, value in zip(self._routers, before, strict=True):
+                router.router.router_replay = value
 
     def start(self, pack: PackedBatch, chunk: Any) -> None:
         """Gives the routers of `chunk` the experts of `pack`, whose forward pass begins."""
-        for one in self._routers:
-            if one.chunk is chunk:
-                one.current = None if pack.routed_experts is None else pack.routed_experts[:, one.number]
+        for router in self._routers:
+            if router.chunk is chunk:
+                router.current = None if pack.routed_experts is None else pack.routed_experts[:, router.number]
 
     def add_recorded(
         self, outputs: SampleBatch, plan: Plan, packs: Sequence[PackLayout], place: ParallelLayout
@@ -214,7 +215,7 @@ class PassExperts:
             if place.sequence_parallel:
                 computed = computed.chunk(place.tp_size)[place.tp_rank]
             in_pack = flat.new_full((pack.tokens, len(columns), shape[1]), UNSET)
-            experts = [one.recorded[number] for one in self._routers if one.recorded is not None]
+            experts = [router.recorded[number] for router in self._routers if router.recorded is not None]
             in_pack[computed.to(place.device)] = torch.stack(experts, 1).to(torch.int32)
             unshared = pack.unshared
             if unshared is not pack:

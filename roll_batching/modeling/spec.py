@@ -141,7 +141,7 @@ def packed_layer_spec(
     if config.qk_layernorm:
         submodules.q_layernorm = submodules.k_layernorm = norm
     if sandwich_norms:
-        from roll_batching.modeling.sandwich_layer import SandwichLayer  # few models need it
+        from roll_batching.modeling.layer_modules import SandwichLayer  # few models need it
 
         layer.module, layer.params = SandwichLayer, {"norm": norm}
     return layer
@@ -150,7 +150,7 @@ def packed_layer_spec(
 def _set_attention(spec: Any, config: TransformerConfig) -> None:
     """Replaces Megatron's class in the spec of a layer's self-attention where it does not do."""
     if config.attention_output_gate or has_replicated_kv_heads(config):
-        from roll_batching.modeling.self_attention import GatedSelfAttention, ReplicatedKVAttention  # for few models
+        from roll_batching.modeling.layer_modules import GatedSelfAttention, ReplicatedKVAttention  # for few models
 
         spec.module = ReplicatedKVAttention if has_replicated_kv_heads(config) else GatedSelfAttention
 

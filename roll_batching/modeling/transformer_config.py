@@ -112,9 +112,9 @@ def transformer_config(
             "moe_router_pre_softmax": moe.router_pre_softmax,
             "moe_router_score_function": moe.router_score_function,
             "moe_router_enable_expert_bias": moe.router_expert_bias,
-            "moe_router_bias_update_rate": _first_given(
-                strategy.moe_router_bias_update_rate, moe.router_bias_update_rate
-            ),
+            "moe_router_bias_update_rate": moe.router_bias_update_rate
+            if strategy.moe_router_bias_update_rate is None
+            else strategy.moe_router_bias_update_rate,
             "moe_router_num_groups": moe.router_num_groups,
             "moe_router_group_topk": moe.router_group_topk,
             "moe_router_topk_scaling_factor": None if moe.router_scaling_factor == 1 else moe.router_scaling_factor,
@@ -148,10 +148,6 @@ def transformer_config(
     return kind(**{name: value for name, value in options.items() if name in known})
 
 
-def _first_given(first: float | None, second: float) -> float:
-    return second if first is None else first
-
-
 def _activation(architecture: ArchitectureConfig) -> Any:
     """The activation of the gate of feed-forward layers."""
     if architecture.swiglu_limit is not None:
@@ -159,7 +155,7 @@ def _activation(architecture: ArchitectureConfig) -> Any:
 
         return quick_gelu
     if architecture.activation == "gelu_tanh":
-        from roll_batching.modeling.sandwich_layer import gelu_tanh
+        from roll_batching.modeling.layer_modules import gelu_tanh
 
         return gelu_tanh
     return F.silu

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from roll_batching.packing.image_inputs import ImageInputs
+from roll_batching.packing.extra_inputs import ImageInputs
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.vision import VisionConfig
 
@@ -77,8 +77,8 @@ class VisionLanguageModel(GPTModel):
         arguments: those of GPTModel.
     """
 
-    def __init__(self, *arguments: Any, encoder: VisionEncoder, overlaps: bool, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, encoder: VisionEncoder, overlaps: bool, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.visual, self._overlaps = encoder, overlaps
         is_sharded = self.config.sequence_parallel
         for parameter in encoder.parameters():
@@ -90,9 +90,9 @@ class VisionLanguageModel(GPTModel):
         if self.config.recompute_granularity == "full":
             encoder.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def _preprocess(self, *arguments: Any, **named: Any) -> Any:
-        embedded, *rest = super()._preprocess(*arguments, **named)
-        return self._insert(embedded, getattr(named.get("packed_seq_params"), "images", None)), *rest
+    def _preprocess(self, *arguments: Any, **keywords: Any) -> Any:
+        embedded, *rest = super()._preprocess(*arguments, **keywords)
+        return self._insert(embedded, getattr(keywords.get("packed_seq_params"), "images", None)), *rest
 
     def _insert(self, embedded: torch.Tensor, images: ImageInputs | None) -> torch.Tensor:
         """Embeddings [s, b, h] with the encoder's outputs in the places of image tokens."""

@@ -55,8 +55,8 @@ class AttentionRequirements:
         for library, earliest in self.libraries:
             installed = versions.get(library)
             if installed is None or major_minor(installed) < major_minor(earliest):
-                here = "is not installed" if installed is None else f"is {installed} here"
-                problems.append(f"{library}, which {here}: install {library} {earliest} or later")
+                status = "is not installed" if installed is None else f"is {installed} here"
+                problems.append(f"{library}, which {status}: install {library} {earliest} or later")
         return problems
 
 
@@ -145,6 +145,11 @@ def attention_backend(choice: AttentionBackend | str, device_type: str) -> Atten
         return _check_backend(choice, type(choice).__name__)
     entry = default_attention(device_type) if choice == AUTO else ATTENTION_BACKENDS.get(choice)
     return _load_backend(choice if entry is None else entry.target)
+
+
+def attention_name(backend: AttentionBackend | None) -> str:
+    """Name of a model's attention in errors; None: a core that the caller built."""
+    return "the model's own attention" if backend is None else f"the attention backend {backend.name}"
 
 
 @functools.cache

@@ -19,8 +19,7 @@ from roll_batching.packing.prefetch import copy_to_cuda, prefetch
 from roll_batching.planning import MicroBatch, Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import ROUTED_EXPERTS
-from roll_batching.samples.model_inputs import inputs_of
-from roll_batching.samples.token_masks import mask_of
+from roll_batching.samples.token_fields import inputs_of, mask_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,7 @@ class StepPacks:
         routed_experts: experts to replay, [tokens of `local`, layers of this stage with experts, top-k].
         token_part: (number, count): routers of this rank see this part of its tokens, under sequence parallelism.
         heads: number of heads of multi-token prediction; the first of `masks` says which tokens they learn.
-        images: `packing.image_inputs.BatchImages` of `local`, for a model with a vision encoder.
+        images: `packing.extra_inputs.BatchImages` of `local`, for a model with a vision encoder.
 
     Raises:
         DataError: when local samples and plan disagree, or a field is missing or has the wrong kind.
@@ -220,7 +219,7 @@ class StepPacks:
         if self._is_last_stage:
             loss_inputs = self._make_loss_inputs(pack_layout, sample_indices, source, input_ids, local_tokens)
             if self._heads:
-                from roll_batching.packing.mtp_inputs import shift_tokens  # few models have heads
+                from roll_batching.packing.extra_inputs import shift_tokens  # few models have heads
 
                 counted = next(iter(loss_inputs.masks.values()), loss_inputs.predicts)
                 params.mtp_inputs = shift_tokens(pack_layout, self._heads, input_ids, counted, local_tokens)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from roll_batching.errors import LayoutError
-from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
+from roll_batching.packing.attention_backend import AttentionBackend, attention_backend, attention_name
 from roll_batching.packing.pack_layout import PackLayout
 
 _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
@@ -42,11 +42,11 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     axes: torch.Tensor | None = None
     """[3, tokens / cp] int64: positions for RoPE on the axes of images; None: `positions` on all axes."""
     images: Any = None
-    """`packing.image_inputs.ImageInputs` of this rank on the first stage of a model with a vision encoder."""
+    """`packing.extra_inputs.ImageInputs` of this rank on the first stage of a model with a vision encoder."""
     mtp_inputs: Any = None
-    """`packing.mtp_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
+    """`packing.extra_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
     chunks: Any = None
-    """Chunks of the pack's sequences (`modeling.delta_rule.Chunks`), set by the first gated delta net."""
+    """Chunks of the pack's sequences (`modeling.recurrences.Chunks`), set by the first gated delta net."""
 
     def set_context_group(self, group: Any) -> None:
         """Set the ranks that share the pack, where it has its own context-parallel size; None: this rank alone."""
@@ -86,10 +86,9 @@ def packed_params(
     }
     backend = None if attention is None else attention_backend(attention, device.type)
     if pack_layout.prefix_lengths is not None and not getattr(backend, "shares_prefixes", False):
-        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
         raise LayoutError(
-            f"{name} attends to one run of keys per sample, and samples of this pack share prefixes: choose the "
-            "backend dense, varlen or flash_attn, or plan without prefixes (share_prefixes: false)"
+            f"{attention_name(backend)} attends to one run of keys per sample, and samples of this pack share "
+            "prefixes: choose the backend dense, varlen or flash_attn, or plan without prefixes (share_prefixes: false)"
         )
     local_tokens = pack_layout.local_tokens(cp_rank)
     sharded = pack_layout.cp_size > 1

@@ -89,7 +89,10 @@ def flatten_tensors(item: T, *, pin: bool) -> tuple[torch.Tensor, Callable[[torc
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
 
     def views_of(source: torch.Tensor) -> dict[int, torch.Tensor]:
-        return {key: _view_as(source, offsets[key], tensor) for key, tensor in tensors.items()}
+        return {
+            key: source[offsets[key] : offsets[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for key, tensor in tensors.items()
+        }
 
     for key, view in views_of(buffer).items():
         view.copy_(tensors[key])
@@ -100,11 +103,6 @@ def flatten_tensors(item: T, *, pin: bool) -> tuple[torch.Tensor, Callable[[torc
         return rebuilt
 
     return buffer, rebuild
-
-
-def _view_as(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """View of the bytes of `buffer` from `offset` on, with dtype and shape of `like`."""
-    return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -45,16 +45,16 @@ def spans_of(pack_layout: PackLayout, cp_rank: int = 0) -> Spans:
         chunk = pack_layout.segments // (2 * size)
         queries, segment = np.repeat(chunk, 2), np.repeat(segment, 2)
         ends = np.stack([(cp_rank + 1) * chunk, (2 * size - cp_rank) * chunk], axis=1).reshape(-1)
-    own = Spans(queries, starts[segment], ends)
+    segments = Spans(queries, starts[segment], ends)
     if pack_layout.prefix_lengths is None:
-        return own
+        return segments
     runs = []
-    for number, start, end in zip(segment.tolist(), own.key_start.tolist(), ends.tolist(), strict=True):
+    for number, start, end in zip(segment.tolist(), segments.key_start.tolist(), ends.tolist(), strict=True):
         if number < pack_layout.samples:
             runs.append(pack_layout.prefix_of(number))
         runs.append(np.arange(start, start + end))
     prefix = np.concatenate([pack_layout.prefix_lengths, np.zeros(len(starts) - pack_layout.samples, np.int64)])
-    return Spans(queries, own.key_start, ends + prefix[segment], np.concatenate(runs))
+    return Spans(queries, segments.key_start, ends + prefix[segment], np.concatenate(runs))
 
 
 _SMALLEST_BLOCK = 64

@@ -7,7 +7,6 @@ send every dtype. No shapes are exchanged: the plan has all lengths.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_batching.distributed import Facts
-from roll_batching.errors import DataError
+from roll_batching.errors import DataError, first_of
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.exchange_group import ExchangeGroup
 from roll_batching.samples.fields import FieldSpec
-from roll_batching.samples.flatten import as_index
+from roll_batching.samples.flatten import as_index, place, row_indices, starts_of
 from roll_batching.samples.length_table import require_batch
-from roll_batching.samples.ragged import place, row_indices, starts_of
 
 if TYPE_CHECKING:
     from roll_batching.planning import Plan
@@ -182,10 +180,10 @@ def check_location(plan: Plan, location: np.ndarray, rank: int, held: SampleBatc
     is_held = held.find(plan.ids)[1].numpy()
     is_local = location == rank
     if (absent := plan.ids[is_local & ~is_held]).size:
-        raise DataError(f"The plan locates sample ids {_few(absent)} here, but this rank's batch lacks them.")
+        raise DataError(f"The plan locates sample ids {_first_ids(absent)} here, but this rank's batch lacks them.")
     if (foreign := np.flatnonzero(~is_local & is_held)).size:
         raise DataError(
-            f"This rank's batch holds sample ids {_few(plan.ids[foreign])}, which the plan locates on rank "
+            f"This rank's batch holds sample ids {_first_ids(plan.ids[foreign])}, which the plan locates on rank "
             f"{location[foreign[0]]}: each sample lies on one rank."
         )
 
@@ -217,7 +215,7 @@ def _locate(routes: Routes, plan: Plan, dp_group: ExchangeGroup, held: SampleBat
                 f"({repeated.size} such ids in all). Each sample lies on one rank."
             )
         if (missing := np.flatnonzero((counts == 0) & (routes.rank_of >= 0))).size:
-            raise DataError(f"No rank holds sample ids {_few(plan.ids[missing])} of the plan.")
+            raise DataError(f"No rank holds sample ids {_first_ids(plan.ids[missing])} of the plan.")
     location = np.where(counts == 1, holders.argmax(0), -1).astype(np.int64)
     return replace(routes, location=location)
 
@@ -231,12 +229,12 @@ def results_in_plan_order(results: SampleBatch, plan: Plan, routes: Routes) -> S
     foreign = np.flatnonzero(has_result & (routes.rank_of >= 0) & ~is_own)
     if foreign.size:
         raise DataError(
-            f"Results for sample ids {_few(plan.ids[foreign])}, which the plan gives to rank "
+            f"Results for sample ids {_first_ids(plan.ids[foreign])}, which the plan gives to rank "
             f"{routes.rank_of[foreign[0]]}: hand in the results of this rank's own samples."
         )
     assigned = routes.counted[routes.rank_of[routes.counted] == routes.rank]
     if (absent := plan.ids[assigned[~has_result[assigned]]]).size:
-        raise DataError(f"No results for sample ids {_few(absent)}, which the plan gives to this rank.")
+        raise DataError(f"No results for sample ids {_first_ids(absent)}, which the plan gives to this rank.")
     ordered = results.select(rows[assigned])
     full_lengths = torch.from_numpy(plan.lengths[assigned])
     if (longer := (ordered.lengths > full_lengths).nonzero().flatten()).numel():
@@ -371,6 +369,5 @@ def state_facts(facts: Facts, batch: SampleBatch, plan: Plan) -> None:
     facts.equal("the plan's location", location)
 
 
-def _few(ids: np.ndarray | Sequence[int]) -> str:
-    shown = ", ".join(str(int(i)) for i in ids[:8])
-    return shown + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+def _first_ids(ids: np.ndarray) -> str:
+    return first_of([str(sample) for sample in ids.tolist()], 8, ", ")

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from roll_batching.errors import DataError
 from roll_batching.samples import flatten
-from roll_batching.samples.checks import describe_difference, describe_fields, name_rows, require_finite
 from roll_batching.samples.fields import FieldSpec, Schema, SchemaLike, check_dtype, normalise_schema
-from roll_batching.samples.flatten import MaskPadding, PaddingSide, as_index
-from roll_batching.samples.ragged import place, row_indices, starts_of, take
+from roll_batching.samples.flatten import MaskPadding, PaddingSide, as_index, place, row_indices, starts_of, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +53,7 @@ class SampleBatch:
         if self.ids.numel() != self.lengths.numel():
             raise DataError(f"{self.ids.numel()} ids for {self.lengths.numel()} lengths.")
         if (empty := (self.lengths < 1).nonzero().flatten()).numel():
-            raise DataError(f"No token in {name_rows(empty, self.ids)}: a sample has at least one.")
+            raise DataError(f"No token in {flatten.name_rows(empty, self.ids)}: a sample has at least one.")
         is_repeated = self._sorted_ids[1:] == self._sorted_ids[:-1]
         if is_repeated.any():
             repeated = self._sorted_ids[1:][is_repeated].unique().tolist()
@@ -117,7 +115,7 @@ class SampleBatch:
             shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
             raise DataError(f"The attention mask must be a [B, S] tensor; got {shape}.")
         schema = normalise_schema(schema)
-        ids = _ids_or_range(ids, attention_mask.shape[0])
+        ids = torch.arange(attention_mask.shape[0]) if ids is None else as_index(ids, "ids")
         lengths, fields = flatten.from_padded(tensors, attention_mask, schema, ids, padding_side)
         return cls(ids, lengths, fields, schema)
 
@@ -141,7 +139,7 @@ class SampleBatch:
         schema = normalise_schema(schema)
         lengths = None if lengths is None else as_index(lengths, "lengths")
         lengths, fields = flatten.from_lists(columns, schema, lengths)
-        return cls(_ids_or_range(ids, lengths.numel()), lengths, fields, schema)
+        return cls(torch.arange(lengths.numel()) if ids is None else ids, lengths, fields, schema)
 
     @classmethod
     def from_tensordict(
@@ -161,8 +159,8 @@ class SampleBatch:
             DataError: for an entry that is missing, and all of `from_padded`.
         """
         present = set(source.keys())
-        wanted = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
-        if missing := [name for name in wanted if name not in present]:
+        needed = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
+        if missing := [name for name in needed if name not in present]:
             raise DataError(
                 f"No entry {', '.join(map(repr, missing))}; present are {', '.join(sorted(map(str, present)))}."
             )
@@ -186,7 +184,7 @@ class SampleBatch:
         first = batches[0]
         description = first.describe(static_values=True)
         for number, batch in enumerate(batches[1:], 1):
-            if difference := describe_difference(description, batch.describe(static_values=True), "field "):
+            if difference := flatten.describe_difference(description, batch.describe(static_values=True), "field "):
                 raise DataError(f"Batches 0 (here) and {number} (there) do not fit: {difference}.")
         fields = {
             name: first[name] if spec.kind == "static" else torch.cat([batch[name] for batch in batches])
@@ -271,7 +269,7 @@ class SampleBatch:
 
         With `static_values` also the static values (tensors as a digest of their bytes).
         """
-        return describe_fields(self.schema, self.fields, static_values=static_values)
+        return flatten.describe_fields(self.schema, self.fields, static_values=static_values)
 
     def to_lists(self, name: str) -> list[Tensor]:
         """One view per sample: `[rows, ...]`, or `[...]` of a sample field."""
@@ -308,7 +306,7 @@ class SampleBatch:
 
     def _width(self, length: int | None) -> int:
         if length is not None and (long := (self.lengths > length).nonzero().flatten()).numel():
-            raise DataError(f"{name_rows(long, self.ids)} do not fit a width of {length}.")
+            raise DataError(f"{flatten.name_rows(long, self.ids)} do not fit a width of {length}.")
         return self.max_length if length is None else length
 
     def _padded_index(self, width: int, side: PaddingSide) -> Tensor:
@@ -330,7 +328,9 @@ class SampleBatch:
             names = [n for n, v in self.fields.items() if isinstance(v, Tensor) and v.is_floating_point()]
         for name in [names] if isinstance(names, str) else names:
             values, spec = self[name], self.schema[name]
-            require_finite(name, values, spec, self.ids, None if spec.kind == "static" else self.rows_per_sample(name))
+            flatten.require_finite(
+                name, values, spec, self.ids, None if spec.kind == "static" else self.rows_per_sample(name)
+            )
 
     # ---- derived batches
 
@@ -394,7 +394,3 @@ class SampleBatch:
         moved = {name: x for name, x in self.fields.items() if isinstance(x, Tensor) and name not in self._counts}
         fields = self.fields | {name: x.to(device, non_blocking=non_blocking) for name, x in moved.items()}
         return SampleBatch(self.ids, self.lengths, fields, self.schema)
-
-
-def _ids_or_range(ids: Any, count: int) -> Tensor:
-    return torch.arange(count) if ids is None else as_index(ids, "ids")

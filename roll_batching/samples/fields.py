@@ -82,7 +82,7 @@ def check_dtype(name: str, spec: FieldSpec, dtype: torch.dtype) -> None:
     """
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        known = ", ".join(str(supported).removeprefix("torch.") for supported in DTYPES)
         raise DataError(
             f"Field {name!r} is {dtype_name}, which cannot be selected or padded; cast it to one of {known}."
         )

@@ -1,10 +1,12 @@
-"""Flat ragged fields from padded tensors or lists, for the constructors of `SampleBatch`.
+"""Flat ragged fields on the host: index arithmetic, making them from padded tensors or lists, descriptions and checks.
 
 Errors name rows by number and id.
 """
 
 from __future__ import annotations
 
+import hashlib
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -13,14 +15,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_batching.errors import DataError
-from roll_batching.samples.checks import name_rows
+from roll_batching.distributed import digest
+from roll_batching.errors import DataError, first_of
 from roll_batching.samples.fields import FieldSpec, Schema, check_dtype
-from roll_batching.samples.ragged import place, row_indices, starts_of, take
 
 PaddingSide = Literal["right", "left"]
 MaskPadding = Literal["right", "left", "both"]
 """Where rows are padded: all on one side, or each on either side or both."""
+
+
+def starts_of(lengths: Tensor) -> Tensor:
+    """Offsets of the rows: int64 `[n + 1]`, from int64 `lengths` `[n]`; the last is the total."""
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def row_indices(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Flat indices of rows that begin at `starts` and have `lengths` values: int64 `[sum(lengths)]`.
+
+    Row j contributes `starts[j], starts[j] + 1, ..., starts[j] + lengths[j] - 1`, in order of j.
+    """
+    offsets = starts_of(lengths)
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+    return shift + torch.arange(int(offsets[-1]), dtype=torch.int64)
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """`values[index]` along the first dimension; a host index is copied to the device of `values`."""
+    return values.index_select(0, index.to(values.device, non_blocking=True))
+
+
+def place(values: Tensor, index: Tensor, rows: int, pad: int | float | bool) -> Tensor:
+    """A tensor of `rows` rows with `values` at `index` and `pad` elsewhere.
+
+    `values` is `[len(index), ...]`, the result `[rows, ...]` of the same dtype and device.
+    """
+    result = torch.full((rows, *values.shape[1:]), pad, dtype=values.dtype, device=values.device)
+    result.index_copy_(0, index.to(values.device, non_blocking=True), values)
+    return result
+
+
+# ---- making fields
 
 
 def as_index(values: Any, what: str) -> Tensor:
@@ -47,15 +83,15 @@ def as_index(values: Any, what: str) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def check_field_names(given: Iterable[str], schema: Schema) -> None:
+def check_field_names(names: Iterable[str], schema: Schema) -> None:
     """Raises `DataError` for fields without a kind and kinds without a field."""
-    given = set(given)
-    if unknown := sorted(given - schema.keys()):
+    names = set(names)
+    if unknown := sorted(names - schema.keys()):
         raise DataError(
             f"Field{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} not in the schema: "
             "say what kind each is (token, next_token, sample or static), or leave it out."
         )
-    if missing := sorted(schema.keys() - given):
+    if missing := sorted(schema.keys() - names):
         raise DataError(f"The schema names {', '.join(map(repr, missing))}, but no such field was given.")
 
 
@@ -108,16 +144,17 @@ def from_padded(
         if spec.kind == "static":
             fields[name] = values
             continue
-        _require_tensor(name, values)
+        if not isinstance(values, Tensor):
+            raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
         check_dtype(name, spec, values.dtype)
         if spec.kind in ("sample", "rows"):
             fields[name] = values
             continue
         widths = (width,) if spec.kind == "token" else (width, width - 1)
         if values.dim() < 2 or values.shape[0] != batch or values.shape[1] not in widths:
-            wanted = " or ".join(f"[{batch}, {w}, ...]" for w in widths)
+            shapes = " or ".join(f"[{batch}, {w}, ...]" for w in widths)
             raise DataError(
-                f"Field {name!r} is a {spec.kind} field, so its shape must be {wanted} like the mask; "
+                f"Field {name!r} is a {spec.kind} field, so its shape must be {shapes} like the mask; "
                 f"got {tuple(values.shape)}."
             )
         flat = values.reshape(batch * values.shape[1], *values.shape[2:])
@@ -140,7 +177,10 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
     """(lengths, fields) from per-sample lists; see `SampleBatch.from_lists`."""
     check_field_names(columns, schema)
     if lengths is None:
-        lengths = _lengths_of_lists(columns, schema)
+        per_token = [name for name, spec in schema.items() if spec.kind == "token"]
+        if not per_token:
+            raise DataError("Without a token field, pass lengths: nothing else says how long the samples are.")
+        lengths = torch.tensor([len(row) for row in columns[per_token[0]]], dtype=torch.int64)
     count = lengths.numel()
     fields: dict[str, Any] = {}
     for name, spec in schema.items():
@@ -157,7 +197,12 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
         flat = _concatenate(name, values)
         check_dtype(name, spec, flat.dtype)
         if spec.kind == "rows":  # `SampleBatch` compares the sum; this names the sample
-            _check_counts(name, row_lengths, as_index(columns[str(spec.counts)], f"field {spec.counts!r}"))
+            counts = as_index(columns[str(spec.counts)], f"field {spec.counts!r}")
+            if row_lengths.shape != counts.shape or (row_lengths != counts).any():
+                raise DataError(
+                    f"Field {name!r} has {row_lengths.tolist()[:8]} rows in its first samples, but its counts say "
+                    f"{counts.tolist()[:8]}."
+                )
             fields[name] = flat
         elif spec.kind == "token":
             _check_row_lengths(name, row_lengths, lengths, "")
@@ -170,27 +215,12 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
     return lengths, fields
 
 
-def _lengths_of_lists(columns: Mapping[str, Any], schema: Schema) -> Tensor:
-    for name, spec in schema.items():
-        if spec.kind == "token":
-            return torch.tensor([len(row) for row in columns[name]], dtype=torch.int64)
-    raise DataError("Without a token field, pass lengths: nothing else says how long the samples are.")
-
-
 def _check_row_lengths(name: str, row_lengths: Tensor, lengths: Tensor, note: str) -> None:
     if (bad := (row_lengths != lengths).nonzero().flatten()).numel():
         row = int(bad[0])
         raise DataError(
             f"Field {name!r}, row {row}: {int(row_lengths[row])} values for a sample of {int(lengths[row])} tokens "
             f"(as many{note} are needed); {bad.numel()} such row{'s' if bad.numel() > 1 else ''}."
-        )
-
-
-def _check_counts(name: str, row_lengths: Tensor, counts: Tensor) -> None:
-    if row_lengths.shape != counts.shape or (row_lengths != counts).any():
-        raise DataError(
-            f"Field {name!r} has {row_lengths.tolist()[:8]} rows in its first samples, but its counts say "
-            f"{counts.tolist()[:8]}."
         )
 
 
@@ -232,6 +262,83 @@ def _tensor(name: str, values: Sequence[Any]) -> Tensor:
         raise DataError(f"Field {name!r} does not hold numbers of one shape: {error}") from None
 
 
-def _require_tensor(name: str, values: Any) -> None:
+# ---- descriptions and checks
+
+
+def name_rows(rows: Tensor, ids: Tensor, limit: int = 8) -> str:
+    """`row 3 (id 17), row 5 (id 20) and 7 more`: the first of `rows`, for an error."""
+    return first_of([f"row {row} (id {int(ids[row])})" for row in rows.tolist()], limit, ", ")
+
+
+def describe_fields(schema: Schema, fields: Mapping[str, Any], *, static_values: bool) -> dict[str, str]:
+    """Kind, pad, dtype and shape of one value of every field, as text; with `static_values` those too."""
+    texts = {}
+    for name, spec in schema.items():
+        values = fields[name]
+        if spec.kind != "static":
+            dtype = str(values.dtype).removeprefix("torch.")
+            kind = spec.kind if spec.counts is None else f"{spec.kind} (counted by {spec.counts})"
+            texts[name] = f"{kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
+        else:
+            texts[name] = f"static {_describe_static(values)}" if static_values else "static"
+    return texts
+
+
+def _describe_static(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    digest = hashlib.sha256(raw).hexdigest()[:16]
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} of bytes {digest}"
+
+
+def describe_difference(one: Mapping[str, str], other: Mapping[str, str], noun: str = "") -> str:
+    """The differences between two descriptions as text; empty if they are equal."""
+    return "; ".join(
+        f"{noun}{name} is {one.get(name, 'absent')} here and {other.get(name, 'absent')} there"
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
+    )
+
+
+def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, rows: Tensor | None) -> None:
+    """Raises `DataError` for NaN and infinities in one field; see `SampleBatch.require_finite`.
+
+    `rows` int64 `[n]` are those of the field for each sample; None for a static field.
+    """
     if not isinstance(values, Tensor):
-        raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
+        raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")
+    bad = ~torch.isfinite(values)
+    if rows is None:
+        if bool(bad.any()):
+            raise DataError(f"Static field {name!r} holds values that are not finite.")
+        return
+    bad = (bad.flatten(1).any(1) if bad.dim() > 1 else bad).cpu()
+    offsets = starts_of(rows)
+    if spec.kind == "next_token":
+        bad[offsets[1:] - 1] = False  # a sample's last row predicts nothing
+    positions = bad.nonzero().flatten()
+    if not positions.numel():
+        return
+    detail = ""
+    if spec.kind != "sample":
+        samples = torch.searchsorted(offsets, positions, right=True) - 1
+        first = int(samples[0])
+        detail = f"; the first at position {int(positions[0] - offsets[first])} of {int(rows[first])}"
+        positions = samples.unique_consecutive()
+    raise DataError(f"Field {name!r} is not finite in {name_rows(positions, ids)}{detail}.")
+
+
+def content_digest(ids: Tensor, lengths: Tensor, fields: Mapping[str, Any]) -> int:
+    """Digest of samples and their fields.
+
+    Fields on a device are left out, except `input_ids`: each would cost a synchronisation.
+    """
+    parts = []
+    for name, values in sorted({"ids": ids, "lengths": lengths, **fields}.items()):
+        if not isinstance(values, Tensor):
+            parts.append(f"{name}={values!r}")
+        elif values.device.type == "cpu" or name == "input_ids":
+            raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            parts.append(f"{name}={values.dtype}{list(values.shape)}:{zlib.crc32(raw)}")
+    return digest(*parts)

@@ -10,7 +10,8 @@ from torch import Tensor
 from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS, FieldSpec
-from roll_batching.samples.ragged import row_indices, starts_of
+from roll_batching.samples.flatten import row_indices, starts_of
+from roll_batching.samples.token_fields import token_place
 
 RESPONSE = "response_mask"
 """token, bool, where a batch has it: image tokens that a model sampled are text wherever they are. It is cleared for
@@ -80,17 +81,17 @@ def find_images(batch: SampleBatch, form: ImageFormat) -> ImageTokens:
     Raises:
         DataError: for fields that contradict each other or the tokens; names the sample.
     """
-    given = has_images(batch)
-    if given:
+    with_images = has_images(batch)
+    if with_images:
         _check_fields(batch, form)
     ids = batch["input_ids"].cpu().long()
     count = len(batch)
     _refuse_videos(batch, ids, form)
-    images = batch[IMAGES].cpu().long() if given else torch.zeros(count, dtype=torch.int64)
-    grids = batch[GRIDS].cpu().long() if given else torch.zeros(0, 3, dtype=torch.int64)
+    images = batch[IMAGES].cpu().long() if with_images else torch.zeros(count, dtype=torch.int64)
+    grids = batch[GRIDS].cpu().long() if with_images else torch.zeros(0, 3, dtype=torch.int64)
     sample_of = torch.repeat_interleave(torch.arange(count), images)
     merge = form.spatial_merge_size
-    if given:
+    if with_images:
         _check_grids(batch, grids, sample_of, merge)
     runs, sizes = _runs(ids == form.image_token_id, batch)
     run_sample = torch.searchsorted(batch.offsets, runs, right=True) - 1
@@ -99,13 +100,14 @@ def find_images(batch: SampleBatch, form: ImageFormat) -> ImageTokens:
     is_image = number < images[run_sample]
     _check_runs(batch, ids, form, images, per_sample, runs, sizes, run_sample, is_image)
     runs, sizes = runs[is_image], sizes[is_image]
-    wanted = grids.prod(1) // merge**2
-    if bool((wrong := (sizes != wanted).nonzero().flatten()).numel()):
+    expected_sizes = grids.prod(1) // merge**2
+    if bool((wrong := (sizes != expected_sizes).nonzero().flatten()).numel()):
         first = int(wrong[0])
         raise DataError(
             f"{_image_name(batch, sample_of, first)} is {grids[first, 1]} x {grids[first, 2]} patches, which are "
-            f"{wanted[first]} image tokens, and its run of token {form.image_token_id} has {sizes[first]}: expand "
-            "each image to height * width / spatial_merge_size ** 2 tokens, with another token between two images"
+            f"{expected_sizes[first]} image tokens, and its run of token {form.image_token_id} has {sizes[first]}: "
+            "expand each image to height * width / spatial_merge_size ** 2 tokens, with another token between two of "
+            "them"
         )
     return _locate(batch, grids, sample_of, runs, sizes, merge)
 
@@ -138,8 +140,10 @@ def _locate(
 def _check_fields(batch: SampleBatch, form: ImageFormat) -> None:
     for name, spec in IMAGE_SCHEMA.items():
         if batch.schema.get(name) != spec:
-            found = "is missing" if name not in batch.schema else f"has {batch.schema[name]}"
-            raise DataError(f"the field {name} {found}: samples with images have {', '.join(IMAGE_SCHEMA)}, as {spec}")
+            problem = "is missing" if name not in batch.schema else f"has {batch.schema[name]}"
+            raise DataError(
+                f"the field {name} {problem}: samples with images have {', '.join(IMAGE_SCHEMA)}, as {spec}"
+            )
     width = 3 * form.patch_size**2
     pixels, grids = batch[PIXELS], batch[GRIDS]
     if pixels.dtype is not torch.uint8 or tuple(pixels.shape[1:]) != (width,):
@@ -201,9 +205,8 @@ def _refuse_videos(batch: SampleBatch, ids: Tensor, form: ImageFormat) -> None:
     """Raises `DataError` for a video between the tokens that begin and end one; a sampled video token is text."""
     is_video = (ids[1:] == form.video_token_id) & (ids[:-1] == form.vision_start_token_id) & ~_sampled(batch)[1:]
     if bool(is_video.any()):
-        place = int(is_video.nonzero()[0])
-        sample = int(torch.searchsorted(batch.offsets, place, right=True)) - 1
-        raise DataError(f"sample {int(batch.ids[sample])} has a video: videos are not supported, images are")
+        sample, _ = token_place(batch, int(is_video.nonzero()[0]))
+        raise DataError(f"sample {sample} has a video: videos are not supported, images are")
 
 
 def _sampled(batch: SampleBatch) -> Tensor:

@@ -14,7 +14,7 @@ from roll_batching.errors import DataError
 from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.exchange_group import ExchangeGroup
-from roll_batching.samples.model_inputs import inputs_of, token_codes
+from roll_batching.samples.token_fields import inputs_of, token_codes
 
 
 def require_batch(what: str, value: object, name: str = "batch") -> None:

@@ -47,7 +47,7 @@ ATTENTION_BACKENDS: Registry[AttentionEntry] = Registry(
     ),
     AttentionEntry(
         name="flash_attn_4",
-        target="roll_batching.modeling.attention.flash_4:FlashFourBackend",
+        target="roll_batching.modeling.attention.flash:FlashFourBackend",
         summary="flash_attn_varlen_func of the package flash-attn-4, which pip installs without a compiler; CUDA of "
         "compute capability 9.0 to 12, bf16 and fp16; not chosen by `auto`, as it was not run on a GPU",
     ),

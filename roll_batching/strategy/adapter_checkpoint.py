@@ -9,7 +9,7 @@ from roll_batching.distributed import exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import CONFIG, directory_of
 from roll_batching.strategy.checkpoint_files import check_regular
-from roll_batching.strategy.checkpoint_manifest import digests_of_pieces, pieces_of
+from roll_batching.strategy.checkpoint_folder import digests_of_pieces, pieces_of
 from roll_batching.strategy.model_state import ModelState
 
 PART = ".adapter."
@@ -54,9 +54,9 @@ def check_adapters(model: ModelState, saved: dict[str, Any] | None, path: Path) 
             f"{path} was saved without adapters, and the model here has some (model_args.lora_target): leave that out, "
             "or export the checkpoint (roll-batching export) and set model_args.model_name_or_path to the export"
         )
-    own = {"targets": list(adapters.targets), "rank": adapters.rank, "alpha": adapters.alpha}
-    differing = [f"lora_{key.removesuffix('s')} is {saved[key]} there and {own[key]} here" for key in own
-                 if saved[key] != own[key]]  # fmt: skip
+    settings = {"targets": list(adapters.targets), "rank": adapters.rank, "alpha": adapters.alpha}
+    differing = [f"lora_{key.removesuffix('s')} is {saved[key]} there and {settings[key]} here" for key in settings
+                 if saved[key] != settings[key]]  # fmt: skip
     if (saved["base"] is None) != (adapters.base is None):
         places = ("in the checkpoint", "in a model directory")
         differing.append(
@@ -113,14 +113,14 @@ def read_directory(base: str, group: Any) -> tuple[dict[str, int], dict[str, lis
         keys.append((folder, *sizes.items(), *stamps))
         return sizes, keys[0] in _known
 
-    seen = exchange(group, _READING, look)
-    sizes, (key,) = seen[0][0], keys
-    if any(other != sizes for other, _ in seen):
+    directories = exchange(group, _READING, look)
+    sizes, (key,) = directories[0][0], keys
+    if any(other != sizes for other, _ in directories):
         raise CheckpointError(f"{base} has other files on other machines: give all machines the same model directory")
-    if not all(is_known for _, is_known in seen):
-        tasks, ranks = pieces_of(sizes), len(seen)
+    if not all(is_known for _, is_known in directories):
+        tasks, ranks = pieces_of(sizes), len(directories)
         rank = 0 if group is None else group.rank()
         shares = exchange(group, _READING, lambda: digests_of_pieces(key[0], tasks[rank::ranks]))
-        digests = {task: one for share in shares for task, one in share.items()}
+        digests = {task: digest for share in shares for task, digest in share.items()}
         _known[key] = {name: [digests[task] for task in tasks if task[0] == name] for name in sizes}
     return sizes, _known[key]

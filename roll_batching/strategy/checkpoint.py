@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, digest, exchange
-from roll_batching.errors import CheckpointError
+from roll_batching.errors import CheckpointError, first_of
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.adapter_checkpoint import (
     check_adapters,
@@ -34,8 +34,7 @@ from roll_batching.strategy.checkpoint_files import (
     load_tensors,
     read_common,
 )
-from roll_batching.strategy.checkpoint_folder import RECORD, REPLACED, SAVING, atomic_folder
-from roll_batching.strategy.checkpoint_manifest import MANIFEST, check_manifest
+from roll_batching.strategy.checkpoint_folder import MANIFEST, RECORD, REPLACED, SAVING, atomic_folder, check_manifest
 from roll_batching.strategy.checkpoint_writer import CheckpointWriter, bytes_of, check_free_space
 from roll_batching.strategy.model_state import ModelState, TrainingState
 from roll_batching.strategy.optimizer_state import (
@@ -88,7 +87,13 @@ def write_state(
     with consensus(group, SAVING):
         check_saving(model)
     gather_parameters(model.chunks)
-    progress = exchange(group, SAVING, lambda: _optimizer_progress(model.optimizer))
+    # Steps and loss scale. On the ranks of a frozen stage they are 0 and empty.
+    optimizer = model.optimizer
+    progress = exchange(
+        group,
+        SAVING,
+        lambda: (0, {}) if optimizer is None else (prepare_optimizer(optimizer), grad_scaler_state(optimizer)),
+    )
     tensors = _sharded_tensors(model, model.optimizer, SAVING, loading=False)
     if scaler := next((scaler for _, scaler in progress if scaler), None):
         tensors.setdefault("optimizer", {})["grad_scaler"] = scaler
@@ -109,10 +114,10 @@ def write_state(
                 "skipped_steps": training.skipped_steps,
                 "schedule_steps": getattr(training.scheduler, "num_steps", None),
             }
-        text = json.dumps(record, indent=1) + "\n"
+        record_text = json.dumps(record, indent=1) + "\n"
         if dist.get_rank() == 0:
             check_free_space(folder, needed)
-    return CheckpointWriter(tensors, text, folder, group, size=needed, background=background, manifest=manifest)
+    return CheckpointWriter(tensors, record_text, folder, group, size=needed, background=background, manifest=manifest)
 
 
 def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: bool = True) -> ModelState:
@@ -167,8 +172,8 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
             gpt = gpt_of(chunk)
             weights = loaded[f"model{index}"]
             # TransformerEngine's state, and weights that came from a model directory.
-            own = {name: value for name, value in gpt.state_dict().items() if name not in weights}
-            gpt.load_state_dict({**own, **weights})
+            unsaved = {name: value for name, value in gpt.state_dict().items() if name not in weights}
+            gpt.load_state_dict({**unsaved, **weights})
         if training is not None and loaded_optimizer is not None:
             restored = _restore_training(training, loaded.get("optimizer", {}), record["optimizer"])
             model = replace(model, training=restored)
@@ -202,11 +207,6 @@ def _sharded_tensors(model: ModelState, optimizer: Any, what: str, *, loading: b
             shards = sharded_optimizer(optimizer, weights, stacks, loading=loading)
         state |= {"optimizer": shards} if shards else {}
     return state
-
-
-def _optimizer_progress(optimizer: Any) -> tuple[int, dict[str, Any]]:
-    """(steps, loss scale) after preparing the optimizer's state. On ranks of a frozen stage they are 0 and empty."""
-    return (0, {}) if optimizer is None else (prepare_optimizer(optimizer), grad_scaler_state(optimizer))
 
 
 def _sharded_weights(model: ModelState) -> dict[str, Any]:
@@ -276,22 +276,24 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -> None:
-    saved, own = record["architecture"], _architecture(model)
-    if saved is None or own is None:
+    saved, current = record["architecture"], _architecture(model)
+    if saved is None or current is None:
         return
     saved = {"value_head": False, **saved}  # versions before 0.2 had none
-    saved, own = ({**one, "mtp_num_layers": one.get("mtp_num_layers") or 0} for one in (saved, own))  # None: none
+    saved, current = (
+        {**settings, "mtp_num_layers": settings.get("mtp_num_layers") or 0} for settings in (saved, current)
+    )  # None: none
     ignored = {"mtp_num_layers"} if _leaves_heads(model) else set()
     differing = [
-        f"{key} is {saved[key]} there and {own[key]} here"
-        for key in own.keys() - ignored
-        if key in saved and saved[key] != own[key]
+        f"{key} is {saved[key]} there and {current[key]} here"
+        for key in current.keys() - ignored
+        if key in saved and saved[key] != current[key]
     ]
     if differing:
         cure = "Set model_args.architecture as it was"
-        if saved["value_head"] != own["value_head"]:
+        if saved["value_head"] != current["value_head"]:
             cure = "A critic's checkpoint is the folder `critic` of a job's, and a policy's the folder around it"
-        raise CheckpointError(f"the checkpoint {path} is of another model: {_some(differing)}. {cure}")
+        raise CheckpointError(f"the checkpoint {path} is of another model: {first_of(differing, _SHOWN)}. {cure}")
 
 
 def _leaves_heads(model: ModelState) -> bool:
@@ -331,11 +333,12 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
     with consensus(group, LOADING):
         if problems and all(problem.startswith("optimizer.") for problem in problems):
             raise CheckpointError(
-                f"the checkpoint {path} has the optimizer state of other trained parameters: {_some(problems)}. Freeze "
-                "the same ones (freeze_module_prefix), or load it with optimizer=False, which starts a fresh optimizer"
+                f"the checkpoint {path} has the optimizer state of other trained parameters: "
+                f"{first_of(problems, _SHOWN)}. Freeze the same ones (freeze_module_prefix), "
+                "or load it with optimizer=False, which starts a fresh optimizer"
             )
         if problems:
-            raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
+            raise CheckpointError(f"the checkpoint {path} does not fit: {first_of(problems, _SHOWN)}")
 
 
 def _check_shards(state: dict[str, Any], group: Any, what: str) -> int:
@@ -378,8 +381,3 @@ def _leaves(tree: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield tree
-
-
-def _some(texts: list[str]) -> str:
-    more = len(texts) - _SHOWN
-    return "; ".join(texts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

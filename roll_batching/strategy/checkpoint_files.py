@@ -1,9 +1,17 @@
-"""Reading the files of a checkpoint: checks before they are read, and one-line errors with file and cause."""
+"""Reading the files of a checkpoint: checks before they are read, and one-line errors with file and cause.
+
+Unpickling calls whatever a file names. The index of `torch.distributed.checkpoint` (`.metadata`) is a pickle, and torch
+unpickles it without restrictions; so it does with small objects in the data files (`weights_only=False`). Here only
+known names are called.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import pickle
+import re
 import stat
 import warnings
 import zipfile
@@ -11,11 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from roll_batching.errors import CheckpointError, CollectiveError, RankError
+from roll_batching.errors import CheckpointError, CollectiveError, RankError, first_of
 from roll_batching.files import cause
-from roll_batching.strategy.checkpoint_pickles import foreign_class, only_weights, read_index
 
 _SHOWN, _LONGEST = 3, 160
 
@@ -45,8 +53,7 @@ def check_files(path: Path) -> None:
     if common.exists() and not zipfile.is_zipfile(common):
         problems.append(f"{common} is cut off or damaged")
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError("; ".join(problems[:_SHOWN]) + more)
+        raise CheckpointError(first_of(problems, _SHOWN))
 
 
 def check_regular(file: Path) -> int:
@@ -95,8 +102,10 @@ def load_tensors(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Che
         with alone(f"loading {path}"), only_weights():
             return dist_checkpointing.load(state, str(path), validate_access_integrity=False), None
     except CheckpointException as failed:
-        own = failed.failures.get(dist.get_rank())
-        reason = describe_cause(own[0]) if own else f"rank {', '.join(map(str, failed.failures))} could not read it"
+        failure = failed.failures.get(dist.get_rank())
+        reason = (
+            describe_cause(failure[0]) if failure else f"rank {', '.join(map(str, failed.failures))} could not read it"
+        )
         return {}, CheckpointError(f"{path} cannot be read: {reason}")
 
 
@@ -148,5 +157,76 @@ def system_error(error: BaseException | None) -> OSError | None:
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+# ---- checkpoint pickles
+
+
+_DCP = "torch.distributed.checkpoint"
+_INDEX_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    *((f"{_DCP}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    *(
+        (f"{_DCP}.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+"""Classes of an index, beside torch's dtypes. They are plain data: constructing them runs no other code."""
+_FORCED, _FORCED_OFF = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+class _IndexReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _INDEX_CLASSES:
+            raise pickle.UnpicklingError(
+                f"Unsupported GLOBAL {module}.{name}"
+            )  # the words of torch's own error, which `foreign_class` reads
+        return super().find_class(module, name)
+
+
+def read_index(file: Path) -> Any:
+    """Torch's `Metadata` in the file `.metadata`. Raises `UnpicklingError` for any other class."""
+    with file.open("rb") as stream:
+        return _IndexReader(stream).load()
+
+
+@contextlib.contextmanager
+def only_weights() -> Iterator[None]:
+    """Context in which every `torch.load` has `weights_only=True`, whatever its argument.
+
+    torch then refuses classes outside its own and Megatron's lists of safe globals; see `foreign_class`.
+    """
+    before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORCED_OFF)}
+    os.environ[_FORCED] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_FORCED]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def foreign_class(error: BaseException | None) -> str | None:
+    """The class that `error`, or one of its causes, refused to unpickle; None for other errors."""
+    while error is not None:
+        if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            return match[1]
         error = error.__cause__ or error.__context__
     return None

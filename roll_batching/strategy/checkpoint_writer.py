@@ -22,8 +22,16 @@ from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.megatron_patches.checkpoint_files import file_writes_replaced, write_bucket
 from roll_batching.strategy.checkpoint_files import alone, describe_cause, hide_future_warnings, system_error
-from roll_batching.strategy.checkpoint_folder import RECORD, SAVING, write_text
-from roll_batching.strategy.checkpoint_manifest import MANIFEST, FileDigest, digest_files, listed_files, manifest_text
+from roll_batching.strategy.checkpoint_folder import (
+    MANIFEST,
+    RECORD,
+    SAVING,
+    FileDigest,
+    digest_files,
+    listed_files,
+    manifest_text,
+    write_text,
+)
 
 
 class CheckpointWriter:
@@ -108,7 +116,7 @@ class CheckpointWriter:
             if dist.get_rank() == 0:
                 write_text(self._folder / RECORD, self._record)
                 if self._digests is not None:
-                    digests = {name: one for of_rank in digests_by_rank for name, one in of_rank.items()}
+                    digests = {name: digest for of_rank in digests_by_rank for name, digest in of_rank.items()}
                     rest = [name for name in listed_files(self._folder) if name not in digests]
                     write_text(self._folder / MANIFEST, manifest_text(digests | digest_files(self._folder, rest)))
 
@@ -162,8 +170,8 @@ class _WriteErrors:
                 with alone(f"writing {folder}"):
                     yield
             except CheckpointException as failed:  # not an `Exception`; raised on all ranks
-                own = failed.failures.get(dist.get_rank())
-                errors.append((folder, own[0] if own else RuntimeError("another rank could not write")))
+                failure = failed.failures.get(dist.get_rank())
+                errors.append((folder, failure[0] if failure else RuntimeError("another rank could not write")))
 
     def raise_first(self) -> None:
         """Raises `CheckpointError` with file and cause of the first error on this rank, if there is one."""

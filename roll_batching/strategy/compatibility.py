@@ -20,7 +20,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.modeling.experts import expert_problems
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.requirements import recomputed_modules, refusals_here
+from roll_batching.modeling.requirements import ModelDemands, recomputed_modules
 from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning.plain_values import kind_of
 from roll_batching.settings import BatchingConfig
@@ -179,8 +179,7 @@ def _installation_problems(state: ModelState) -> list[str]:
     config = gpt.config
     latent = bool(config.multi_latent_attention)
     weights = next(p for p in gpt.parameters() if p.dim() > 1)
-    problems = refusals_here(
-        device=state.device,
+    demands = ModelDemands(
         dtype=config.autocast_dtype if config.enable_autocast else weights.dtype,
         head_dim=config.qk_head_dim + config.qk_pos_emb_head_dim if latent else config.kv_channels,
         backend=state.attention,
@@ -191,6 +190,7 @@ def _installation_problems(state: ModelState) -> list[str]:
         value_dim=config.v_head_dim if latent else config.kv_channels,
         has_window=(getattr(config, "window_size", None) or (-1,))[0] >= 0,
     )
+    problems = demands.refusals_here(state.device)
     without_engine = importlib.util.find_spec("transformer_engine") is None
     for name in ("moe_router_fusion", "moe_permute_fusion"):
         if getattr(config, name, False) and without_engine:

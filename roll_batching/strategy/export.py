@@ -79,12 +79,12 @@ def export_model(
                 copied += sum(full.bytes_of(name) for name in full.copies.values())
                 check_free_space(folder, sum(full.bytes_of(name) for name in full.shapes) + copied)
         writer = _Writer(folder, largest_file)
-        for placed in full.parameters:
+        for parameter in full.parameters:
             with alone(EXPORTING):
-                tensors = gather_full_tensors(placed, full.sizes, _HOST) or {}
+                tensors = gather_full_tensors(parameter, full.sizes, _HOST) or {}
             for name, tensor in tensors.items():
                 writer.add(name, tensor, full.dtypes[name])
-                for copy in (one for one, source in full.copies.items() if source == name):
+                for copy in (copy_name for copy_name, source in full.copies.items() if source == name):
                     dtype = full.stored.dtypes.get(copy, full.stored.dtypes[name])
                     writer.add_copy(copy, tensor, torch_dtype(dtype))
         if dist.get_rank() == 0:
@@ -127,7 +127,7 @@ class _Writer:
 
     def _add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         converted = cast_to_file_dtype(name, tensor, dtype)
-        pending = sum(one.nbytes for one in self._pending.values())
+        pending = sum(tensor.nbytes for tensor in self._pending.values())
         if self._pending and pending + converted.nbytes > self.largest:
             self._flush()
         self._pending[name] = converted
@@ -140,8 +140,8 @@ class _Writer:
         shape, dtype = stored.shapes[name], torch_dtype(stored.dtypes[name])
         whole = torch.empty(shape, dtype=dtype)
         try:
-            for at, values in stored.read(name, slice(0, shape[0])):
-                whole[at].copy_(values)
+            for region, values in stored.read(name, slice(0, shape[0])):
+                whole[region].copy_(values)
         finally:
             stored.close()
         self._add(name, whole, dtype)
@@ -180,7 +180,11 @@ def _finalize(folder: Path, origin: Path, files: list[_WrittenFile], stored: Sto
     if set(missing) - {HEAD.theirs[0][0]}:  # a tied head is the embedding
         raise CheckpointError(f"no rank wrote {', '.join(missing)}")
     # Readers expect one file without an index, or numbered files with one.
-    names = [SINGLE] if len(files) == 1 else [_part_name(n, len(files)) for n in range(1, len(files) + 1)]
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    )
     try:
         for file, name in zip(files, names, strict=True):
             (folder / file.name).rename(folder / name)
@@ -195,7 +199,3 @@ def _finalize(folder: Path, origin: Path, files: list[_WrittenFile], stored: Sto
             "weight_map": dict(sorted(weight_map.items())),
         }
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _part_name(number: int, of: int) -> str:
-    return f"model-{number:05d}-of-{of:05d}.safetensors"

@@ -146,7 +146,9 @@ def _check_types(chunks: Sequence[Any], batching: Any, settings: Any, pg_collect
         )
     if len({id(chunk) for chunk in chunks}) < len(chunks):
         raise LayoutError("model_chunks holds the same chunk twice: pass each virtual stage's chunk once")
-    other_models = [type(gpt_of(chunk)).__name__ for chunk in chunks if not _is_gpt(gpt_of(chunk))]
+    attributes = ("config", "decoder", "post_process", "position_embedding_type")
+    models = [gpt_of(chunk) for chunk in chunks]
+    other_models = [type(model).__name__ for model in models if not all(hasattr(model, name) for name in attributes)]
     if other_models:
         raise LayoutError(f"{', '.join(other_models)} is not a GPTModel: pass model_chunks of GPTModel")
     if not isinstance(batching, BatchingConfig) or not isinstance(settings, StepSettings):
@@ -157,10 +159,6 @@ def _check_types(chunks: Sequence[Any], batching: Any, settings: Any, pg_collect
     batching.load_algorithms()
     if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
         raise LayoutError(f"pg_collection is a {type(pg_collection).__name__}: pass a ProcessGroupCollection, or None")
-
-
-def _is_gpt(gpt: Any) -> bool:
-    return all(hasattr(gpt, name) for name in ("config", "decoder", "post_process", "position_embedding_type"))
 
 
 def _describe_architecture(gpt: Any) -> str:

@@ -16,23 +16,26 @@ import torch.nn.functional as F
 
 from roll_batching.distributed import Facts
 from roll_batching.errors import DataError, LayoutError
-from roll_batching.modeling.attention.decoding import dense_decoding
+from roll_batching.modeling.attention.dense import dense_decoding
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.modeling.rotary import rotary_settings
 from roll_batching.planning import ParallelDims
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.checks import content_digest
+from roll_batching.samples.flatten import content_digest
 from roll_batching.samples.length_table import require_batch
-from roll_batching.strategy.cache_budget import (
+from roll_batching.strategy.decoding import (
+    LENGTH_MULTIPLE,
+    RecomputingDecoder,
     cache_positions,
+    gather_vocabulary,
     max_over_ranks,
     positions_per_step,
     split_by_cache_limit,
 )
 from roll_batching.strategy.model_state import ModelState
-from roll_batching.strategy.recomputing_decoder import LENGTH_MULTIPLE, RecomputingDecoder, gather_vocabulary
 from roll_batching.strategy.sampling import GenerationSettings, Sampler, uniform_draws
+from roll_batching.strategy.schedule import changed_attributes
 from roll_batching.strategy.step_inputs import SAME_SAMPLES, check_positions, check_tokens, check_window
 
 Response = tuple[torch.Tensor, torch.Tensor]
@@ -58,7 +61,7 @@ def check_generation(
         raise DataError("prompts need a field input_ids of kind token")
     check_tokens(prompts, state)
     if state.vision is not None or any(spec.kind == "rows" for spec in prompts.schema.values()):
-        from roll_batching.strategy.prompt_images import check_prompt_images  # few models take images
+        from roll_batching.strategy.images import check_prompt_images  # few models take images
 
         check_prompt_images(prompts, state)
     if not isinstance(settings, GenerationSettings):
@@ -126,15 +129,15 @@ def generate(
     responses: dict[int, Response] = {}
     images = None
     if model.vision is not None and len(prompts):
-        from roll_batching.strategy.prompt_images import PromptImages  # few models take images
+        from roll_batching.strategy.images import PromptImages  # few models take images
 
         images = PromptImages(prompts, model)
     with decoding(model, settings) as make_decoder:
         for group in split_by_cache_limit(positions, limit, layout):
             # A rank without sequences decodes a dummy: the others need its experts.
             batch = [sequences[i] for i in group] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
-            shown = images and images.of([i // settings.num_return_sequences for i in group])
-            responses |= zip(group, _generate_group(make_decoder(batch, shown), group, sampler), strict=True)
+            group_images = images and images.of([i // settings.num_return_sequences for i in group])
+            responses |= zip(group, _generate_group(make_decoder(batch, group_images), group, sampler), strict=True)
     return responses_to_batch(sequences, [responses[i] for i in range(len(sequences))], model.result_dtype)
 
 
@@ -187,13 +190,8 @@ def _decoding_mode(device: torch.device, *, cached: bool) -> Iterator[None]:
     if device.type == "cuda":
         # cuBLAS splits products with few rows along the summed dimension, and may add the parts in bf16. Recorded
         # log-probs are compared with those of packs, whose products are not split.
-        matmul: Any = torch.backends.cuda.matmul
-        before = matmul.allow_bf16_reduced_precision_reduction
-        matmul.allow_bf16_reduced_precision_reduction = False
-        try:
+        with changed_attributes(torch.backends.cuda.matmul, {"allow_bf16_reduced_precision_reduction": False}):
             yield
-        finally:
-            matmul.allow_bf16_reduced_precision_reduction = before
         return
     if not cached:
         yield
@@ -211,7 +209,7 @@ class CachedDecoder:
     def __init__(
         self, model: ModelState, gpt: Any, rows: list[torch.Tensor], settings: GenerationSettings, images: Any = None
     ) -> None:
-        """`images`: `strategy.prompt_images.SequenceImages` of the rows, for a model with a vision encoder."""
+        """`images`: `strategy.images.SequenceImages` of the rows, for a model with a vision encoder."""
         self._images = images
         self.layout, self._chunk, self._gpt = model.layout, model.chunks[0], gpt
         self._rows = rows

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
 from roll_batching.errors import ConfigError, LayoutError, LossError
-from roll_batching.losses.contract import VALUES, LossSpec, loss_spec
+from roll_batching.losses.contract import VALUES, LossSpec, as_numbers, loss_spec
 from roll_batching.losses.head import HeadContext, check_temperature
-from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.cost import model_cost
 from roll_batching.packing.batch import PackedBatch, StepPacks
@@ -24,10 +23,10 @@ from roll_batching.planning.plain_values import integer_of
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.settings import BatchingConfig, RoleSettings
+from roll_batching.strategy.fault_messages import require_finite_outputs
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
-from roll_batching.strategy.nan_checks import require_finite_outputs
-from roll_batching.strategy.prefix_sharing import gather_table, sharing_of
+from roll_batching.strategy.pack_features import gather_table, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.step_inputs import check_declared, count_local, pack_inputs
@@ -102,7 +101,7 @@ class MegatronInferStrategy(ModelIOMixin):
     def state(self, state: ModelState) -> None:
         sharing_of(state)  # raises where sharing is asked for and cannot be
         if state.settings.max_cp_size > 1:
-            from roll_batching.strategy.context_sizes import require_context_sizes
+            from roll_batching.strategy.pack_features import require_context_sizes
 
             require_context_sizes(state)
         self._state = state
@@ -219,7 +218,7 @@ class MegatronInferStrategy(ModelIOMixin):
     @property
     def planner(self) -> RolePlanner:
         """Planner with this role's settings, to plan in another process, for example."""
-        from roll_batching.strategy.context_sizes import pack_times_of
+        from roll_batching.strategy.pack_features import pack_times_of
 
         return RolePlanner(
             train=self.constraints(),
@@ -276,7 +275,12 @@ class MegatronInferStrategy(ModelIOMixin):
                 raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both; a critic: values")
             self._head().require(names, "forward")
             facts.equal("needs and masks", (names, ROUTED_EXPERTS in needs, masks))
-            experts = self._experts_to_record(plan) if ROUTED_EXPERTS in needs else None
+            experts = None
+            if ROUTED_EXPERTS in needs:
+                from roll_batching.modeling.router_replay import PassExperts, require_replay  # few passes record
+
+                require_replay(self.chunks, plan, rows_form=self.settings.rows_form)
+                experts = PassExperts(self.chunks, record=True)
             packs = self._pack(facts, local, plan, masks)
         head = self._head()
         results = self._collect(plan, packs, lambda out, pack, chunk: head.results(out, pack, chunk, names), experts)
@@ -328,12 +332,6 @@ class MegatronInferStrategy(ModelIOMixin):
             return self._require_finite(generate(self.state, prompts, settings, draws))
 
     # ---- shared by the strategies
-
-    def _experts_to_record(self, plan: Plan) -> Any:
-        from roll_batching.modeling.router_replay import PassExperts, require_replay  # few passes record
-
-        require_replay(self.chunks, plan, rows_form=self.settings.rows_form)
-        return PassExperts(self.chunks, record=True)
 
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
         state, experts = self.state, options.pop("experts", None)

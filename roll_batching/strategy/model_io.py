@@ -21,8 +21,8 @@ from roll_batching.strategy.weights import (
 )
 
 if TYPE_CHECKING:
+    from roll_batching.strategy.full_tensors import TensorStream
     from roll_batching.strategy.resharding import Resharding
-    from roll_batching.strategy.tensor_stream import TensorStream
 
 
 class ModelIOMixin(OffloadMixin):
@@ -104,7 +104,7 @@ class ModelIOMixin(OffloadMixin):
             RankError: on all ranks: `path` exists, the model has no adapters or came from no model directory, or a rank
                 could not write.
         """
-        from roll_batching.strategy.peft_directory import export_adapters
+        from roll_batching.strategy.partial_training import export_adapters
 
         export_adapters(self.state, self._source_directory("export_adapters"), path, replaces=replaces)
 
@@ -114,7 +114,7 @@ class ModelIOMixin(OffloadMixin):
         Raises:
             RankError: on all ranks, where the model came from no model directory.
         """
-        from roll_batching.strategy.tensor_stream import TensorStream
+        from roll_batching.strategy.full_tensors import TensorStream
 
         return TensorStream(self.state, self._source_directory("tensor_stream"))
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from roll_batching.errors import LayoutError
+from roll_batching.strategy.fault_messages import device_memory_error
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.optimizer_step import optimizer_parts
-from roll_batching.strategy.out_of_memory import device_memory_error
 
 KINDS = ("parameters", "gradients", "optimizer")
 """Kinds of states: weights; Megatron's gradient buffers; moments and fp32 copies of the weights."""
@@ -78,9 +78,9 @@ class OffloadedStates:
                 for n, storage in enumerate(_storages(_tensors(state, kind), device))
             ]
             _synchronize(device)  # the copies above are asynchronous
-            for one in offloaded:
-                one.storage.resize_(0)
-                freed += one.size
+            for offloaded_storage in offloaded:
+                offloaded_storage.storage.resize_(0)
+                freed += offloaded_storage.size
             self.storages[kind] = offloaded
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -91,14 +91,14 @@ class OffloadedStates:
         started, allocated, device = time.perf_counter(), 0, state.device
         for kind in _require_kinds(kinds):
             with _all_or_none(kind, self.storages.get(kind, [])) as offloaded:
-                for one in offloaded:
-                    one.storage.resize_(one.size)
-                    flat = _flat(one.storage)
-                    if one.host is None:
+                for offloaded_storage in offloaded:
+                    offloaded_storage.storage.resize_(offloaded_storage.size)
+                    flat = _flat(offloaded_storage.storage)
+                    if offloaded_storage.host is None:
                         flat.zero_()
                     else:
-                        flat.copy_(one.host, non_blocking=True)
-                    allocated += one.size
+                        flat.copy_(offloaded_storage.host, non_blocking=True)
+                    allocated += offloaded_storage.size
             self.storages.pop(kind, None)
         _synchronize(device)
         return self._add_stats(allocated, started)
@@ -191,8 +191,8 @@ def _all_or_none(kind: str, offloaded: list[_OffloadedStorage]) -> Iterator[list
     try:
         yield offloaded
     except torch.OutOfMemoryError as error:
-        for one in offloaded:
-            one.storage.resize_(0)
+        for offloaded_storage in offloaded:
+            offloaded_storage.storage.resize_(0)
         cure = "Free what was allocated meanwhile, and call load_states again: nothing of it is lost"
         raise device_memory_error(error, f"while the model's {kind} came back from the host", cure) from error
 
@@ -245,7 +245,7 @@ def _tensors(state: ModelState, kind: str) -> Iterator[Tensor]:
             if isinstance(value, Tensor)
         ]
         # An fp32 model has no fp32 copies: its optimizer steps the weights themselves, which are another kind.
-        yield from (one for one in [*stepped, *moments] if one.untyped_storage().data_ptr() not in weights)
+        yield from (tensor for tensor in [*stepped, *moments] if tensor.untyped_storage().data_ptr() not in weights)
 
 
 def _torch_optimizers(optimizer: Any) -> list[Any]:

@@ -24,7 +24,7 @@ def grad_square_sum(chunks: Sequence[Any]) -> torch.Tensor:
 
     Call it after the schedule, when gradients are reduced.
     """
-    norms = [torch.linalg.vector_norm(gradient, dtype=_at_least_fp32(gradient)) for gradient in _gradients(chunks)]
+    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in _gradients(chunks)]
     # A stage whose parameters are all frozen has no gradients.
     return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
@@ -73,19 +73,15 @@ def free_optimizer_memory(chunks: Sequence[Any]) -> None:
     gc.collect()  # Megatron's optimizers are reference cycles
 
 
-def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _gradients(chunks: Sequence[Any]) -> list[torch.Tensor]:
-    return [gradient for chunk in chunks for gradient in _chunk_gradients(chunk)]
-
-
-def _chunk_gradients(chunk: Any) -> list[torch.Tensor]:
-    """The gradients of a chunk: DDP's flat buffers, or those of each parameter without DDP."""
-    if hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers"):
-        return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return [p.grad for p in chunk.parameters() if p.grad is not None]
+    """The gradients of `chunks`: DDP's flat buffers, or those of each parameter without DDP."""
+    gradients: list[torch.Tensor] = []
+    for chunk in chunks:
+        if hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers"):
+            gradients += [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        else:
+            gradients += [p.grad for p in chunk.parameters() if p.grad is not None]
+    return gradients
 
 
 def with_optimizer(state: ModelState, training: TrainingArgs, megatron: MegatronConfig) -> ModelState:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, exchange, group_device
-from roll_batching.errors import LayoutError
+from roll_batching.errors import LayoutError, first_of
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.checkpoint import model_shards
 from roll_batching.strategy.model_state import ModelState
@@ -85,7 +85,7 @@ class Resharding:
         self.source, self.target, self._group = source, target, group
         source_tensors, target_tensors = _local_tensors(source), _local_tensors(target)
         if not target.heads:  # of multi-token prediction: only a model in training has them
-            source_tensors = {one: x for one, x in source_tensors.items() if not one.name.startswith("mtp.")}
+            source_tensors = {shard: x for shard, x in source_tensors.items() if not shard.name.startswith("mtp.")}
         shards = exchange(group, "comparing the models", lambda: (list(source_tensors), list(target_tensors)))
         held, wanted = [of_source for of_source, _ in shards], [of_target for _, of_target in shards]
         with consensus(group, "comparing the models"):
@@ -116,7 +116,9 @@ class Resharding:
             target.copy_(source)
         device = group_device(dist.group.WORLD, self.source.device)
         with consensus(self._group, "memory for weights on their way"):
-            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._bucket_sizes()]
+            # As large as the largest bucket that this rank sends, and the largest that it receives.
+            sizes = [max((sum(p.bytes for p in pieces[side]) for pieces in self._rounds), default=0) for side in (0, 1)]
+            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         for outgoing, incoming in self._rounds:
             sent, received = _exchange_buckets(outgoing, incoming, *buckets)
             total, largest = total + received, max(largest, sent, received)
@@ -124,10 +126,6 @@ class Resharding:
             torch.cuda.synchronize(self.target.device)
         seconds = time.perf_counter() - started
         return Transfer(bytes=total, seconds=seconds, buckets=len(self._rounds), largest=largest)
-
-    def _bucket_sizes(self) -> list[int]:
-        """Bytes of the largest bucket that this rank sends, and of the largest that it receives."""
-        return [max((sum(p.bytes for p in pieces[side]) for pieces in self._rounds), default=0) for side in (0, 1)]
 
 
 def _exchange_buckets(
@@ -223,22 +221,21 @@ def _check_same_model(units: Sequence[_Unit], wanted: Sequence[list[_Shard]]) ->
         if source is None:
             differences.add(f"{shard.name} is not in the other")
             continue
-        there, here = source.global_shape, shard.global_shape
-        if there[1:] != here[1:] or (there[0] != here[0] and not shard.padded):
-            differences.add(f"{shard.name} is {list(there)} there and {list(here)} here")
+        source_shape, target_shape = source.global_shape, shard.global_shape
+        if source_shape[1:] != target_shape[1:] or (source_shape[0] != target_shape[0] and not shard.padded):
+            differences.add(f"{shard.name} is {list(source_shape)} there and {list(target_shape)} here")
     if differences:
-        shown = sorted(differences)[:_SHOWN]
         raise LayoutError(
-            f"weights are copied between strategies of one model, and these two differ: {'; '.join(shown)}"
-            f"{' and more' if len(differences) > len(shown) else ''}. Give both roles the same architecture"
+            "weights are copied between strategies of one model, and these two differ: "
+            f"{first_of(sorted(differences), _SHOWN)}. Give both roles the same architecture"
         )
 
 
 # ---- pieces and rounds
 
 
-def _overlap(one: Box, other: Box) -> Box | None:
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+def _overlap(first: Box, second: Box) -> Box | None:
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return box if all(start < end for start, end in box) else None
 
 

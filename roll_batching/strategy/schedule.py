@@ -22,7 +22,7 @@ from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.packing.pack_layout import PackLayout
 from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan
-from roll_batching.strategy.out_of_memory import MicroBatchTracker
+from roll_batching.strategy.fault_messages import MicroBatchTracker
 
 Packs = Sequence[PackedBatch] | StepPacks
 LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
@@ -43,14 +43,6 @@ def receive_shape(
 def layouts_of(packs: Packs) -> list[PackLayout]:
     """The layouts of all packs, without packing them."""
     return packs.layouts if isinstance(packs, StepPacks) else [pack.layout for pack in packs]
-
-
-def _set_context_groups(packs: Packs, groups: Mapping[int, Any]) -> None:
-    if isinstance(packs, StepPacks):
-        packs.set_context_groups(groups)
-        return
-    for pack in packs:
-        pack.params.set_context_group(groups.get(pack.layout.cp_size))
 
 
 def run_schedule(
@@ -91,13 +83,19 @@ def run_schedule(
     if len(packs) != planned:
         raise LayoutError(f"the plan has {planned} micro-batches of this rank and {len(packs)} were packed")
     if plan.blocks is not None:
-        from roll_batching.distributed.context_groups import context_groups  # only such plans need them
+        from roll_batching.distributed.parallel_layout import context_groups  # only such plans need them
 
-        _set_context_groups(packs, context_groups(layout, plan.blocks.sizes))
+        groups = context_groups(layout, plan.blocks.sizes)
+        if isinstance(packs, StepPacks):
+            packs.set_context_groups(groups)
+        else:
+            for pack in packs:
+                pack.params.set_context_group(groups.get(pack.layout.cp_size))
     pack_layouts = layouts_of(packs)
     config = gpt_of(chunks[0]).config
     # Routers count tokens for their auxiliary losses: they must know the padding.
-    needs_padding_mask = config.num_moe_experts is not None and _accepts_padding_mask(gpt_of(chunks[0]))
+    accepts_mask = "padding_mask" in inspect.signature(gpt_of(chunks[0]).forward).parameters
+    needs_padding_mask = config.num_moe_experts is not None and accepts_mask
     if forward_only and pg_collection is not None and config.sequence_parallel:
         # Megatron (0.16 to 0.19) splits the mask over the ranks of its parallel state, not of `pg_collection`. Without
         # a backward pass no loss reads it.
@@ -140,7 +138,7 @@ def run_schedule(
         options["pg_collection"] = pg_collection
     interleaved = layout.vpp_size > 1
     padding_masked = router_padding_masked(chunks) if needs_padding_mask else contextlib.nullcontext()
-    with tracker.explain_out_of_memory(), _changed(config, changes), padding_masked:
+    with tracker.explain_out_of_memory(), changed_attributes(config, changes), padding_masked:
         results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
             forward_step_func=forward_step,
             # Each virtual stage reads all micro-batches, at its own pace.
@@ -176,17 +174,13 @@ def _release_after_last_use(
 
 
 @contextlib.contextmanager
-def _changed(config: Any, changes: dict[str, Any]) -> Iterator[None]:
-    """Context with changed values in the model's config."""
-    before = {name: getattr(config, name) for name in changes}
+def changed_attributes(owner: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which attributes of `owner` have other values."""
+    before = {name: getattr(owner, name) for name in changes}
     for name, value in changes.items():
-        setattr(config, name, value)
+        setattr(owner, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(config, name, value)
-
-
-def _accepts_padding_mask(gpt: Any) -> bool:
-    return "padding_mask" in inspect.signature(gpt.forward).parameters
+            setattr(owner, name, value)

@@ -16,12 +16,12 @@ from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.checks import content_digest
 from roll_batching.samples.fields import ROUTED_EXPERTS
+from roll_batching.samples.flatten import content_digest
 from roll_batching.samples.length_table import require_batch
-from roll_batching.samples.model_inputs import check_shared_rows, inputs_of
+from roll_batching.samples.token_fields import check_shared_rows, inputs_of, token_place
 from roll_batching.strategy.model_state import ModelState
-from roll_batching.strategy.prefix_sharing import sharing_obstacle
+from roll_batching.strategy.pack_features import sharing_obstacle
 
 SAME_BLOCK_SAMPLES = (
     "ranks that compute a pack together have different samples of it: pass the result of distribute(batch, plan)"
@@ -55,7 +55,7 @@ def pack_inputs(
     layout = state.layout
     _check_plan(plan, layout)
     if plan.blocks is not None:
-        from roll_batching.strategy.context_sizes import context_size_obstacle  # only such plans need it
+        from roll_batching.strategy.pack_features import context_size_obstacle  # only such plans need it
 
         if (obstacle := context_size_obstacle(state)) is not None:
             raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
@@ -74,7 +74,7 @@ def pack_inputs(
     facts.equal("whether the batch has routed_experts", ROUTED_EXPERTS in local)
     images = None
     if state.vision is not None or any(spec.kind == "rows" for spec in local.schema.values()):
-        from roll_batching.strategy.image_batches import images_of  # few models take images
+        from roll_batching.strategy.images import images_of  # few models take images
 
         images = images_of(local, state, plan)
     check_window(int(plan.used[plan.samples].max(initial=0)), state)
@@ -128,12 +128,11 @@ def check_tokens(batch: SampleBatch, state: ModelState) -> None:
     if 0 <= lowest and largest < count:
         return
     index = int(((ids < 0) | (ids >= count)).nonzero()[0])
-    sample = int(torch.searchsorted(batch.offsets, index, right=True)) - 1
+    sample, position = token_place(batch, index)
     raise DataError(
-        f"sample {int(batch.ids[sample])} has the token {int(ids[index])} at position "
-        f"{index - int(batch.offsets[sample])}, and the model the tokens 0 to {count - 1}: encode with the "
-        "tokenizer that belongs to the model, or give the model the vocab_size that the tokenizer has with its added "
-        "tokens"
+        f"sample {sample} has the token {int(ids[index])} at position {position}, and the model the tokens 0 to "
+        f"{count - 1}: encode with the tokenizer that belongs to the model, or give the model the vocab_size that the "
+        "tokenizer has with its added tokens"
     )
 
 

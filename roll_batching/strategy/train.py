@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, host_group
+from roll_batching.distributed.groups import gather_objects
 from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout
 from roll_batching.errors import LayoutError, LossError
-from roll_batching.losses.contract import loss_spec
+from roll_batching.losses.contract import HostMetric, as_numbers, loss_spec
 from roll_batching.losses.denominators import StepCounts, require_counts
 from roll_batching.losses.head import check_temperature
-from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.cost import device_rate, plan_flops
 from roll_batching.modeling.experts import expert_biases_kept
@@ -29,8 +29,8 @@ from roll_batching.planning.plain_values import kind_of
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.samples.length_table import require_batch
 from roll_batching.settings import BatchingConfig, RoleSettings, TrainingArgs
-from roll_batching.strategy.clock import StepClock
 from roll_batching.strategy.compatibility import check_compatibility, scheduler_problems
+from roll_batching.strategy.fault_messages import explain_optimizer_out_of_memory
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, SchedulerUnit, StepSettings, TrainingState
@@ -42,9 +42,8 @@ from roll_batching.strategy.optimizer_step import (
     step_optimizer,
     with_optimizer,
 )
-from roll_batching.strategy.out_of_memory import explain_optimizer_out_of_memory
 from roll_batching.strategy.step_inputs import count_local
-from roll_batching.strategy.step_result import StepResult, join_results
+from roll_batching.strategy.step_result import StepClock, StepResult, join_results
 from roll_batching.strategy.weights import Transfer, gather_parameters
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         temperature: float = 1.0,
         cost: CostModel | None = None,
         settings: StepSettings | None = None,
-        **own: Any,
+        **subclass_arguments: Any,
     ) -> Self:
         """A strategy for an existing Megatron model and optimizer. Collective.
 
@@ -123,7 +122,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             temperature: divides the logits.
             cost: the planner's cost model; None derives one from the model's config.
             settings: further settings of the schedule; the argument `rows_form` overrides theirs.
-            own: arguments of a subclass's constructor, which is called with None for the RoleSettings.
+            subclass_arguments: arguments of a subclass's constructor, which is called with None for the RoleSettings.
 
         Raises:
             LayoutError: on all ranks, with everything in the parts that cannot work and the settings that cure it.
@@ -132,7 +131,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
         require_process_group()
         with consensus(host_group(), "from_parts") as facts:
-            strategy = cls(None, **own)
+            strategy = cls(None, **subclass_arguments)
             strategy.temperature = check_temperature(temperature)
             facts.equal("the temperature", strategy.temperature)
             chunks = list_of_chunks(model_chunks)
@@ -320,9 +319,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """
         optimizer = self._require_optimizer()
         self._offload.require(KINDS, "optimizer_step")
-        group = self.layout.host_group
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, float(grad_square_sum(self.chunks)), group=group)
+        parts = gather_objects(float(grad_square_sum(self.chunks)), self.layout.host_group)
         with explain_optimizer_out_of_memory():
             return step_optimizer(optimizer, self.chunks, sum(parts))
 

@@ -63,8 +63,8 @@ def has_same_stages(source: ModelState, target: ModelState) -> bool:
         return True
     from roll_batching.modeling.layer_layout import layers_of_all_chunks  # few models need it
 
-    one, other = map(layers_of_all_chunks, configs)
-    return one == other
+    source_layers, target_layers = map(layers_of_all_chunks, configs)
+    return source_layers == target_layers
 
 
 def check_same_parameters(source: ModelState, target: ModelState) -> None:

@@ -20,8 +20,7 @@ def groups_of_a_rank(payload: tuple[dict[str, Any], str]) -> list[dict[str, Any]
     from megatron.core import parallel_state
     from torch.distributed.distributed_c10d import _world
 
-    from roll_batching.distributed.context_groups import context_groups
-    from roll_batching.distributed.parallel_layout import leave_processes, make_layout, start_processes
+    from roll_batching.distributed.parallel_layout import context_groups, leave_processes, make_layout, start_processes
     from roll_batching.planning import ParallelDims
 
     (sizes, folder), worlds, rank = payload, [], int(os.environ["RANK"])

@@ -150,7 +150,7 @@ def streamed(strategy: Any, written: str, bucket_bytes: int = 20_000) -> list[in
     """Bytes of the buckets that reach rank 0; asserts that their tensors are exactly those of the directory."""
     from safetensors.torch import load_file
 
-    from roll_batching.strategy.tensor_stream import TensorStream
+    from roll_batching.strategy.full_tensors import TensorStream
 
     stream = TensorStream(strategy.state, written, bucket_bytes)
     found, sizes = {}, []
@@ -177,7 +177,7 @@ def beyond_fp16(payload: tuple[str, Layout, str]) -> list[str]:
     """Errors of export and streaming for a model with values beyond fp16, the dtype of its files."""
     from roll_batching.distributed import consensus
     from roll_batching.errors import RankError
-    from roll_batching.strategy.tensor_stream import TensorStream
+    from roll_batching.strategy.full_tensors import TensorStream
 
     directory, layout, target = payload
     strategy = strategy_of(directory, layout)

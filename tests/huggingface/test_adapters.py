@@ -37,7 +37,7 @@ def strategy_of(directory: str | Path, layout: Layout, **model_args: Any) -> Any
 
 def trained(payload: tuple[str, Layout, str]) -> dict[str, Any]:
     """Trains, exports and saves adapters; log-probs of this rank's share with them and by the reference."""
-    from roll_batching.strategy.base_reference import BaseReference
+    from roll_batching.strategy.roles import BaseReference
     from tests.huggingface.ranks import log_probs, sft_losses, streamed
 
     directory, layout, to = payload

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.packing.image_inputs import BatchImages, image_format
+from roll_batching.packing.extra_inputs import BatchImages, image_format
 from roll_batching.samples.image_fields import find_images
 from roll_batching.settings.vision import VisionConfig
 from tests.huggingface import vision

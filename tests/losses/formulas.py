@@ -65,9 +65,8 @@ def run(
 
     `rows`, [tokens, 2], are these; by default `leaves`.
     """
-    from roll_batching.losses.contract import loss_spec
+    from roll_batching.losses.contract import as_numbers, join_parts, loss_spec, to_host
     from roll_batching.losses.denominators import local_counts
-    from roll_batching.losses.metric_kinds import as_numbers, join_parts, to_host
     from roll_batching.losses.views import TokenView
     from roll_batching.packing.batch import pack_step
     from roll_batching.planning import Plan, PlanConstraints

@@ -38,7 +38,7 @@ def test_a_total_covers_the_positions_of_the_first_mask() -> None:
 
 def test_a_mask_counts_the_same_predictions_as_token_and_as_next_token() -> None:
     from roll_batching.losses.denominators import counted_per_sample, local_counts
-    from roll_batching.samples.token_masks import counted_positions
+    from roll_batching.samples.token_fields import counted_positions
 
     data = batch()
     for kind in (data, as_next_token(data)):

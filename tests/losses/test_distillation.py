@@ -14,10 +14,10 @@ import torch
 
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses import token_log_probs
-from roll_batching.losses.candidates import top_log_probs
 from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.distillation import DistillLoss
-from roll_batching.samples.token_masks import counted_positions
+from roll_batching.losses.vocabulary import top_log_probs
+from roll_batching.samples.token_fields import counted_positions
 from tests.losses import waves
 from tests.losses.formulas import BINS
 from tests.support.ranks import run_ranks
@@ -67,8 +67,8 @@ def taught(k: int = K, teacher_temperature: float = 1.0) -> Any:
 
 def figures(loss: DistillLoss, data: Any, bins: list[list[int]] = BINS) -> tuple[float, torch.Tensor, dict[str, float]]:
     """(loss, gradient by the student's logits, metrics) over the micro-batches `bins`, through real packs and views."""
+    from roll_batching.losses.contract import as_numbers, join_parts, to_host
     from roll_batching.losses.denominators import local_counts
-    from roll_batching.losses.metric_kinds import as_numbers, join_parts, to_host
     from roll_batching.losses.views import TokenView
     from roll_batching.packing.batch import pack_step
     from roll_batching.planning import Plan, PlanConstraints

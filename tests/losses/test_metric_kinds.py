@@ -11,7 +11,7 @@ pytestmark = pytest.mark.loss
 def test_metrics_join_by_their_kind_in_any_order() -> None:
     from roll_batching.errors import LossError
     from roll_batching.losses import Max, Mean, Min, Sum
-    from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts, to_host
+    from roll_batching.losses.contract import HostMetric, as_numbers, join_parts, to_host
 
     def part(value: float, tokens: float) -> dict[str, HostMetric]:
         x = torch.tensor(value)

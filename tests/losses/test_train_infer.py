@@ -90,7 +90,7 @@ VERL: dict[str, tuple[str, int, float]] = {
 @pytest.mark.parametrize("name", [*FILTERS, *VERL])
 def test_filters_keep_what_peers_keep(name: str) -> None:
     """verl's through the translation of its two keys."""
-    from roll_batching.samples.token_masks import counted_positions
+    from roll_batching.samples.token_fields import counted_positions
     from roll_batching.tools.conversion.train_infer import verl_filters
 
     if name in VERL:
@@ -152,7 +152,7 @@ def test_turns_are_runs_of_counted_tokens() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_normalised_weights_have_the_mean_1_with_those_that_are_zeroed(level: str) -> None:
     """verl's IcePop: weights outside of two bounds are 0, and count in the mean that the others are divided by."""
-    from roll_batching.samples.token_masks import counted_positions, sample_of
+    from roll_batching.samples.token_fields import counted_positions, sample_of
 
     filters = [{"agg_type": level, "ratio_low": 0.8, "ratio_high": 1.4, "effect": "zero"}]
     weight = {"weight_type": level, "upper_bound": None, "batch_normalize": True}

@@ -66,7 +66,7 @@ def test_the_loss_is_verls_and_rolls(aggregation: str) -> None:
 
 
 def counted_rows(data: Any) -> torch.Tensor:
-    from roll_batching.samples.token_masks import counted_positions
+    from roll_batching.samples.token_fields import counted_positions
 
     return counted_positions(data)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from roll_batching.modeling.delta_rule import (
+from roll_batching.modeling.recurrences import (
     Chunks,
     causal_convolution,
     delta_step,

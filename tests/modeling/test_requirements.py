@@ -135,15 +135,16 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
 def test_errors_of_the_first_forward_pass_are_known_before_it(case: str) -> None:
     import torch
 
-    from roll_batching.modeling.requirements import Installed, refusals
+    from roll_batching.modeling.requirements import Installed, ModelDemands
     from roll_batching.packing import attention_backend
 
     model, installed, says = SAYS[case]
     asked = FINE | model
+    device = asked.pop("device")
     asked["dtype"] = getattr(torch, asked["dtype"])
     if asked["backend"] is not None:
-        asked["backend"] = attention_backend(asked["backend"], asked["device"])
-    found = refusals(**asked, installed=Installed(**A100 | installed))
+        asked["backend"] = attention_backend(asked["backend"], device)
+    found = ModelDemands(**asked).refusals(device, Installed(**A100 | installed))
     assert len(found) == (says is not None)
     assert says is None or says in found[0]
 

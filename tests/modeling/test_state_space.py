@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from roll_batching.modeling.delta_rule import Chunks, causal_convolution
-from roll_batching.modeling.state_space import state_space, state_space_step
+from roll_batching.modeling.recurrences import Chunks, causal_convolution, state_space, state_space_step
 from tests.modeling.scans import LENGTHS, bounds, largest_gap, recurrence
 
 GROUPS, HEADS, CHANNELS, STATES = 2, 3, 5, 4

@@ -14,7 +14,7 @@ from roll_batching.planning import PlanConstraints, plan_step
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes
 from roll_batching.samples.fields import EXPERTS_SPEC, MODEL_INPUTS, ROUTED_EXPERTS, FieldSpec
 from roll_batching.samples.image_fields import GRIDS, IMAGE_SCHEMA, IMAGES, PATCHES, PIXELS
-from roll_batching.samples.model_inputs import check_shared_rows, inputs_of, token_codes
+from roll_batching.samples.token_fields import check_shared_rows, inputs_of, token_codes
 
 PROMPT, LENGTHS = 40, (45, 52, 47)
 LOSS_FIELDS = {
@@ -98,7 +98,7 @@ def test_every_input_of_the_model_splits_what_is_shared() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64])
 def test_codes_tell_values_of_every_dtype_apart(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A field that a later model reads, of any dtype and kind."""
-    monkeypatch.setattr("roll_batching.samples.model_inputs.MODEL_INPUTS", MODEL_INPUTS | {"weights"})
+    monkeypatch.setattr("roll_batching.samples.token_fields.MODEL_INPUTS", MODEL_INPUTS | {"weights"})
     text = batch().only(["input_ids"])
     for kind, count in (("token", text.num_tokens), ("next_token", text.num_tokens), ("sample", 3)):
         values = torch.zeros(count, 2, dtype=dtype)

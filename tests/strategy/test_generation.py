@@ -236,7 +236,7 @@ def test_a_cache_without_room_for_one_row_is_refused() -> None:
 def test_no_wave_is_empty_for_want_of_room() -> None:
     from roll_batching.errors import DataError
     from roll_batching.planning import ParallelDims
-    from roll_batching.strategy.cache_budget import split_by_cache_limit
+    from roll_batching.strategy.decoding import split_by_cache_limit
 
     assert split_by_cache_limit([3, 5, 2], 6, ParallelDims()) == [[1], [0, 2]]
     with pytest.raises(DataError, match="max_tokens_in_cache=4 has no room for a row of 5 positions"):

@@ -210,7 +210,7 @@ def test_a_checkpoint_of_an_earlier_version_loads_with_one_notice(tmp_path):
 def test_large_files_are_compared_in_pieces_that_ranks_share(tmp_path, monkeypatch):
     """Each rank reads its share, all of them together everything; an empty file has no piece."""
     from roll_batching.errors import CheckpointError
-    from roll_batching.strategy import checkpoint_manifest as manifest
+    from roll_batching.strategy import checkpoint_folder as manifest
 
     monkeypatch.setattr(manifest, "_PIECE", 1000)
     names = ["a", "b", "empty"]

@@ -122,7 +122,7 @@ LOSSES: Registry[Loss] = Registry(
     ),
     Loss(
         name="sft",
-        target="roll_batching.losses.supervised:SFTLoss",
+        target="roll_batching.losses.fine_tuning:SFTLoss",
         summary="negative log-likelihood of the response tokens",
         reads=("response_mask",),
         settings=section_of(SFTSettings),
@@ -146,21 +146,21 @@ LOSSES: Registry[Loss] = Registry(
     ),
     Loss(
         name="dpo",
-        target="roll_batching.losses.preference:DPOLoss",
+        target="roll_batching.losses.fine_tuning:DPOLoss",
         summary="direct preference optimisation over pairs of responses",
         reads=("response_mask", "ref_log_probs", "pair", "chosen"),
         settings=section_of(DPOSettings),
     ),
     Loss(
         name="ipo",
-        target="roll_batching.losses.preference:IPOLoss",
+        target="roll_batching.losses.fine_tuning:IPOLoss",
         summary="identity preference optimisation over pairs of responses: the squared distance of the margin",
         reads=("response_mask", "ref_log_probs", "pair", "chosen"),
         settings=section_of(PreferenceSettings),
     ),
     Loss(
         name="kto",
-        target="roll_batching.losses.unpaired:KTOLoss",
+        target="roll_batching.losses.fine_tuning:KTOLoss",
         summary="Kahneman-Tversky optimisation: responses that are desirable or not, without pairs",
         reads=("response_mask", "ref_log_probs", "desirable", "reference_point"),
         settings=section_of(KTOSettings),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import CONFIG, find_directory, read_json
 from roll_batching.huggingface.families import load_family
-from roll_batching.huggingface.mtp_layer_rules import mtp_heads_problem
+from roll_batching.huggingface.layer_rules import mtp_heads_problem
 from roll_batching.jobs.config.diagnostics import Notice, Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys

@@ -23,7 +23,7 @@ from roll_batching.jobs.engines.factories import weight_broadcast
 from roll_batching.jobs.engines.protocol import ServerProcess
 from roll_batching.jobs.engines.weight_broadcast import WeightBroadcast
 from roll_batching.strategy import MegatronInferStrategy
-from roll_batching.strategy.tensor_stream import TensorStream
+from roll_batching.strategy.full_tensors import TensorStream
 
 WEIGHTS = "engine_weights"
 """Default folder of the engine's model directories, in the run's folder."""

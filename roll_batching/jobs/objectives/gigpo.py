@@ -25,7 +25,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.advantages import EPSILON
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.token_masks import counted_positions, sample_of
+from roll_batching.samples.token_fields import counted_positions, sample_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from roll_batching.jobs.objectives.stateful import KlCoefficient
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.losses.estimators import ESTIMATORS, k3
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.token_masks import counted_positions, sample_of
+from roll_batching.samples.token_fields import counted_positions, sample_of
 from roll_batching.settings.losses import KL_BOUND, KlEstimator
 
 

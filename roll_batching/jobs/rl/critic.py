@@ -14,7 +14,7 @@ from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.settings.model import ModelArgs
 from roll_batching.strategy import MegatronTrainStrategy
-from roll_batching.strategy.trunk import copy_trunk
+from roll_batching.strategy.roles import copy_trunk
 
 OLD_VALUES = "old_values"
 """The field of the values before the step's first update."""

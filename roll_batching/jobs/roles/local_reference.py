@@ -13,7 +13,7 @@ def make_reference(config: JobConfig, policy: MegatronInferStrategy) -> Megatron
     if config.reference is None or not wants_reference(config):
         return None
     if policy.state.adapters is not None:
-        from roll_batching.strategy.base_reference import BaseReference  # few jobs have adapters
+        from roll_batching.strategy.roles import BaseReference  # few jobs have adapters
 
         return BaseReference(policy, config.reference)
     reference = MegatronInferStrategy(config.reference, seed=config.seed, temperature=policy.temperature)

@@ -70,8 +70,8 @@ class _Reference:
         """Log-probs of the samples, planned for the role's layout. Its first replica holds all samples at first."""
         import torch.distributed as dist
 
-        from roll_batching.jobs.steps.plan_consensus import agree_on_plan
         from roll_batching.jobs.steps.update import REFERENCE, with_log_probs
+        from roll_batching.strategy.roles import agree_on_plan
 
         samples, layout = request.samples, self.strategy.layout
         local_batch = samples if layout.dp_rank == 0 else samples.select(np.arange(0))

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.observe.metrics_file import Metrics
-from roll_batching.jobs.steps.plan_consensus import agree_on_plan, prefix_errors
+from roll_batching.jobs.steps.plan_consensus import prefix_errors
 from roll_batching.jobs.steps.update import layout_exchange_between
 from roll_batching.losses.distillation import TEACHER_IDS, TEACHER_LOG_PROBS
 from roll_batching.samples import FieldSpec, SampleBatch, collect, distribute
 from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.offload import OffloadStats
-from roll_batching.strategy.top_tokens import top_log_probs
+from roll_batching.strategy.roles import agree_on_plan, top_log_probs
 
 
 class Teacher:

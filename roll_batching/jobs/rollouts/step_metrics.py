@@ -9,7 +9,7 @@ import numpy as np
 from roll_batching.errors import LossError
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rollouts.rollout import StepScores
-from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts
+from roll_batching.losses.contract import HostMetric, as_numbers, join_parts
 from roll_batching.planning import Plan
 from roll_batching.strategy import StepResult
 from roll_batching.strategy.offload import OffloadStats

@@ -10,7 +10,6 @@ import torch
 
 from roll_batching.distributed import consensus
 from roll_batching.jobs.objectives.stateful import Stateful
-from roll_batching.jobs.steps.plan_consensus import agree_on_plan
 from roll_batching.jobs.texts.encode import encode_documents, encode_judged, encode_pairs
 from roll_batching.jobs.texts.epochs import EpochStream
 from roll_batching.jobs.texts.fit import token_counts
@@ -23,6 +22,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.length_table import LengthTable
 from roll_batching.samples.mini_batching import rank_slice
 from roll_batching.strategy import MegatronInferStrategy
+from roll_batching.strategy.roles import agree_on_plan
 
 
 class StepSource(Stateful, Protocol):
@@ -80,7 +80,7 @@ class Encoder:
         """
         if not self.judged:
             return None
-        from roll_batching.losses.unpaired import mismatch  # other jobs need none
+        from roll_batching.losses.fine_tuning import mismatch  # other jobs need none
 
         share = rank_slice(len(texts), dp_rank, dp_size)
         places = [(share.start - 1) % len(texts), *range(share.start, share.stop)]

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.stream import TrainSection
-from roll_batching.jobs.steps.plan_consensus import agree_on_plan
 from roll_batching.jobs.steps.planned_steps import Encoder
 from roll_batching.jobs.streams import LoadBalancedDataset, StepBatches
 from roll_batching.jobs.texts.texts import TextDataset
@@ -22,6 +21,7 @@ from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.samples import SampleBatch, gather_bins, gather_lengths, number_globally
 from roll_batching.samples.length_table import LengthTable
 from roll_batching.strategy import MegatronInferStrategy
+from roll_batching.strategy.roles import agree_on_plan
 
 
 class StreamedSteps:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan, prefix_errors
+from roll_batching.jobs.steps.plan_consensus import agree_on_each, prefix_errors
 from roll_batching.losses import loss_spec
 from roll_batching.losses.contract import CANDIDATES, VALUES
 from roll_batching.packing.prefetch import prefetch_items
@@ -29,6 +29,7 @@ from roll_batching.samples.layout_exchange import LayoutExchange
 from roll_batching.samples.mini_batching import mini_batches, mini_batches_by_rank
 from roll_batching.settings.batching import refuse_without_old_log_probs
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy, StepResult
+from roll_batching.strategy.roles import agree_on_plan
 
 REFERENCE = "ref_log_probs"
 """The field of the reference's log-probs."""
@@ -242,7 +243,7 @@ def with_reference_point(
     strategy: MegatronInferStrategy, reference: MegatronInferStrategy, local_batch: SampleBatch, mismatched: SampleBatch
 ) -> SampleBatch:
     """`local_batch` with `reference_point` of KTO, by the current policy over `mismatched` of all ranks. Collective."""
-    from roll_batching.losses.unpaired import reference_point  # other jobs need none
+    from roll_batching.losses.fine_tuning import reference_point  # other jobs need none
 
     masks, table = ("response_mask",), _ordered_table(strategy, mismatched)
     plan = agree_on_plan(strategy, lambda: strategy.plan(table, forward=True))

@@ -62,7 +62,8 @@ class PackedCore(torch.nn.Module):
     ) -> None:
         super().__init__()
         _refuse_unsupported(config)
-        self.window = _window_of(config, layer_number)
+        # Layer numbers start at 1. Megatron counts the tokens to the left.
+        self.window = int(config.window_size[0]) + 1 if has_window(config, layer_number) else None
         """Tokens that a token attends to at most, itself included; None: all before it."""
         if self.window is not None and not self.applies_windows:
             raise LayoutError(
@@ -213,8 +214,8 @@ class PackedCore(torch.nn.Module):
         )
         if mask is None:  # a query before the others keeps the causal mask square
             return self._dense(F.pad(query, (0, 0, 1, 0)), key, value, None)[:, :, 1:, :-_ALIGNED]
-        seen = mask.new_ones(*mask.shape[:-1], 1)
-        return self._dense(query, key, value, torch.cat([seen, mask], -1))[..., :-_ALIGNED]
+        sees_sink = mask.new_ones(*mask.shape[:-1], 1)
+        return self._dense(query, key, value, torch.cat([sees_sink, mask], -1))[..., :-_ALIGNED]
 
     def _dense(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -233,13 +234,6 @@ class PackedCore(torch.nn.Module):
 def _first_of(length: int, like: torch.Tensor) -> torch.Tensor:
     """[length] 1, 0, 0, ... in the dtype of `like`."""
     return F.pad(like.new_ones(1), (0, length - 1))
-
-
-def _window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """The sliding window of a layer (numbers start at 1), its own token included."""
-    if not has_window(config, layer_number):
-        return None
-    return int(config.window_size[0]) + 1  # Megatron counts the tokens to the left
 
 
 def _recomputed_before_backward(config: TransformerConfig) -> bool:

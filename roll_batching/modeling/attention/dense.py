@@ -1,8 +1,13 @@
-"""The attention backend for every device and dtype: dense attention over buckets of similar spans."""
+"""The attention backend for every device and dtype: dense attention over buckets of similar spans.
+
+Its cores also decode with a cache for models whose own backend has none.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +16,7 @@ import torch
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.attention.core import PackedCore
+from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 from roll_batching.packing.pack_layout import IntArray, PackLayout
@@ -141,12 +147,43 @@ def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device, window:
         if layout.cp_size > 1 or hidden or (keys[members] > queries[members]).any():
             # A span's queries are the last of its keys. A causal mask of torch would align the first ones.
             last_seen = (keys - queries)[members][:, None] + np.arange(width)
-            seen = np.arange(depth) <= last_seen[:, :, None]
+            visible = np.arange(depth) <= last_seen[:, :, None]
             if window is not None:
-                seen &= np.arange(depth) > last_seen[:, :, None] - window
-            mask = torch.from_numpy(seen)[:, None]
+                visible &= np.arange(depth) > last_seen[:, :, None] - window
+            mask = torch.from_numpy(visible)[:, None]
         k_rows = key_rows[_grid(first_key[members], keys[members], depth)]
         if layout.cp_size > 1:
             k_rows = layout.restore[k_rows]  # keys are gathered rank after rank, not in pack order
         buckets.append(Bucket(queries=torch.from_numpy(q_rows), keys=torch.from_numpy(k_rows), mask=mask).to(device))
     return BucketSpans(buckets=tuple(buckets), inverse=torch.from_numpy(inverse).to(device, non_blocking=True))
+
+
+# ---- decoding
+
+
+@contextlib.contextmanager
+def dense_decoding(gpt: Any, rotary: RotarySettings) -> Iterator[None]:
+    """Replaces the core attention of every layer of a GPTModel by a dense core that rotates by `rotary`.
+
+    Layers without attention stay, and cores without RoPE (`no_rope_freq`) get none.
+    Core attention has no parameters, so only modules are swapped; they are restored at the end.
+    """
+    every = [layer.self_attention for layer in gpt.decoder.layers]
+    attentions = [attention for attention in every if hasattr(attention, "core_attention")]
+    before = [attention.core_attention for attention in attentions], gpt.position_embedding_type
+    rotation, without = PackRotation(rotary, gpt.config.kv_channels), gpt.config.no_rope_freq
+    for attention in attentions:
+        attention.core_attention = DenseCore(
+            gpt.config,
+            layer_number=attention.layer_number,
+            pg_collection=attention.pg_collection,
+            rotation=None if without and without[attention.layer_number - 1] else rotation,
+            softmax_scale=gpt.config.softmax_scale,
+        )
+    gpt.position_embedding_type = "none"  # read at each forward
+    try:
+        yield
+    finally:
+        cores, gpt.position_embedding_type = before
+        for attention, core in zip(attentions, cores, strict=True):
+            attention.core_attention = core

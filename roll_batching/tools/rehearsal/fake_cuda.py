@@ -107,15 +107,14 @@ def _patch_kernels() -> None:
     """
     import megatron.core.fusions.fused_bias_swiglu as swiglu
 
-    from roll_batching.losses import vocab_parallel
-    from roll_batching.modeling import rotary
+    from roll_batching.registry import module_with
 
     functional: Any = torch.nn.functional
     for name, kernel in (("rms_norm", _rms_norm), ("scaled_dot_product_attention", _attention)):
         setattr(functional, name, _on_cuda(kernel, getattr(functional, name)))
     with _triton():
-        vocab_parallel._tile_kernels()
-        rotary._kernel()
+        for kernels in ("roll_batching.losses.tile_kernels", "roll_batching.modeling.rotary_kernel"):
+            module_with("triton", kernels)
     module: Any = swiglu
     module.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
     module.bias_swiglu = lambda y, bias: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)

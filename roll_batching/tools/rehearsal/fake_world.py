@@ -33,7 +33,7 @@ def join(rank: int, world_size: int) -> None:
     groups.group_timeout = parallel_layout.group_timeout = lambda group: datetime.timedelta(minutes=30)
     _replace_gloo()
     # Ranks exchange facts on the host. All ranks of a rehearsal would state the same, so this rank's suffice.
-    groups._host_groups[dist.group.WORLD] = None
+    groups._groups[dist.group.WORLD, "host"] = None
     team: Any = Team
     team.agree = _agree_alone
     # Operators without a meta implementation; they write into tensors that they are given.

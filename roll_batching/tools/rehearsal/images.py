@@ -144,11 +144,11 @@ def prompts_with_images(count: int, context: int, sizes: ImageSizes) -> SampleBa
 
 
 def images_of_rows(model: Any, sizes: ImageSizes, context: int, prompt_of: Sequence[int], *, with_values: bool) -> Any:
-    """`strategy.prompt_images.SequenceImages` of rows of a rollout, by the prompt of each.
+    """`strategy.images.SequenceImages` of rows of a rollout, by the prompt of each.
 
     Places of images are found on the host. `with_values`: on real tensors.
     """
-    from roll_batching.strategy.prompt_images import PromptImages, SequenceImages
+    from roll_batching.strategy.images import PromptImages, SequenceImages
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if with_values else torch.empty(tensor.shape, dtype=tensor.dtype, device=model.device)

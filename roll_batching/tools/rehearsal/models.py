@@ -17,7 +17,7 @@ from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-from roll_batching.strategy.base_reference import BaseReference
+from roll_batching.strategy.roles import BaseReference
 from roll_batching.strategy.schedule import Packs
 from roll_batching.strategy.step_inputs import pack_inputs
 from roll_batching.tools.rehearsal.fake_data import fake_pack, real_pack, samples_of

@@ -32,9 +32,8 @@ from roll_batching.planning.prefixes import shared_positions
 from roll_batching.planning.role_planner import SMALLEST_SAVING
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
-from roll_batching.strategy.context_sizes import pack_times_of
-from roll_batching.strategy.prefix_sharing import sharing_of
-from roll_batching.strategy.top_tokens import top_log_probs
+from roll_batching.strategy.pack_features import pack_times_of, sharing_of
+from roll_batching.strategy.roles import top_log_probs
 from roll_batching.tools.rehearsal.fake_data import samples_of_critic
 from roll_batching.tools.rehearsal.images import image_sizes
 from roll_batching.tools.rehearsal.lengths import (

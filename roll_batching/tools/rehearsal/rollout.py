@@ -12,7 +12,7 @@ from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.planning import ParallelDims
-from roll_batching.strategy.cache_budget import cache_positions, split_by_cache_limit
+from roll_batching.strategy.decoding import cache_positions, split_by_cache_limit
 from roll_batching.strategy.generation import (
     COMPACT_BELOW,
     CachedDecoder,

@@ -71,7 +71,7 @@ LOSS_OF_PAIRS = "reference_policy_kl_penalty: 0.2, preference_average_log_probs:
 @pytest.mark.config
 def test_learning_from_pairs_is_a_job_of_its_own(tmp_path):
     from roll_batching.jobs.objectives.from_config import loss_of
-    from roll_batching.losses.preference import DPOLoss
+    from roll_batching.losses.fine_tuning import DPOLoss
 
     task = f"dpo: {{{LOSS_OF_PAIRS}preference_loss_weight: 2, sft_loss_weight: 0.5, sft_average_log_probs: true}}"
     (tmp_path / "loss.yaml").write_text(task)

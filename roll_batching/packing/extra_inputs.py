@@ -1,17 +1,21 @@
-"""Inputs of a vision encoder for one pack, and M-RoPE positions of its tokens."""
+"""Inputs of a pack beyond its tokens: images for a vision encoder with M-RoPE positions, and shifted tokens as inputs
+and labels of multi-token prediction heads.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from roll_batching.errors import DataError
+from roll_batching.packing.pack_layout import PackLayout
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import PIXELS
+from roll_batching.samples.flatten import row_indices, starts_of
 from roll_batching.samples.image_fields import ImageFormat, ImageTokens, find_images, has_images
-from roll_batching.samples.ragged import row_indices, starts_of
 from roll_batching.settings.vision import VisionConfig
 
 
@@ -99,12 +103,12 @@ class BatchImages:
         if not self._encodes:
             return axes, None
         number, count = self._part
-        own = local_tokens.chunk(count)[number]
-        image = torch.where(real[own], self.tokens.image[source[own]], -1)
+        router_tokens = local_tokens.chunk(count)[number]
+        image = torch.where(real[router_tokens], self.tokens.image[source[router_tokens]], -1)
         places = (image >= 0).nonzero().flatten()
         if not len(places):
             return axes, None
-        return axes, self._of_tokens(source[own][places], places, device)
+        return axes, self._of_tokens(source[router_tokens][places], places, device)
 
     def prompts(self, tokens: torch.Tensor, places: torch.Tensor, device: torch.device) -> ImageInputs | None:
         """Images of the tokens at the flat indices `tokens` [n], whose embeddings are at `places` [n]."""
@@ -123,3 +127,47 @@ class BatchImages:
             places=places.to(device),
             features=features.to(device),
         )
+
+
+# ---- mtp inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPInputs:
+    """Inputs and labels of all heads at the local positions of a pack; heads are numbered from 1."""
+
+    tokens: torch.Tensor
+    """[heads + 1, tokens / cp] int64: entry k holds, for each position, the token k + 1 places later in its sample, or
+    0 behind the sample's end. Entry k is the label of head k and the input of head k + 1."""
+    rows: tuple[torch.Tensor, ...]
+    """Per head, the local positions whose label counts, int64; entry k - 1 is head k's."""
+    counts: tuple[int, ...]
+    """Per head, the number of such positions in the whole pack, over all context-parallel ranks."""
+
+
+def shift_tokens(
+    layout: PackLayout, heads: int, input_ids: torch.Tensor, counted: torch.Tensor, local_tokens: torch.Tensor
+) -> MTPInputs:
+    """Shift the tokens of a pack without shared prefixes for its MTP heads.
+
+    Args:
+        layout: the pack's layout.
+        heads: number of heads.
+        input_ids: [tokens] int64, in pack order.
+        counted: [tokens] bool; entry i is whether token i + 1 counts as a label.
+        local_tokens: [tokens / cp] indices of this context-parallel rank's tokens.
+    """
+    positions = np.arange(layout.tokens)
+    tokens, rows, counts, local = [], [], [], local_tokens.to(input_ids.device)
+    for ahead in range(heads + 1):
+        before = np.minimum(positions + ahead, layout.tokens - 1)  # predicts the token k + 1 places later
+        exists = (positions + ahead < layout.tokens) & (layout.segment_ids[before] == layout.segment_ids)
+        exists &= layout.predicts[before]
+        index, valid = (torch.from_numpy(x).to(input_ids.device) for x in (before, exists))
+        label = input_ids[(index + 1).clamp(max=layout.tokens - 1)]
+        tokens.append(torch.where(valid, label, 0)[local])
+        if ahead:
+            labelled = counted[index] & valid
+            rows.append(labelled[local].nonzero()[:, 0])
+            counts.append(int(labelled.sum()))
+    return MTPInputs(tokens=torch.stack(tokens), rows=tuple(rows), counts=tuple(counts))

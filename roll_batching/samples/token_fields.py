@@ -1,4 +1,4 @@
-"""Inputs of the forward pass: the only fields that it gets, and a code per token by which samples are compared."""
+"""Token fields of a batch: the inputs of the forward pass, a code per token that compares samples, and masks."""
 
 from __future__ import annotations
 
@@ -104,3 +104,62 @@ def _difference(batch: SampleBatch, first: int, second: int) -> str:
     return next(
         (name for name in per_token if not torch.equal(inputs[name][first], inputs[name][second])), " or ".join(others)
     )
+
+
+# ---- token masks
+
+
+def sample_of(batch: SampleBatch) -> torch.Tensor:
+    """[tokens] int64: the row of each token's sample."""
+    return torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+
+
+def token_place(batch: SampleBatch, index: int) -> tuple[int, int]:
+    """(id of the sample, position in it) of the value at `index` of a token or next_token field."""
+    row = int(torch.searchsorted(batch.offsets, index, right=True)) - 1
+    return int(batch.ids[row]), index - int(batch.offsets[row])
+
+
+def by_prediction(batch: SampleBatch, name: str) -> torch.Tensor:
+    """[tokens, ...] a token or next_token field, shifted so that position i has the value of token i + 1, as in losses.
+
+    The value at a sample's last position is undefined.
+    """
+    values: torch.Tensor = batch[name].cpu()
+    return values.roll(-1, 0) if batch.schema[name].kind == "token" else values
+
+
+def mask_of(batch: SampleBatch, name: str) -> torch.Tensor:
+    """[tokens] bool on the host: the token or next_token field `name` as a mask.
+
+    Raises:
+        DataError: for more than one value per token, or values other than bool, 0 and 1.
+    """
+    values: torch.Tensor = batch[name].cpu()
+    if values.dim() != 1:
+        raise DataError(f"the mask {name!r} has the shape {list(values.shape)}: give one value per token")
+    if values.dtype is torch.bool:
+        return values
+    wrong = (values != 0) & (values != 1)  # NaN is neither
+    if batch.schema[name].kind == "next_token":
+        wrong[batch.offsets[1:] - 1] = False  # belongs to no token
+    if len(positions := wrong.nonzero()):
+        first = int(positions[0, 0])
+        sample, position = token_place(batch, first)
+        raise DataError(
+            f"the mask {name!r} of sample {sample} is {values[first].item()} at position {position}, one of "
+            f"{len(positions)} values that are neither 0 nor 1: a mask says what counts; weights of samples belong "
+            "into a separate field (sample_weights), weights of tokens into the advantages"
+        )
+    return values == 1
+
+
+def counted_positions(batch: SampleBatch, mask: str = "response_mask") -> torch.Tensor:
+    """[tokens] bool: positions whose next token is in the mask field `mask`; never a sample's last position.
+
+    Raises `DataError` for an invalid mask; see `mask_of`.
+    """
+    counted = mask_of(batch, mask)
+    counted = counted.roll(-1, 0) if batch.schema[mask].kind == "token" else counted.clone()
+    counted[batch.offsets[1:] - 1] = False
+    return counted

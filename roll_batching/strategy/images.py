@@ -1,4 +1,4 @@
-"""Images of prompts in generation: their features in the prefill, and positions of sampled tokens."""
+"""Images of samples: the pixels that a pack's vision encoder gets, and prompts with images in generation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from roll_batching.packing.image_inputs import BatchImages, ImageInputs
+from roll_batching.errors import DataError
+from roll_batching.packing.extra_inputs import BatchImages, ImageInputs
+from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.image_fields import IMAGE_SCHEMA, RESPONSE
-from roll_batching.strategy.image_batches import check_takes_images, make_images
+from roll_batching.samples.image_fields import IMAGE_SCHEMA, RESPONSE, has_images
+from roll_batching.samples.token_fields import inputs_of
 from roll_batching.strategy.model_state import ModelState
 
 
@@ -56,9 +58,9 @@ class SequenceImages:
         axes = torch.zeros(3, width, count, dtype=torch.int64)
         axes[:, is_token] = source.images.tokens.positions[:, index[is_token]]
         part = width // layout.tp_size if layout.sequence_parallel else width
-        own = slice(layout.tp_rank * part, (layout.tp_rank + 1) * part) if layout.sequence_parallel else slice(None)
-        shown = is_token[own].flatten().nonzero().flatten()
-        images = source.images.prompts(index[own].flatten()[shown], shown, layout.device)
+        local = slice(layout.tp_rank * part, (layout.tp_rank + 1) * part) if layout.sequence_parallel else slice(None)
+        local_tokens = is_token[local].flatten().nonzero().flatten()
+        images = source.images.prompts(index[local].flatten()[local_tokens], local_tokens, layout.device)
         return axes.to(layout.device), images
 
     def of_step(self, places: torch.Tensor) -> torch.Tensor:
@@ -70,8 +72,8 @@ class SequenceImages:
         prompts = self._source.prompts
         fields, schema = {RESPONSE: self._sampled(sequences)}, {RESPONSE: FieldSpec("token", pad=False)}
         if all(name in prompts.schema for name in IMAGE_SCHEMA):
-            shown = prompts.only(["input_ids", *IMAGE_SCHEMA]).select(self._prompt_of, ids=sequences.ids)
-            fields |= {name: shown[name] for name in IMAGE_SCHEMA}
+            with_images = prompts.only(["input_ids", *IMAGE_SCHEMA]).select(self._prompt_of, ids=sequences.ids)
+            fields |= {name: with_images[name] for name in IMAGE_SCHEMA}
             schema |= IMAGE_SCHEMA
         return make_images(sequences.with_fields(fields, schema), self._source.state)
 
@@ -80,3 +82,38 @@ class SequenceImages:
         before = self._source.prompts.lengths[self._prompt_of]
         place = torch.arange(sequences.num_tokens) - sequences.offsets[:-1].repeat_interleave(sequences.lengths)
         return place >= before.repeat_interleave(sequences.lengths)
+
+
+# ---- image batches
+
+
+def images_of(local: SampleBatch, state: ModelState, plan: Plan) -> BatchImages | None:
+    """This rank's images, checked; None for a batch without images of a model that takes none.
+
+    Raises:
+        DataError: for images of a model without an encoder, fields that contradict each other or the tokens, and
+            samples that the plan cuts inside an image.
+    """
+    check_takes_images(local, state)
+    if state.vision is None:
+        return None
+    images = make_images(local, state)
+    images.check_cuts(local, plan, state.layout.dp_rank)
+    return images
+
+
+def check_takes_images(batch: SampleBatch, state: ModelState) -> None:
+    """Raises `DataError` for images of a model without a vision encoder."""
+    if state.vision is None and has_images(batch):
+        image_fields = [name for name in IMAGE_SCHEMA if name in batch.schema]
+        raise DataError(
+            f"the batch has images ({', '.join(image_fields)}), and the model has no vision encoder: leave these "
+            "fields out, or train a model that takes images"
+        )
+
+
+def make_images(batch: SampleBatch, state: ModelState) -> BatchImages:
+    """The images of a batch for this rank of a model that takes them. Raises `DataError`."""
+    layout = state.layout
+    part = (layout.tp_rank, layout.tp_size) if layout.sequence_parallel else (0, 1)
+    return BatchImages(inputs_of(batch, RESPONSE), state.vision, part=part, encodes=layout.pp_rank == 0)

@@ -1,12 +1,16 @@
-"""The gated delta rule over packs: chunks that end with their sequence, and a causal convolution inside sequences.
+"""Recurrences over packs, in chunks that end with their sequence: the gated delta rule and Mamba-2's state space.
 
-A head keeps a state S [key channels, value channels]. A token with key k, value v, decay g <= 0 and rate b makes it
-S' = exp(g) S + k (b (v - k exp(g) S)) and reads q S'. Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; chunks
-as in Yang et al. 2024, arXiv 2406.06484. The state starts at zero in every sequence of a pack.
+The state of a head starts at zero in every sequence of a pack. With decay g <= 0, a token turns the state S into S':
+
+- gated delta rule, S [key channels, value channels], key k, value v, rate b: S' = exp(g) S + k (b (v - k exp(g) S)),
+  and reads q S'. Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; chunks as in Yang et al. 2024, arXiv 2406.06484;
+- state space, S [states, channels], input x, B and C [states], which heads of a group share: S' = exp(g) S + B x, and
+  reads C S'. Dao, Gu 2024, arXiv 2405.21060.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +65,17 @@ class Chunks:
         return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])[self.place]
 
 
+def _scan(
+    step: Callable[..., torch.Tensor], factors: torch.Tensor, terms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States before and after each chunk, for state' = step(term, factor, state)."""
+    states = [torch.zeros_like(terms[0])]
+    for factor, term in zip(factors.unbind(), terms.unbind(), strict=True):
+        states.append(step(term, factor, states[-1]))
+    stacked = torch.stack(states)
+    return stacked[:-1], stacked[1:]
+
+
 def gated_delta_rule(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, chunks: Chunks
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,22 +95,13 @@ def gated_delta_rule(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     added, read = solved.split([value.shape[-1], key.shape[-1]], -1)
     total = decay[:, :, -1:]
-    kept = (key * (total - decay).exp()).transpose(2, 3)
+    keys_to_end = (key * (total - decay).exp()).transpose(2, 3)
     # The state after a chunk is linear in that before it.
     same = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * total.exp()
-    before, after = _scan((same - kept @ read) * chunks.continues, kept @ added)
+    before, after = _scan(torch.baddbmm, (same - keys_to_end @ read) * chunks.continues, keys_to_end @ added)
     before = before * chunks.continues
     out = (query * decay.exp()) @ before + ((query @ key.transpose(2, 3)) * between) @ (added - read @ before)
     return chunks.join(out), after[chunks.last]
-
-
-def _scan(factors: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """States before and after each chunk, for state' = factor @ state + term."""
-    states = [torch.zeros_like(terms[0])]
-    for factor, term in zip(factors.unbind(), terms.unbind(), strict=True):
-        states.append(torch.baddbmm(term, factor, states[-1]))
-    stacked = torch.stack(states)
-    return stacked[:-1], stacked[1:]
 
 
 def delta_step(
@@ -107,6 +113,39 @@ def delta_step(
     added = rate.unsqueeze(-1) * (value - (key.unsqueeze(-2) @ state).squeeze(-2))
     state = state + key.unsqueeze(-1) * added.unsqueeze(-2)
     return (query.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def state_space(
+    x: torch.Tensor, decay: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunks: Chunks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs, of the shape of x, and the states [sequences, groups, states, heads, channels].
+
+    x [tokens, groups, heads of a group, channels], decay [tokens, groups, heads], B and C [tokens, groups, states]; all
+    of one dtype, fp32 or fp64.
+    """
+    x, decay, B, C = (chunks.split(values) for values in (x, decay, B, C))
+    heads, channels = x.shape[3:]
+    decay = decay.cumsum(2)  # [chunks, groups, CHUNK, heads]
+    by_head = decay.transpose(2, 3)
+    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).triu(1)
+    between = (by_head.unsqueeze(-1) - by_head.unsqueeze(-2)).masked_fill(upper, float("-inf")).exp()
+    inside = ((C @ B.transpose(2, 3)).unsqueeze(2) * between) @ x.transpose(2, 3)
+    total = decay[:, :, -1:]
+    inputs_to_end = x * (total - decay).exp().unsqueeze(-1)
+    terms = (B.transpose(2, 3) @ inputs_to_end.flatten(3)).unflatten(-1, (heads, channels))
+    before, after = _scan(torch.addcmul, (total.exp() * chunks.continues).unsqueeze(-1), terms)
+    before = before * chunks.continues.unsqueeze(-1)
+    carried = (C @ before.flatten(3)).unflatten(-1, (heads, channels)) * decay.exp().unsqueeze(-1)
+    out = chunks.join((inside.transpose(2, 3) + carried).flatten(3))
+    return out.unflatten(-1, (heads, channels)), after[chunks.last]
+
+
+def state_space_step(
+    x: torch.Tensor, decay: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and state of one more token per row; shapes as in `state_space`, with rows in place of tokens."""
+    state = decay.exp()[:, :, None, :, None] * state + B[..., None, None] * x.unsqueeze(2)
+    return (C.unsqueeze(2) @ state.flatten(3)).view_as(x), state
 
 
 def causal_convolution(
@@ -127,9 +166,9 @@ def causal_convolution(
 
 def inputs_before(x: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
     """The last `count` of the first `lengths` [rows] entries of x [rows, positions, channels]; zeros where fewer."""
-    at = lengths[:, None] - count + torch.arange(count, device=x.device)
-    found = x.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-    return found * (at >= 0).unsqueeze(-1)
+    positions = lengths[:, None] - count + torch.arange(count, device=x.device)
+    values = x.gather(1, positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    return values * (positions >= 0).unsqueeze(-1)
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:
