@@ -102,7 +102,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     steps = []
     for _, scenario in (case.one, case.other):
         # Sleeping packs have a few tokens: their transfers take no time.
-        steps.append(simulate_plan(scenario.plan(), scenario.times, free_transfers=True))
+        steps.append(simulate_plan(scenario.plan(), scenario.times, transfers="instant"))
     factor = SECONDS / max(step.seconds for step in steps)
     job = SleepingJob(
         plans=tuple(sleeping_plan(step, factor, layout.dp_size) for step in steps),

@@ -220,12 +220,14 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         return self.meeting_ranks
 
     @property
-    def meets_at_every_index(self) -> bool:
-        """Whether ranks wait for each other at every micro-batch, by the layout (whatever the objective) or objective.
+    def joint_ranks(self) -> int:
+        """Number of consecutive DP ranks that wait for each other at every micro-batch, by the layout or objective."""
+        return max(self.lockstep_ranks, self.meeting_ranks)
 
-        They then need equal numbers of micro-batches.
-        """
-        return max(self.lockstep_ranks, self.meeting_ranks) > 1
+    @property
+    def meets_at_every_index(self) -> bool:
+        """Whether ranks wait for each other at every micro-batch, and so need equal numbers of them."""
+        return self.joint_ranks > 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name; `PlanConstraints(**values)` restores them."""

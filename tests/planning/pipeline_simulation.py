@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import Plan
-from roll_batching.planning.pipeline.schedule import Operation, dependency_of, stage_operations
+from roll_batching.planning.pipeline.schedule import Pass, dependency_of, stage_operations
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def simulate_pipeline(
     lists = [stage_operations(stage, stages, len(forward), chunks, group_size) for stage in range(stages)]
     position = [0] * stages
     free_at = [0.0] * stages
-    arrived: dict[tuple[int, tuple[Operation, int]], float] = {}
+    arrived: dict[tuple[int, tuple[Pass, int]], float] = {}
     done: list[Interval] = []
     busy = [0.0] * stages
     events: list[tuple[float, int]] = [(0.0, stage) for stage in range(stages)]

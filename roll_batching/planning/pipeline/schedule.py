@@ -1,14 +1,14 @@
-"""Megatron's pipeline schedules as lists of operations with dependencies.
+"""Megatron's pipeline schedules as lists of passes with dependencies.
 
-An operation is the forward or backward pass of one micro-batch through one model chunk on one stage. The operations of
-a stage and their order depend on numbers of stages, chunks and micro-batches, not on costs. So one static list serves
-all orders of micro-batches that a search tries.
+The passes of a stage and their order depend on numbers of stages, chunks and micro-batches, not on costs. So one static
+list serves all orders of micro-batches that a search tries.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,19 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.pipeline.num_micro_batches import is_admissible
 
-Operation = tuple[str, int, int]
-"""("F" or "B", micro-batch, chunk)."""
+
+class Pass(NamedTuple):
+    """Forward or backward pass of one micro-batch through one model chunk of a stage."""
+
+    kind: Literal["F", "B"]
+    index: int
+    """Micro-batch, counted on its rank."""
+    chunk: int
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self.kind == "B"
 
 
 def schedule_table(count: int, chunks: int, group_size: int) -> list[tuple[int, int]]:
@@ -33,10 +44,8 @@ def schedule_table(count: int, chunks: int, group_size: int) -> list[tuple[int, 
     return table
 
 
-def stage_operations(
-    stage: int, stages: int, count: int, chunks: int = 1, group_size: int | None = None
-) -> list[Operation]:
-    """Operations of one stage: warm-up, alternating forward and backward passes, cool-down."""
+def stage_operations(stage: int, stages: int, count: int, chunks: int = 1, group_size: int | None = None) -> list[Pass]:
+    """Passes of one stage in order: warm-up, alternating forward and backward passes, cool-down."""
     if chunks == 1:
         table = [(micro_batch, 0) for micro_batch in range(count)]
         warm_up = stages - stage - 1
@@ -47,8 +56,8 @@ def stage_operations(
         table = schedule_table(count, chunks, size)
         warm_up = 2 * (stages - stage - 1) + (chunks - 1) * size
     warm_up = min(warm_up, len(table))
-    forward = [("F", micro_batch, chunk) for micro_batch, chunk in table]
-    backward = [("B", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
+    forward = [Pass("F", micro_batch, chunk) for micro_batch, chunk in table]
+    backward = [Pass("B", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
     steady = len(table) - warm_up
     operations = forward[:warm_up]
     for i in range(steady):
@@ -56,18 +65,18 @@ def stage_operations(
     return operations + backward[steady:]
 
 
-def dependency_of(operation: Operation, stage: int, stages: int, chunks: int) -> tuple[Operation, int] | None:
-    """Operation, and its stage, whose output `operation` on `stage` receives; None for the first forward."""
+def dependency_of(operation: Pass, stage: int, stages: int, chunks: int) -> tuple[Pass, int] | None:
+    """Pass, and its stage, whose output `operation` on `stage` takes; None for the first forward pass of the model."""
     kind, micro_batch, chunk = operation
     if kind == "F":
         if stage > 0:
-            return ("F", micro_batch, chunk), stage - 1
-        return (("F", micro_batch, chunk - 1), stages - 1) if chunk > 0 else None
+            return Pass("F", micro_batch, chunk), stage - 1
+        return (Pass("F", micro_batch, chunk - 1), stages - 1) if chunk > 0 else None
     if stage < stages - 1:
-        return ("B", micro_batch, chunk), stage + 1
+        return Pass("B", micro_batch, chunk), stage + 1
     if chunk < chunks - 1:
-        return ("B", micro_batch, chunk + 1), 0
-    return ("F", micro_batch, chunk), stage
+        return Pass("B", micro_batch, chunk + 1), 0
+    return Pass("F", micro_batch, chunk), stage
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class StaticSchedule:
 def static_schedule(stages: int, count: int, chunks: int = 1, group_size: int | None = None) -> StaticSchedule:
     """Schedule of `count` micro-batches over `stages` x `chunks`, as arrays."""
     lists = [stage_operations(stage, stages, count, chunks, group_size) for stage in range(stages)]
-    index: dict[tuple[Operation, int], int] = {}
+    index: dict[tuple[Pass, int], int] = {}
     entries: list[tuple[int, int, int, int, int]] = []
     position = [0] * stages
     last = [-1] * stages

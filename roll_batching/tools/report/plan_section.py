@@ -31,8 +31,6 @@ def plan_section(runs: Sequence[RunFiles]) -> Section:
                 f"The plan of {run.label}: a run keeps plans of up to {MOST_SAMPLES:,} samples, and this one has "
                 f"{last.samples:,}."
             )
-        elif last.plan.blocks is not None and last.plan.constraints.pp_size > 1:
-            absent.append(f"The plan of {run.label}: context-parallel sizes per pack in a pipeline are not drawn.")
         else:
             name = f"{last.phase}, step {last.step:,}" + (f" ({run.label})" if len(runs) > 1 else "")
             charts.append(_timeline_chart(last.plan, name))

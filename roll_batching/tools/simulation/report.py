@@ -36,6 +36,9 @@ def lines_of(scenario: Scenario, step: SimulatedStep, cluster: str) -> Iterator[
     yield f"{'exchange':<20}{step.exchange_share:>8.1%}  waiting for keys and values of context-parallel ranks"
     yield f"{'bubbles':<20}{step.bubble_share:>8.1%}  waiting inside the step: for pipeline stages, for ranks that meet"
     yield f"{'waiting at the end':<20}{step.end_wait_share:>8.1%}  for slower data-parallel ranks"
+    if constraints.pp_size > 1:
+        free = step.with_free_transfers().waiting_share
+        yield f"{'waiting in all':<20}{step.waiting_share:>8.1%}  {free:.1%} if transfers between stages were free"
     yield f"{'imbalance':<20}{step.imbalance:>8.1%}  slowest data-parallel rank above the mean"
     yield f"{'padding':<20}{report.padding_share:>8.1%}  of the computed tokens"
     if step.plan.blocks is not None:

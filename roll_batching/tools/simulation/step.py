@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import Plan
 from roll_batching.planning.pack_times import PackTimes
-from roll_batching.tools.simulation.execution import JointPass, Timeline, execute
+from roll_batching.planning.pipeline.execution import Timeline, execute_plan, packs_of_ranks
 from roll_batching.tools.simulation.pack_work import PackWork, Seconds, pack_work
 
 MOST_PASSES = 1_000_000
@@ -71,6 +72,11 @@ class SimulatedStep:
         return 1 - float(self.rank_ends.mean()) / self.seconds
 
     @property
+    def waiting_share(self) -> float:
+        """Share in which they wait, inside the step and at its end."""
+        return self.bubble_share + self.end_wait_share
+
+    @property
     def compute_share(self) -> float:
         """Share in which they compute; the four shares add up to 1."""
         return float((self.busy - self.exchange).mean()) / self.seconds
@@ -80,71 +86,34 @@ class SimulatedStep:
         """Slowest data-parallel rank / mean - 1."""
         return self.seconds / float(self.rank_ends.mean()) - 1
 
+    def with_free_transfers(self) -> SimulatedStep:
+        """The same passes where transfers between stages are free, as the planner and the report of a run assume."""
+        return replace(self, timeline=execute_plan(self.plan, self.work.forward, self.work.backward))
+
 
 def simulate_plan(
-    plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: float = 0.0, free_transfers: bool = False
+    plan: Plan,
+    times: PackTimes,
+    *,
+    recomputed: float = 0.0,
+    head: float = 0.0,
+    transfers: Literal["timed", "instant", "free"] = "timed",
 ) -> SimulatedStep:
     """The step of `plan`, predicted by `times`.
 
     `recomputed`: share of the layers whose forward pass runs again in the backward pass. `head`: FLOPs per token of the
-    output head, which skips padding. `free_transfers`: activations take no time between pipeline stages, as the planner
-    assumes. Raises `PlanError` for times of another layout, and for more than `MOST_PASSES` passes.
+    output head, which skips padding. `transfers`: activations travel between pipeline stages as Megatron sends them, a
+    stage waiting for the other one ("timed", or "instant" without the time on the link), or as the planner assumes
+    ("free": no time, and nobody waits for a receiver). Raises `PlanError` for times of another layout, and for more
+    than `MOST_PASSES` passes.
     """
-    work = pack_work(plan, times, recomputed=recomputed, head=head)
-    constraints = plan.constraints
-    if plan.blocks is None:
-        count = plan.num_micro_batches
-        packs: list[list[int]] = [list(range(rank * count, (rank + 1) * count)) for rank in range(constraints.dp_size)]
-    else:
-        packs = plan.blocks.lists
-    chunks = constraints.vpp_size
-    passes = 2 * constraints.pp_size * chunks * sum(map(len, packs))
+    work, packs = pack_work(plan, times, recomputed=recomputed, head=head), packs_of_ranks(plan)
+    passes = 2 * plan.constraints.pp_size * plan.constraints.vpp_size * sum(map(len, packs))
     if passes > MOST_PASSES:
         raise PlanError(
             f"the step has {passes:,} forward and backward passes on all ranks and stages, and a simulation at most "
             f"{MOST_PASSES:,}: simulate fewer sequences or fewer ranks"
         )
-    lists, joint = _joint_passes(plan, packs, work, chunks, free_transfers)
-    timeline = execute(lists, joint, stages=constraints.pp_size, chunks=chunks, group_size=plan.group_size)
+    transfer = {"timed": work.transfer, "instant": np.zeros_like(work.transfer), "free": None}[transfers]
+    timeline = execute_plan(plan, work.forward, work.backward, transfer=transfer)
     return SimulatedStep(plan=plan, work=work, packs=packs, timeline=timeline)
-
-
-def _joint_passes(
-    plan: Plan, packs: Sequence[Sequence[int]], work: PackWork, chunks: int, free_transfers: bool
-) -> tuple[list[list[int]], list[JointPass]]:
-    """Lists of passes by rank, and the passes: ranks with a common pack, or that meet at every index, are together."""
-    lists: list[list[int]] = [[] for _ in packs]
-    joint: list[JointPass] = []
-    for index in range(max(map(len, packs))):
-        for members in _together(plan, packs, index):
-            own = [packs[rank][index] for rank in members]
-            joint.append(
-                JointPass(
-                    ranks=tuple(members),
-                    forward=float(work.forward[own].max()) / chunks,
-                    backward=float(work.backward[own].max()) / chunks,
-                    transfer=0.0 if free_transfers else float(work.transfer[own].max()),
-                )
-            )
-            for rank in members:
-                lists[rank].append(len(joint) - 1)
-    return lists, joint
-
-
-def _together(plan: Plan, packs: Sequence[Sequence[int]], index: int) -> list[list[int]]:
-    """Ranks that compute their micro-batch `index` together; blocks of ranks are consecutive."""
-    width = plan.constraints.meeting_ranks
-    groups: list[list[int]] = []
-    reach = 0
-    for rank, own in enumerate(packs):
-        if index >= len(own):
-            continue
-        if rank >= reach:
-            groups.append([])
-            reach = rank + 1
-        groups[-1].append(rank)
-        reach = max(reach, (rank // width + 1) * width)
-        if plan.blocks is not None:
-            pack = own[index]
-            reach = max(reach, int(plan.blocks.first_ranks[pack] + plan.blocks.cp_sizes[pack]))
-    return groups

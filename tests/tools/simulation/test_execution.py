@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.simulation.sleeping import SleepingJob, SleepingPlan, step_seconds, train
 from roll_batching.errors import PlanError
+from roll_batching.planning.pipeline.execution import JointPass, Timeline, Transfers, execute, stage_program
 from roll_batching.planning.pipeline.num_micro_batches import is_admissible
-from roll_batching.tools.simulation.execution import JointPass, Timeline, execute
-from roll_batching.tools.simulation.stage_program import Pass, Transfers, stage_program
+from roll_batching.planning.pipeline.schedule import Pass
 from tests.planning.pipeline_simulation import simulate_pipeline
 from tests.support.ranks import run_ranks
 
