@@ -46,7 +46,7 @@ class Draft:
     framework: str = ""
     """Name of the framework that the file is for."""
     defaults: set[str] = field(default_factory=set)
-    """Keys that the file leaves out and that have the framework's defaults (`framework_defaults.fill_defaults`)."""
+    """Keys that the file leaves out and that have the framework's defaults (`foreign_file.fill_defaults`)."""
 
     def origin(self, path: KeyPath) -> str:
         """The key of the file that the value at `path` came from."""

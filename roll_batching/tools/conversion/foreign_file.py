@@ -1,35 +1,114 @@
-"""The settings of another framework's file, and the reasons for keys that its translation does not read."""
+"""The settings of another framework's file, and what is known of its keys: `data/FRAMEWORK.yaml`, read by `Tables`.
+
+A data file has these sections, whose keys are dotted names of the framework:
+
+    prefix, short_names    what all keys begin with; beginnings of keys in the data file, each with the whole beginning
+    types                  keys that are sections, counts (whole numbers of at least 1) or numbers
+    defaults               by group, the framework's defaults, which are filled in before a file is translated, so that
+                           it means what the original meant; `check_draft` keeps those that differ from ours
+    moves                  by group, keys that need no more than a name here: ours, or a list of it and the difference;
+                           DATA, LAYOUT, TRAIN, STRATEGY and SAMPLING are our sections of these names (`foreign_file`)
+    checks                 by group, keys that are read for their value alone: values that change nothing here, and
+                           kind and reason for leaving out the key with another one
+    speed                  names of settings that change speed or memory, not results, in any section
+    left_out               by kind and reason, the keys that are left out; one that ends in `_`, `-` or `.` begins keys
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 
+import yaml
+
+from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem, shortened
 from roll_batching.tools.conversion.draft import Draft
 
-ROUTERS = "of a mixture of experts, whose routers"
+ROLE = "actor_train"
+DATA = (ROLE, "data_args")
+LAYOUT = (ROLE, "strategy_args", "strategy_config")
+PACKING = (ROLE, "sequence_packing_args")
+TRAIN = (ROLE, "training_args")
+STRATEGY = ("actor_infer", "strategy_args")
+SAMPLING = ("actor_infer", "generating_args")
+HELD_OUT = ("validation", "generating_args")
+_SECTIONS = {"DATA": DATA, "LAYOUT": LAYOUT, "TRAIN": TRAIN, "STRATEGY": STRATEGY, "SAMPLING": SAMPLING}
+"""Our sections by their names in data files."""
+FASTER = "changes speed or memory, not results"
+REWARDS = "no such reward exists here: write a function, and name it in reward_function or rewards"
+STOP = "a response ends at the tokenizer's end token, or the model's stop tokens"
 
 
-def reasons_of(kind: str, table: Mapping[str, str], prefix: str = "") -> tuple[tuple[str, str, str], ...]:
-    """Rows of `ForeignFile.reasons`; `table` has by reason the names, separated by spaces."""
-    return tuple((f"{prefix}{name}", kind, why) for why, names in table.items() for name in names.split())
+@functools.cache
+class Tables:
+    """The data file of a framework."""
+
+    def __init__(self, framework: str) -> None:
+        text = resources.files(__package__).joinpath("data", f"{framework}.yaml").read_text(encoding="utf-8")
+        self.data: dict[str, Any] = yaml.safe_load(text)
+        self.speed = frozenset(str(self.data.get("speed", "")).split())
+        rows = [
+            (name, kind, why)
+            for kind, reasons in self.data.get("left_out", {}).items()
+            for why, names in reasons.items()
+            for name in self.keys(names)
+        ]
+        self.reasons: tuple[tuple[str, str, str], ...] = tuple(sorted(rows, key=lambda row: -len(row[0])))
+        """Beginning of keys, kind and reason for leaving them out; the longest beginning of a key is its own."""
+
+    def key(self, name: str) -> str:
+        """A key of the framework, by its name in the data file."""
+        first, dot, rest = name.partition(".")
+        return f"{self.data.get('prefix', '')}{self.data.get('short_names', {}).get(first, first)}{dot}{rest}"
+
+    def keys(self, names: str) -> tuple[str, ...]:
+        """The keys of a list of names with spaces."""
+        return tuple(map(self.key, names.split()))
+
+    def of_type(self, *kinds: str) -> tuple[str, ...]:
+        """The keys of some types."""
+        return tuple(key for kind in kinds for key in self.keys(self.data["types"].get(kind, "")))
+
+    def defaults(self, *groups: str) -> dict[str, Any]:
+        """The defaults of some groups by key."""
+        return {self.key(key): value for group in groups for key, value in self.data["defaults"][group].items()}
+
+    def reason(self, key: str) -> tuple[str, str, str] | None:
+        """The row of `reasons` for `key`."""
+        return next((row for row in self.reasons if _is_below(row[0], key)), None)
+
+    def is_idle(self, key: str) -> bool:
+        """Whether `key`, whatever its value, has no effect here."""
+        row = self.reason(key)
+        return row is not None and row[1] == "idle"
+
+    def check_types(self, data: Mapping[str, Any], source: str) -> None:
+        """Raises ConfigFileError with all values of a wrong type."""
+        sections, counts, numbers = (self.of_type(kind) for kind in ("sections", "counts", "numbers"))
+        if problems := list(wrong_types(data, sections, counts, numbers)):
+            raise ConfigFileError([Problem(path, message, Place(source)) for path, message in problems])
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value, with the key of the file that it comes from, and how its meaning differs here."""
+
+    value: Any
+    key: str
+    meaning: str = ""
 
 
 class ForeignFile:
     """Settings of a file, which the translation takes out one by one, and the draft of the result."""
 
-    reasons: ClassVar[tuple[tuple[str, str, str], ...]] = ()
-    """By prefix of a key: kind and reason for leaving out the keys below it."""
-    speed: ClassVar[frozenset[str]] = frozenset()
-    """Names of settings that change speed or memory, not results."""
-
-    def __init__(self, data: dict[str, Any], draft: Draft) -> None:
-        self.data, self.draft = data, draft
-
-    @classmethod
-    def is_idle(cls, key: str) -> bool:
-        """Whether `key`, whatever its value, has no effect here."""
-        return next((kind for name, kind, _ in cls.reasons if _is_below(name, key)), "") == "idle"
+    def __init__(self, tables: Tables, data: dict[str, Any], draft: Draft) -> None:
+        self.tables, self.data, self.draft = tables, data, draft
 
     def peek(self, key: str, default: Any = None) -> Any:
         """The value of `key`, which still counts as unread."""
@@ -49,6 +128,16 @@ class ForeignFile:
             section.pop(last, None)
         return value
 
+    def given(self, key: str, meaning: str = "") -> Given | None:
+        """The value of `key`, which then counts as read; None where there is none."""
+        value = self.take(key)
+        return None if value is None else Given(value, key, meaning)
+
+    def put(self, path: tuple[str, ...], value: Any, key: str, meaning: str = "") -> None:
+        """Puts `value`, unless it is None, at `path` of the draft."""
+        if value is not None:
+            self.draft.put(path, value, key, meaning)
+
     def move(
         self, key: str, path: tuple[str, ...], change: Callable[[Any], Any] = lambda value: value, meaning: str = ""
     ) -> None:
@@ -56,6 +145,21 @@ class ForeignFile:
         value = self.take(key)
         if value is not None:
             self.draft.put(path, change(value), key, meaning)
+
+    def move_all(self, group: str) -> None:
+        """Moves the keys of a group of the data file's `moves`."""
+        for name, row in self.tables.data["moves"][group].items():
+            ours, meaning = row if isinstance(row, list) else (row, "")
+            first, *rest = ours.split(".")
+            self.move(self.tables.key(name), (*_SECTIONS.get(first, (first,)), *rest), meaning=meaning)
+
+    def check_all(self, group: str) -> None:
+        """Takes the keys of a group of the data file's `checks`; leaves out those with another value than accepted."""
+        for name, (accepted, kind, why) in self.tables.data["checks"][group].items():
+            key = self.tables.key(name)
+            value = self.take(key)
+            if value is not None and value not in accepted:
+                self.draft.leave_out(key, kind, why.replace("{value}", str(value)))
 
     def expect_off(self, *keys: str, why: str) -> None:
         """Leaves out keys that must be off; as refused, with the reason `why`, where one is on."""
@@ -72,15 +176,15 @@ class ForeignFile:
     def _rest(self, section: Mapping[str, Any], above: str) -> None:
         for name, value in section.items():
             key = f"{above}{name}"
-            reason = next((one for one in self.reasons if _is_below(one[0], key)), None)
+            reason = self.tables.reason(key)
             if value == {}:
                 continue  # all its keys were taken
             if _is_off(value) and (
                 not isinstance(value, dict) or {"enabled", "enable"} & value.keys() or (reason and key == reason[0])
             ):
                 self.draft.leave_out(key, "idle", "is off, as here")
-            elif name in self.speed or (name == "expert_tensor_parallel_size" and value == 1):
-                self.draft.leave_out(key, "idle", "changes speed or memory, not results")
+            elif name in self.tables.speed or (name == "expert_tensor_parallel_size" and value == 1):
+                self.draft.leave_out(key, "idle", FASTER)
             elif reason is not None and (reason[1] == "idle" or not isinstance(value, dict) or key == reason[0]):
                 self.draft.leave_out(key, "refused" if reason[1] == "refused" else "idle", reason[2])
             elif isinstance(value, dict):
@@ -99,3 +203,74 @@ def _is_off(value: Any) -> bool:
     if isinstance(value, dict):
         return False in (value.get("enabled"), value.get("enable")) or all(_is_off(below) for below in value.values())
     return value in (None, False, 0, "none", [])
+
+
+# ---- types and defaults
+
+
+def wrong_types(
+    data: Mapping[str, Any], sections: Iterable[str], counts: Iterable[str], numbers: Iterable[str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Path and message of each value of a wrong type, by dotted keys that must be sections, counts or numbers."""
+    for key in sections:
+        value = value_at(data, key)
+        if value is not None and not isinstance(value, Mapping):
+            yield tuple(key.split(".")), f"is {shortened(repr(value))}, but it is a section of keys and values"
+    for key in counts:
+        value = value_at(data, key)
+        if value is not None and not (_is_whole(value) and value >= 1):
+            yield tuple(key.split(".")), f"is {shortened(repr(value))}: write a whole number of at least 1"
+    for key in numbers:
+        value = value_at(data, key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value != value):
+            yield tuple(key.split(".")), f"is {shortened(repr(value))}: write a number"
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether `value` is a whole number; a float counts, as the result of a division."""
+    if isinstance(value, float):
+        return math.isfinite(value) and value % 1 == 0
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def value_at(data: Any, key: str) -> Any:
+    """The value of a dotted key; None if absent."""
+    for part in key.split("."):
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return data
+
+
+def number_of(value: Any) -> Any:
+    """The number that a text is, if it is one."""
+    if isinstance(value, str):
+        for kind in (int, float):
+            with suppress(ValueError):
+                return kind(value)
+    return value
+
+
+def fill_defaults(data: dict[str, Any], defaults: Mapping[str, Any]) -> set[str]:
+    """Adds `defaults`, by dotted key, for keys that `data` lacks; returns the added keys and sections.
+
+    A key below a value that is not a section, such as null, stays absent.
+    """
+    filled: set[str] = set()
+    for key, default in defaults.items():
+        section: Any = data
+        *parents, last = key.split(".")
+        for depth, part in enumerate(parents, 1):
+            if isinstance(section, dict) and part not in section:
+                section[part] = {}
+                filled.add(".".join(parents[:depth]))
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last not in section:
+            section[last] = copy.deepcopy(default)
+            filled.add(key)
+    return filled
+
+
+def section_at(data: Any, *path: str | int) -> dict[str, Any]:
+    """The section at `path` of `data`; where there is none, a new empty one that is not part of `data`."""
+    for part in path:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}

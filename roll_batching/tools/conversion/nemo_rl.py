@@ -16,13 +16,12 @@ from roll_batching.tools.conversion.adapters import convert_adapters
 from roll_batching.tools.conversion.context_sizes import PACKING, ContextSizes, convert_context_sizes, put_rank_cap
 from roll_batching.tools.conversion.critics import share_layout
 from roll_batching.tools.conversion.draft import Draft
+from roll_batching.tools.conversion.foreign_file import ForeignFile, fill_defaults
 from roll_batching.tools.conversion.fp8 import convert_nemo_rl_fp8
-from roll_batching.tools.conversion.framework_defaults import fill_defaults
 from roll_batching.tools.conversion.nemo_rl_batching import convert_batching, steps_of_a_rollout
 from roll_batching.tools.conversion.nemo_rl_data import convert_data
-from roll_batching.tools.conversion.nemo_rl_defaults import defaults_of
 from roll_batching.tools.conversion.nemo_rl_distillation import convert_distillation
-from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS, NemoRlFile, check_types
+from roll_batching.tools.conversion.nemo_rl_file import NEMO_RL, RL_TASKS, check_types, defaults_of
 from roll_batching.tools.conversion.nemo_rl_generation import convert_devices, convert_generation
 from roll_batching.tools.conversion.nemo_rl_grpo import check_forced_ratio, convert_algorithm, convert_loss
 from roll_batching.tools.conversion.nemo_rl_optimizer import convert_optimizer
@@ -41,7 +40,7 @@ _LAYOUT = ("actor_train", "strategy_args", "strategy_config")
 def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     """Translates composed settings of NeMo-RL. Raises ConfigError for a file without a policy."""
     check_types(data, source)
-    file = NemoRlFile(copy.deepcopy(data), Draft(source, framework="NeMo-RL"))
+    file = ForeignFile(NEMO_RL, copy.deepcopy(data), Draft(source, framework="NeMo-RL"))
     if not isinstance(file.data.get("policy"), dict):
         raise ConfigError(f"{source} has no section `policy`")
     file.draft.defaults = fill_defaults(file.data, defaults_of(file.data))
@@ -79,7 +78,7 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     return file.draft
 
 
-def _value_model(file: NemoRlFile, source: str) -> None:
+def _value_model(file: ForeignFile, source: str) -> None:
     """PPO's value model as the role `critic`: its settings are those of a policy, in another section."""
     below = value_as_policy(file)
     below.draft.defaults = fill_defaults(below.data, defaults_of(below.data))
@@ -96,7 +95,7 @@ def _value_model(file: NemoRlFile, source: str) -> None:
     put_value_model(file, below, megatron)
 
 
-def _model(file: NemoRlFile) -> None:
+def _model(file: ForeignFile) -> None:
     name = file.peek("policy.model_name")
     file.move("policy.model_name", ("pretrain",))
     tokenizer = file.take("policy.tokenizer.name")
@@ -113,7 +112,7 @@ def _model(file: NemoRlFile) -> None:
     file.move("policy.precision", ("actor_train", "model_args", "dtype"), lambda name: precisions.get(str(name), name))
 
 
-def _caps_of_ranks(file: NemoRlFile, sizes: ContextSizes) -> None:
+def _caps_of_ranks(file: ForeignFile, sizes: ContextSizes) -> None:
     """Caps of one rank from those of whole packs, where each pack has its own context-parallel size."""
     packing, key = file.draft.values["actor_train"].get("sequence_packing_args"), "policy.sequence_packing"
     if packing is None:
@@ -126,7 +125,7 @@ def _caps_of_ranks(file: NemoRlFile, sizes: ContextSizes) -> None:
     file.draft.put((*PACKING, "max_packed_sequence_length_forward"), forward, f"{key}.logprob_mb_tokens", text)
 
 
-def _layout(file: NemoRlFile) -> ContextSizes | None:
+def _layout(file: ForeignFile) -> ContextSizes | None:
     """Parallel sizes and recomputation, of Megatron or of DTensor, as Megatron's settings; sizes per pack, if any."""
     megatron = bool(file.peek("policy.megatron_cfg.enabled"))
     file.take("policy.megatron_cfg.enabled")
@@ -166,7 +165,7 @@ def _layout(file: NemoRlFile) -> ContextSizes | None:
     return sizes
 
 
-def _router_loss(file: NemoRlFile) -> None:
+def _router_loss(file: ForeignFile) -> None:
     """The load-balancing loss, whose weight is Megatron-Bridge's for the model where the file gives none."""
     layout = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
     section = "policy.megatron_cfg"
@@ -181,7 +180,7 @@ _REPEATED_HEAD = (
 )
 
 
-def _heads(file: NemoRlFile) -> None:
+def _heads(file: ForeignFile) -> None:
     """Heads of multi-token prediction: their settings have no effect without them."""
     layout = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
     number = layout.get("mtp_num_layers")
@@ -201,7 +200,7 @@ def _heads(file: NemoRlFile) -> None:
         file.draft.meanings[(*_LAYOUT, "mtp_detach_heads")] = text
 
 
-def _adapters(file: NemoRlFile, section: str, megatron: bool) -> None:
+def _adapters(file: ForeignFile, section: str, megatron: bool) -> None:
     if not file.peek(f"{section}.enabled"):
         file.take(section)
         return
@@ -217,7 +216,7 @@ def _adapters(file: NemoRlFile, section: str, megatron: bool) -> None:
     convert_adapters(file, section, rank="dim", alpha=("alpha", 32), shares_a=megatron, dropout=why)
 
 
-def _lengths(file: NemoRlFile, task: str) -> None:
+def _lengths(file: ForeignFile, task: str) -> None:
     total, longest = file.take("policy.max_total_sequence_length"), file.take("data.max_input_seq_length")
     if not isinstance(total, int):
         return
@@ -233,7 +232,7 @@ def _lengths(file: NemoRlFile, task: str) -> None:
         file.draft.put(("response_length",), response, "policy.generation.max_new_tokens", text)
 
 
-def _checkpoints(file: NemoRlFile) -> None:
+def _checkpoints(file: ForeignFile) -> None:
     file.move("checkpointing.checkpoint_dir", ("output_dir",))
     enabled = file.take("checkpointing.enabled", True)
     period = file.take("checkpointing.save_period")
@@ -244,7 +243,7 @@ def _checkpoints(file: NemoRlFile) -> None:
         file.move("policy.megatron_cfg.checkpoint.async_save", ("async_save",))
 
 
-def _tracker(file: NemoRlFile) -> None:
+def _tracker(file: ForeignFile) -> None:
     """Weights & Biases, else SwanLab: a job has one tracker beside its own files."""
     enabled = [name for name in ("wandb", "swanlab") if file.take(f"logger.{name}_enabled")]
     for name in enabled[:1]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.integrations.nemo_rl_names import microbatch_order
+from roll_batching.tools.conversion.foreign_file import ForeignFile
 from roll_batching.tools.conversion.mini_batch import data_parallel_ranks, put_mini_batch
-from roll_batching.tools.conversion.nemo_rl_file import NemoRlFile
 
 _PACKING, _DYNAMIC = "sequence_packing", "dynamic_batching"
 _ORIGINS: Mapping[tuple[str, ...], str] = {
@@ -28,7 +28,7 @@ _ORIGINS: Mapping[tuple[str, ...], str] = {
 """By key of actor_train that `convert_policy` writes, the key of `policy` that it comes from."""
 
 
-def convert_batching(file: NemoRlFile, source: str, task: str) -> None:
+def convert_batching(file: ForeignFile, source: str, task: str) -> None:
     """Converts `policy.sequence_packing`, `policy.dynamic_batching` and the batch sizes of `policy`."""
     policy = file.peek("policy")
     try:
@@ -51,7 +51,7 @@ def convert_batching(file: NemoRlFile, source: str, task: str) -> None:
     _batch_sizes(file, layout, task)
 
 
-def _batch_sizes(file: NemoRlFile, layout: Mapping[str, Any], task: str) -> None:
+def _batch_sizes(file: ForeignFile, layout: Mapping[str, Any], task: str) -> None:
     """Global, micro- and log-prob batch sizes; of pairs, in sequences."""
     devices = int(file.draft.values["actor_train"]["device_mapping"].rpartition(",")[2].rstrip(")"))
     size, rows = file.take("policy.train_global_batch_size"), file.take("policy.train_micro_batch_size", 1)
@@ -67,7 +67,7 @@ def _batch_sizes(file: NemoRlFile, layout: Mapping[str, Any], task: str) -> None
             file.draft.leave_out(f"policy.{name}", "idle", text)
 
 
-def steps_of_a_rollout(file: NemoRlFile, section: str, size: Any = None) -> int:
+def steps_of_a_rollout(file: ForeignFile, section: str, size: Any = None) -> int:
     """Optimizer steps of one pass over the samples of a rollout.
 
     `section` has their number, and mini-batches have `size` samples (default: the policy's).

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.rollout_keys import NEMO_GYM
-from roll_batching.tools.conversion.nemo_rl_file import REWARDS, RL_TASKS, STOP, NemoRlFile
+from roll_batching.tools.conversion.foreign_file import REWARDS, STOP, ForeignFile
+from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS
 
 _DATA = ("actor_train", "data_args")
 _TEXTS = {"prompt": ("input_key", "input"), "response": ("output_key", "output")}
@@ -65,7 +66,7 @@ _WRITTEN_BY_TEMPLATE = {
 }
 
 
-def convert_data(file: NemoRlFile, task: str) -> None:
+def convert_data(file: ForeignFile, task: str) -> None:
     """Local files of `data` with the keys of their lines. Data sets of the Hub are left to be filled in."""
     default = file.take("data.default") or {}
     first = file.peek("data.train")
@@ -102,7 +103,7 @@ def convert_data(file: NemoRlFile, task: str) -> None:
 
 
 def _files(
-    file: NemoRlFile, task: str, which: str, default: Mapping[str, Any], ours: str, before: dict[str, tuple[Any, str]]
+    file: ForeignFile, task: str, which: str, default: Mapping[str, Any], ours: str, before: dict[str, tuple[Any, str]]
 ) -> dict[str, tuple[Any, str]]:
     """Sets data_args.OURS to the files of `data.WHICH`; returns the keys of their lines, each with its origin.
 
@@ -158,7 +159,9 @@ def _local(task: str, one: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]
     return path, keys, ""
 
 
-def _leave_out_details(file: NemoRlFile, task: str, where: str, own: Mapping[str, Any], one: Mapping[str, Any]) -> None:
+def _leave_out_details(
+    file: ForeignFile, task: str, where: str, own: Mapping[str, Any], one: Mapping[str, Any]
+) -> None:
     """Leaves out the other keys of a converted data set, from its `own` section or from both (`one`)."""
     if own.get("prompt_file"):
         file.draft.leave_out(f"{where}.prompt_file", "refused", _PROMPT_FILE)
@@ -176,7 +179,7 @@ def _leave_out_details(file: NemoRlFile, task: str, where: str, own: Mapping[str
             file.draft.leave_out(f"{where}.{name}", "idle", why)
 
 
-def _reward(file: NemoRlFile, environment: Any) -> None:
+def _reward(file: ForeignFile, environment: Any) -> None:
     """The reward of the environment that the data names, if it is supported."""
     if _uses_gym(file, environment):
         _gym(file)
@@ -201,11 +204,11 @@ def _reward(file: NemoRlFile, environment: Any) -> None:
         file.draft.leave_out(f"env.{name}", "idle", "no prompts of data.train are of this environment")
 
 
-def _uses_gym(file: NemoRlFile, environment: Any) -> bool:
+def _uses_gym(file: ForeignFile, environment: Any) -> bool:
     return environment == "nemo_gym" or bool(file.peek("env.should_use_nemo_gym"))
 
 
-def _gym(file: NemoRlFile) -> None:
+def _gym(file: ForeignFile) -> None:
     """The rollout function of NeMo-Gym, which is started by hand with the file's own section for it."""
     key = "env.should_use_nemo_gym"
     text = "Gym and the engine are started by hand (docs/rollouts.md); NeMo-RL starts both"
@@ -226,7 +229,7 @@ def _gym(file: NemoRlFile) -> None:
             file.draft.leave_out(f"env.{name}", "idle", "is not read by NeMo-Gym's agents")
 
 
-def _common_keys(file: NemoRlFile, task: str) -> None:
+def _common_keys(file: ForeignFile, task: str) -> None:
     """Keys of `data` for all data sets."""
     file.take("data.max_input_seq_length")
     if file.take("data.shuffle") is False:

@@ -7,10 +7,9 @@ from typing import Any
 
 from roll_batching.errors import PlanError
 from roll_batching.jobs.config.layout_rules import PARALLEL_KEYS
+from roll_batching.tools.conversion.foreign_file import ForeignFile, section_at
 from roll_batching.tools.conversion.fp8 import convert_nemo_rl_fp8
-from roll_batching.tools.conversion.framework_defaults import section_at
 from roll_batching.tools.conversion.nemo_rl_batching import convert_policy
-from roll_batching.tools.conversion.nemo_rl_file import NemoRlFile
 from roll_batching.tools.conversion.nemo_rl_grpo import convert_evaluation
 
 _OBJECTIVES = {"forward": "forward_kl", "reverse": "reverse_kl", "mixed": "mixed_kl"}
@@ -22,7 +21,7 @@ _FORWARD = (
 _LAYOUT = ("teacher", "strategy_args", "strategy_config")
 
 
-def convert_distillation(file: NemoRlFile) -> None:
+def convert_distillation(file: ForeignFile) -> None:
     """Converts steps, evaluation, objective and teacher."""
     section = "distillation"
     file.draft.put(("task",), "distill", section)
@@ -51,7 +50,7 @@ def convert_distillation(file: NemoRlFile) -> None:
         _teacher(file, teacher)
 
 
-def _temperatures(file: NemoRlFile) -> None:
+def _temperatures(file: ForeignFile) -> None:
     """The sampling temperature of each model, by which NeMo-RL also divides its logits in the loss."""
     key = "generation.temperature"
     student, teacher = (file.peek(f"{role}.{key}", 1.0) for role in ("policy", "teacher"))
@@ -65,7 +64,7 @@ def _temperatures(file: NemoRlFile) -> None:
         file.draft.put(("teacher_temperature",), teacher / student, f"teacher.{key}", text)
 
 
-def _teacher(file: NemoRlFile, teacher: Mapping[str, Any]) -> None:
+def _teacher(file: ForeignFile, teacher: Mapping[str, Any]) -> None:
     """Model, parallel sizes and batching of the teacher; the rest of the section has no effect."""
     file.move("teacher.model_name", ("teacher", "model_args", "model_name_or_path"))
     file.draft.put(("teacher", "strategy_args", "strategy_name"), "megatron_infer", "teacher")

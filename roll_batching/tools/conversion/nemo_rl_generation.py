@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS, STOP, NemoRlFile
+from roll_batching.tools.conversion.foreign_file import STOP, ForeignFile
+from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS
 from roll_batching.tools.conversion.train_infer import SECTION
 
 _SECTION = "policy.generation"
@@ -35,7 +36,7 @@ _NOT_SGLANG = ("model_path", "random_seed", "skip_tokenizer_init", "sglang_serve
 SERVERS = "servers are configured by engine_args, strategy_config and device_mapping of actor_infer"
 
 
-def convert_devices(file: NemoRlFile, task: str) -> None:
+def convert_devices(file: ForeignFile, task: str) -> None:
     """Devices of training, and of an engine with its own devices."""
     nodes, each = file.take("cluster.num_nodes") or 1, file.take("cluster.gpus_per_node") or 1
     total, own = nodes * each, 0
@@ -64,7 +65,7 @@ def convert_devices(file: NemoRlFile, task: str) -> None:
         file.draft.missing.append(f"{what} only on that of rank 0; start them on the others yourself, and name all")
 
 
-def convert_generation(file: NemoRlFile) -> None:
+def convert_generation(file: ForeignFile) -> None:
     """Engine and sampling of rollouts and held-out answers."""
     backend = file.take(f"{_SECTION}.backend", "vllm")
     _sampling(file)
@@ -83,7 +84,7 @@ def convert_generation(file: NemoRlFile) -> None:
     _ahead_of_training(file)
 
 
-def _sampling(file: NemoRlFile) -> None:
+def _sampling(file: ForeignFile) -> None:
     for name, plain in _UNRESTRICTED.items():
         training, held_out = file.take(f"{_SECTION}.{name}"), f"{_SECTION}.val_{name}"
         if training is not None:
@@ -101,7 +102,7 @@ def _sampling(file: NemoRlFile) -> None:
         file.expect_off(f"{_SECTION}.{name}", why=STOP)
 
 
-def _vllm(file: NemoRlFile) -> None:
+def _vllm(file: ForeignFile) -> None:
     file.draft.put((*_ROLE, "strategy_name"), "vllm", f"{_SECTION}.backend")
     section, options = f"{_SECTION}.vllm_cfg", (*_ROLE, "strategy_config")
     for name in _VLLM_OPTIONS:
@@ -134,7 +135,7 @@ def _vllm(file: NemoRlFile) -> None:
         file.move(f"{_SECTION}.vllm_kwargs.{name}", (*options, name))
 
 
-def _sglang(file: NemoRlFile) -> None:
+def _sglang(file: ForeignFile) -> None:
     file.draft.put((*_ROLE, "strategy_name"), "sglang", f"{_SECTION}.backend")
     section = f"{_SECTION}.sglang_cfg"
     for name in list(file.peek(section) or {}):
@@ -150,7 +151,7 @@ def _sglang(file: NemoRlFile) -> None:
             file.move(key, (*_ROLE, "strategy_config", name))
 
 
-def _ahead(file: NemoRlFile) -> int:
+def _ahead(file: ForeignFile) -> int:
     """Most RL steps that rollouts run ahead of training; 0: synchronous."""
     if file.peek("grpo.async_grpo.enabled"):
         return int(file.peek("grpo.async_grpo.max_trajectory_age_steps", 1))
@@ -161,7 +162,7 @@ def _ahead(file: NemoRlFile) -> int:
     return int(sampler.get("max_lookahead_versions" if in_order else "max_staleness_versions", 1))
 
 
-def _ahead_of_training(file: NemoRlFile) -> None:
+def _ahead_of_training(file: ForeignFile) -> None:
     ahead, section = _ahead(file), "grpo.async_grpo"
     key = f"{section}.max_trajectory_age_steps" if file.peek(f"{section}.enabled") else "async_rl.sampler"
     if ahead:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from roll_batching.tools.conversion.nemo_rl_file import CORRECTIONS, REWARDS, NemoRlFile
+from roll_batching.tools.conversion.foreign_file import REWARDS, ForeignFile
+from roll_batching.tools.conversion.nemo_rl_file import CORRECTIONS
 from roll_batching.tools.conversion.train_infer import SECTION, nemo_rl_correction
 
 
-def convert_algorithm(file: NemoRlFile) -> None:
+def convert_algorithm(file: ForeignFile) -> None:
     """Converts steps, groups, advantages and evaluation."""
     for key, ours in (
         ("num_prompts_per_step", "rollout_batch_size"),
@@ -49,7 +50,7 @@ def convert_algorithm(file: NemoRlFile) -> None:
     convert_evaluation(file)
 
 
-def _dynamic_sampling(file: NemoRlFile) -> None:
+def _dynamic_sampling(file: ForeignFile) -> None:
     most, multiplier = file.take("grpo.dynamic_sampling_max_gen_batches"), file.take("grpo.batch_multiplier")
     if file.take("grpo.use_dynamic_sampling") is not True:
         for name, value in (("dynamic_sampling_max_gen_batches", most), ("batch_multiplier", multiplier)):
@@ -69,7 +70,7 @@ def _dynamic_sampling(file: NemoRlFile) -> None:
         file.draft.put(("dynamic_sampling_batch_size",), most_prompts, "grpo.batch_multiplier", text)
 
 
-def _reward_shaping(file: NemoRlFile) -> None:
+def _reward_shaping(file: ForeignFile) -> None:
     scaling, shaping = "grpo.reward_scaling", "grpo.reward_shaping"
     if file.peek(f"{scaling}.enabled") is True:
         file.take(f"{scaling}.enabled")
@@ -85,7 +86,7 @@ def _reward_shaping(file: NemoRlFile) -> None:
     file.expect_off(shaping, why=REWARDS)
 
 
-def _clipped(file: NemoRlFile) -> None:
+def _clipped(file: ForeignFile) -> None:
     low, high = file.take("grpo.advantage_clip_low"), file.take("grpo.advantage_clip_high")
     if high is not None and low is not None and low == -high:
         file.draft.put(("advantage_clip",), high, "grpo.advantage_clip_high")
@@ -94,7 +95,7 @@ def _clipped(file: NemoRlFile) -> None:
         file.draft.leave_out("grpo.advantage_clip_high", "refused", text)
 
 
-def convert_evaluation(file: NemoRlFile, section: str = "grpo") -> None:
+def convert_evaluation(file: ForeignFile, section: str = "grpo") -> None:
     """Converts the evaluation in `section`."""
     period, most = file.take(f"{section}.val_period", 0), file.take(f"{section}.max_val_samples")
     size = file.take(f"{section}.val_batch_size")
@@ -112,7 +113,7 @@ def convert_evaluation(file: NemoRlFile, section: str = "grpo") -> None:
         file.draft.put(("eval_samples",), whole, f"{section}.max_val_samples", text)
 
 
-def convert_loss(file: NemoRlFile) -> None:
+def convert_loss(file: ForeignFile) -> None:
     """Converts the policy loss, the reference and the engine correction."""
     weight = file.take("loss_fn.reference_policy_kl_penalty")
     if file.take("loss_fn.use_kl_in_reward") and weight:
@@ -157,7 +158,7 @@ def convert_loss(file: NemoRlFile) -> None:
         file.draft.leave_out("loss_fn.use_on_policy_kl_approximation", "idle", "reference_policy_kl_penalty is 0")
 
 
-def check_forced_ratio(file: NemoRlFile) -> None:
+def check_forced_ratio(file: ForeignFile) -> None:
     """Leaves out `force_on_policy_ratio` where a step's samples are not one global batch, which NeMo-RL refuses."""
     key = "loss_fn.force_on_policy_ratio"
     prompts, responses = file.peek("grpo.num_prompts_per_step"), file.peek("grpo.num_generations_per_prompt")
@@ -170,7 +171,7 @@ def check_forced_ratio(file: NemoRlFile) -> None:
         file.draft.leave_out(key, "refused", text)
 
 
-def _ratio(file: NemoRlFile) -> None:
+def _ratio(file: ForeignFile) -> None:
     """Settings that disable the ratio to the old policy."""
     if file.take("loss_fn.disable_ppo_ratio"):
         file.draft.put(("loss_function",), "gpg", "loss_fn.disable_ppo_ratio")
@@ -183,7 +184,7 @@ def _ratio(file: NemoRlFile) -> None:
             file.draft.put(("actor_train", "logprob_plan"), "none", key, text)
 
 
-def _kl_of_tokens(file: NemoRlFile, weight: float) -> float:
+def _kl_of_tokens(file: ForeignFile, weight: float) -> float:
     """PPO's KL term in the rewards of tokens; returns its weight in the loss, 0."""
     key = "loss_fn.use_kl_in_reward"
     if file.take("grpo.skip_reference_policy_logprobs_calculation"):
@@ -196,7 +197,7 @@ def _kl_of_tokens(file: NemoRlFile, weight: float) -> float:
     return 0.0
 
 
-def _kl_in_reward(file: NemoRlFile, weight: float) -> float:
+def _kl_in_reward(file: ForeignFile, weight: float) -> float:
     """Leaves out the KL term in the reward, but for PPO; returns its weight in the loss, 0."""
     if file.draft.values.get("adv_estimator") == "gae":
         return _kl_of_tokens(file, weight)
@@ -213,7 +214,7 @@ _NO_CAP = 1e9
 """Larger than exp(20), the largest possible weight."""
 
 
-def _engine_correction(file: NemoRlFile) -> None:
+def _engine_correction(file: ForeignFile) -> None:
     key = "loss_fn.truncated_importance_sampling"
     corrected = file.take("loss_fn.use_importance_sampling_correction")
     kind, cap = file.take(f"{key}_type"), file.take(f"{key}_ratio")

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll_batching.tools.conversion.foreign_file import ForeignFile
 from roll_batching.tools.conversion.mini_batch import optimizer_steps
-from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS, NemoRlFile
+from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS
 
 _TRAIN = ("actor_train", "training_args")
 _SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -25,7 +26,7 @@ _LINEAR = {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
 """Defaults of torch.optim.lr_scheduler.LinearLR."""
 
 
-def convert_optimizer(file: NemoRlFile, task: str, steps: int, job: NemoRlFile | None = None) -> None:
+def convert_optimizer(file: ForeignFile, task: str, steps: int, job: ForeignFile | None = None) -> None:
     """Converts optimizer and schedule, which counts passes of `steps` optimizer steps; `job` has the job's length."""
     megatron = "megatron_cfg" in file.data["policy"]
     if megatron:
@@ -55,7 +56,7 @@ def convert_optimizer(file: NemoRlFile, task: str, steps: int, job: NemoRlFile |
     _torch_schedule(file, task, steps)
 
 
-def _clipping(file: NemoRlFile, megatron: bool) -> None:
+def _clipping(file: ForeignFile, megatron: bool) -> None:
     """Gradient clipping: Megatron's clip_grad, or DTensor's max_grad_norm. Null switches it off."""
     keys = ["policy.megatron_cfg.optimizer.clip_grad", "policy.max_grad_norm"]
     key, other = keys if megatron else reversed(keys)
@@ -64,14 +65,14 @@ def _clipping(file: NemoRlFile, megatron: bool) -> None:
         file.draft.put((*_TRAIN, "max_grad_norm"), 0.0 if norm is None else norm, key)
 
 
-def _passes_of_job(file: NemoRlFile, task: str) -> int | None:
+def _passes_of_job(file: ForeignFile, task: str) -> int | None:
     """Passes of the whole job, which a schedule of Megatron spans by default; None where the file has no number."""
     section = {"distill": "distillation", "value": "grpo"}.get(task, task)
     steps, each = file.peek(f"{section}.max_num_steps"), file.peek(f"{section}.ppo_epochs", 1)
     return steps * each if isinstance(steps, int) and isinstance(each, int) else None
 
 
-def _megatron_schedule(file: NemoRlFile, task: str, steps: int, passes: int | None) -> None:
+def _megatron_schedule(file: ForeignFile, task: str, steps: int, passes: int | None) -> None:
     constant = file.peek(f"{_SCHEDULER}.lr_decay_style", "constant") == "constant"
     file.move(f"{_SCHEDULER}.lr_decay_style", (*_TRAIN, "lr_scheduler_type"))
     decay = file.peek(f"{_SCHEDULER}.lr_decay_iters")
@@ -96,7 +97,7 @@ def _megatron_schedule(file: NemoRlFile, task: str, steps: int, passes: int | No
             file.draft.leave_out(f"{_SCHEDULER}.{name}", "idle", "weight decay is constant")
 
 
-def _torch_schedule(file: NemoRlFile, task: str, steps: int) -> None:
+def _torch_schedule(file: ForeignFile, task: str, steps: int) -> None:
     """The list of torch's schedules. A linear one that ends at 1 is a warm-up; a cosine may follow it."""
     given = file.take("policy.scheduler")
     entries = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
@@ -117,7 +118,7 @@ def _torch_schedule(file: NemoRlFile, task: str, steps: int) -> None:
             file.draft.leave_out(f"policy.scheduler ({name})", "refused", text)
 
 
-def _warmup(file: NemoRlFile, linear: dict[str, Any], end: Any, steps: int) -> bool:
+def _warmup(file: ForeignFile, linear: dict[str, Any], end: Any, steps: int) -> bool:
     """Converts LinearLR if it is a warm-up that is not cut off; whether it is."""
     count, start = linear["total_iters"], linear["start_factor"]
     if linear["end_factor"] != 1.0 or not isinstance(count, int) or (isinstance(end, int) and end < count):
@@ -131,7 +132,7 @@ def _warmup(file: NemoRlFile, linear: dict[str, Any], end: Any, steps: int) -> b
     return True
 
 
-def _cosine(file: NemoRlFile, settings: dict[str, Any], begin: Any, steps: int) -> None:
+def _cosine(file: ForeignFile, settings: dict[str, Any], begin: Any, steps: int) -> None:
     """Converts CosineAnnealingLR, which begins after `begin` passes and rises again after its end."""
     file.draft.put((*_TRAIN, "lr_scheduler_type"), "cosine", "policy.scheduler", "constant after T_max")
     file.draft.put((*_TRAIN, "min_lr"), settings.get("eta_min", 0.0), "policy.scheduler")

@@ -6,14 +6,15 @@ from typing import Any
 
 from roll_batching.tools.conversion.critics import HEAD, put_critic, scale_loss
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.nemo_rl_file import NemoRlFile
+from roll_batching.tools.conversion.foreign_file import ForeignFile
+from roll_batching.tools.conversion.nemo_rl_file import NEMO_RL
 
 _OWN_NAMES = (("grpo.async_grpo", "ppo.async_ppo"), ("grpo", "ppo"))
 """Sections under whose names PPO's are translated, each with PPO's name."""
 _LINEAR_LAYER = "NeMo-RL's Megatron: uniform between plus and minus 1 / sqrt(hidden size)"
 
 
-def read_ppo_as_grpo(file: NemoRlFile) -> bool:
+def read_ppo_as_grpo(file: ForeignFile) -> bool:
     """Renames the section `ppo` to `grpo`, whose keys most of its keys are; returns whether there was one."""
     if not isinstance(file.peek("ppo"), dict):
         return False
@@ -38,7 +39,7 @@ def _own_name(key: str) -> str:
     return key
 
 
-def convert_ppo(file: NemoRlFile) -> None:
+def convert_ppo(file: ForeignFile) -> None:
     """Converts the keys of `ppo` that `grpo` does not have, and the critic's loss."""
     passes = file.take("grpo.ppo_epochs")
     for ours in ("ppo_epochs", "critic_epochs"):
@@ -60,7 +61,7 @@ def convert_ppo(file: NemoRlFile) -> None:
     file.expect_off("loss_fn.positive_example_nll_weight", why="the loss has no term for correct samples alone")
 
 
-def _estimator(file: NemoRlFile) -> None:
+def _estimator(file: ForeignFile) -> None:
     """Generalised advantage estimation; one lambda serves advantages and returns."""
     section = "grpo.adv_estimator"
     file.move(f"{section}.gae_gamma", ("gamma",))
@@ -78,10 +79,10 @@ def _estimator(file: NemoRlFile) -> None:
     file.move(f"{section}.normalize_advantages", ("whiten_advantages",))
 
 
-def value_as_policy(file: NemoRlFile) -> NemoRlFile:
+def value_as_policy(file: ForeignFile) -> ForeignFile:
     """The section `value` as the section `policy` of a file, whose keys it has."""
     value = file.take("value") or {}
-    below = NemoRlFile({"policy": value}, Draft(file.draft.source, framework=file.draft.framework))
+    below = ForeignFile(NEMO_RL, {"policy": value}, Draft(file.draft.source, framework=file.draft.framework))
     longest = "policy.max_total_sequence_length"
     if below.peek(longest) == file.peek(longest):
         below.take(longest)
@@ -89,7 +90,7 @@ def value_as_policy(file: NemoRlFile) -> NemoRlFile:
     return below
 
 
-def put_value_model(file: NemoRlFile, below: NemoRlFile, megatron: bool) -> None:
+def put_value_model(file: ForeignFile, below: ForeignFile, megatron: bool) -> None:
     """Puts the translated value model into the role `critic`."""
     scale = file.take("value_loss_fn.scale")
     if isinstance(scale, int | float) and not isinstance(scale, bool):

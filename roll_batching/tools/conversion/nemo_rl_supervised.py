@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_batching.tools.conversion.nemo_rl_file import NemoRlFile
+from roll_batching.tools.conversion.foreign_file import ForeignFile
 
 _NO_LIMIT = 1_000_000
 """Numbers of steps from here on mean no limit in NeMo-RL's files."""
@@ -10,7 +10,7 @@ ALL_TEXTS = 1_000_000_000
 """Number of held-out texts that stands for all of them."""
 
 
-def task_of(file: NemoRlFile) -> str:
+def task_of(file: ForeignFile) -> str:
     """The task by the sections of the file: `sft`, `dpo`, `distill`, else `grpo`."""
     tasks = [task for task in ("sft", "dpo", "distillation", "grpo") if isinstance(file.peek(task), dict)]
     for other in tasks[1:]:
@@ -20,7 +20,7 @@ def task_of(file: NemoRlFile) -> str:
     return {"distillation": "distill"}.get(tasks[0], tasks[0]) if tasks else "grpo"
 
 
-def convert_supervised(file: NemoRlFile, task: str) -> None:
+def convert_supervised(file: ForeignFile, task: str) -> None:
     """Converts the section `task`: length, evaluation and, for pairs, the loss."""
     draft = file.draft
     draft.put(("task",), task, task)
@@ -35,7 +35,7 @@ def convert_supervised(file: NemoRlFile, task: str) -> None:
         _preferences(file)
 
 
-def _length(file: NemoRlFile, task: str) -> None:
+def _length(file: ForeignFile, task: str) -> None:
     steps, epochs = file.take(f"{task}.max_num_steps"), file.take(f"{task}.max_num_epochs", 1)
     by_steps = isinstance(steps, int) and 0 < steps < _NO_LIMIT
     if by_steps:
@@ -45,7 +45,7 @@ def _length(file: NemoRlFile, task: str) -> None:
         file.draft.put(("num_train_epochs",), epochs, f"{task}.max_num_epochs")
 
 
-def _evaluation(file: NemoRlFile, task: str) -> None:
+def _evaluation(file: ForeignFile, task: str) -> None:
     period, batches = file.take(f"{task}.val_period", 0), file.take(f"{task}.val_batches", 0)
     size = file.take(f"{task}.val_global_batch_size", 1)
     file.take(f"{task}.val_micro_batch_size")
@@ -60,7 +60,7 @@ def _evaluation(file: NemoRlFile, task: str) -> None:
     file.draft.put(("eval_samples",), count, f"{task}.val_batches", text)
 
 
-def _preferences(file: NemoRlFile) -> None:
+def _preferences(file: ForeignFile) -> None:
     draft = file.draft
     draft.put(("loss_function",), "dpo", "dpo.preference_loss")
     draft.put(("reference",), {}, "dpo")

@@ -15,8 +15,8 @@ from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, MEDIA
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.tools.conversion.draft import Draft
+from roll_batching.tools.conversion.foreign_file import section_at
 from roll_batching.tools.conversion.fp8 import complete_fp8
-from roll_batching.tools.conversion.framework_defaults import section_at
 from roll_batching.tools.conversion.roll_agentic import AGENTIC, convert_agentic
 from roll_batching.tools.conversion.roll_defaults import apply_defaults, pipeline_of
 from roll_batching.tools.conversion.roll_distillation import (

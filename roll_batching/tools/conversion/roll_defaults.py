@@ -11,7 +11,7 @@ from typing import Any, Literal
 from roll_batching.jobs.config.advantages import GAE
 from roll_batching.jobs.config.diagnostics import dotted
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.framework_defaults import fill_defaults, section_at
+from roll_batching.tools.conversion.foreign_file import fill_defaults, section_at
 
 Pipeline = Literal["rlvr", "agentic", "sft", "dpo", "distillation"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.framework_defaults import section_at
+from roll_batching.tools.conversion.foreign_file import section_at
 
 _SEVERAL = "several teachers by tag: task: distill has one teacher, a section with model_args (docs/distillation.md)"
 _ON_PROMPT = "is true: the teacher's distributions are compared over the answer alone"

@@ -9,7 +9,7 @@ from typing import Any
 
 from roll_batching.jobs.config.diagnostics import dotted
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.framework_defaults import section_at
+from roll_batching.tools.conversion.foreign_file import section_at
 
 REWARD_WORKERS = (
     "no such reward exists here: write a function, and name it in reward_function or rewards; a plain function of the "

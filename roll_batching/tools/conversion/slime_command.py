@@ -11,9 +11,10 @@ from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shor
 from roll_batching.jobs.config.frameworks import PROGRAMS
 from roll_batching.secret_names import is_secret
 from roll_batching.tools.conversion.composing import Composed
+from roll_batching.tools.conversion.foreign_file import Tables
 from roll_batching.tools.conversion.shell_script import SECRET, Value, read_script, training_command
-from roll_batching.tools.conversion.slime_options import FLAGS, FLOATS, INTEGERS, LISTS, TEXTS, SlimeFile
 
+SLIME = Tables("slime")
 PROGRAM = "program"
 """Key of the program's name among the options."""
 
@@ -77,7 +78,7 @@ def _read(option: Value, values: list[Value], composed: Composed) -> Problem | N
     composed.data[name] = None
     if any(is_secret(name, value.text) for value in values):
         composed.failed[(name,)] = SECRET
-    elif unread is not None and not SlimeFile.is_idle(name):
+    elif unread is not None and not SLIME.is_idle(name):
         composed.failed[(name,)] = f"line {unread.place.line}: {unread.why}"
     else:
         texts = [value.text or "" for value in values]
@@ -95,19 +96,20 @@ def _read(option: Value, values: list[Value], composed: Composed) -> Problem | N
 
 def _value(name: str, texts: list[str]) -> Any:
     """The value of an option by its type. Raises ValueError with what is wrong."""
-    if name in FLAGS:
+    integers, floats, lists = SLIME.of_type("counts", "integers"), SLIME.of_type("floats"), SLIME.of_type("lists")
+    if name in SLIME.of_type("flags"):
         if texts:
             raise ValueError(f"takes no value, but {shortened(repr(texts[0]))} follows it: remove one of them")
         return True
-    if name in LISTS or name not in (*INTEGERS, *FLOATS, *TEXTS):
-        if name in LISTS and not texts:
+    if name in lists or name not in (*integers, *floats, *SLIME.of_type("texts")):
+        if name in lists and not texts:
             raise ValueError("has no value: write one behind it")
-        return texts[0] if len(texts) == 1 and name not in LISTS else texts or True
+        return texts[0] if len(texts) == 1 and name not in lists else texts or True
     if not texts:
         raise ValueError("has no value: write one behind it")
     if len(texts) > 1:
         raise ValueError(f"has {len(texts)} values, {shortened(', '.join(map(repr, texts)))}: write one")
-    kind: Any = int if name in INTEGERS else float if name in FLOATS else str
+    kind: Any = int if name in integers else float if name in floats else str
     try:
         value = kind(texts[0])
     except ValueError:

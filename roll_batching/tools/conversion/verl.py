@@ -1,6 +1,6 @@
 """Translates verl's files: sections of actor, rollout, algorithm, data and trainer to our keys.
 
-Keys that are translated are taken out of the file's settings (`VerlFile`). The others are left out with a reason.
+Keys that are translated are taken out of the file's settings (`ForeignFile`). The others are left out with a reason.
 """
 
 from __future__ import annotations
@@ -10,51 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError
-from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.tools.conversion.adapters import convert_verl_adapters
 from roll_batching.tools.conversion.context_sizes import convert_context_sizes, put_rank_cap
 from roll_batching.tools.conversion.critics import share_layout
 from roll_batching.tools.conversion.draft import Draft
+from roll_batching.tools.conversion.foreign_file import ForeignFile, fill_defaults
 from roll_batching.tools.conversion.fp8 import complete_fp8
-from roll_batching.tools.conversion.framework_defaults import fill_defaults
 from roll_batching.tools.conversion.mini_batch import context_ranks, data_parallel_ranks, put_mini_batch
-from roll_batching.tools.conversion.value_types import wrong_types
 from roll_batching.tools.conversion.verl_command import GROUPS, PROGRAM
 from roll_batching.tools.conversion.verl_critic import convert_ppo, critic_as_actor, critic_defaults, has_critic
 from roll_batching.tools.conversion.verl_objective import convert_advantages, convert_dynamic_sampling, convert_loss
 from roll_batching.tools.conversion.verl_optimizer import RlSteps, convert_optimizer, rl_steps_of
-from roll_batching.tools.conversion.verl_options import ACTOR, ASYNC, MODEL, ROLLOUT, VerlFile, defaults_of
+from roll_batching.tools.conversion.verl_options import ACTOR, ASYNC, MODEL, ROLLOUT, VERL, defaults_of
 from roll_batching.tools.conversion.verl_rollouts import convert_data, convert_evaluation, convert_rollouts
 from roll_batching.tools.conversion.verl_supervised import convert_supervised
 
 _ROLE = "actor_train"
 _LAYOUT = (_ROLE, "strategy_args", "strategy_config")
-_SECTIONS = (
-    f"actor_rollout_ref {ACTOR} {ACTOR}.optim {ACTOR}.megatron {ACTOR}.megatron.override_transformer_config "
-    f"{ACTOR}.policy_loss {ACTOR}.fsdp_config actor_rollout_ref.ref {ROLLOUT} {ROLLOUT}.val_kwargs {MODEL} algorithm "
-    "algorithm.kl_ctrl algorithm.rollout_correction data trainer critic critic.optim critic.megatron critic.model "
-    "critic.megatron.override_transformer_config critic.model.fsdp_config"
-).split()
-_COUNTS = (
-    "trainer.nnodes trainer.n_gpus_per_node data.train_batch_size data.max_prompt_length data.max_response_length "
-    f"{ACTOR}.ppo_mini_batch_size {ACTOR}.ppo_micro_batch_size_per_gpu {ACTOR}.ppo_max_token_len_per_gpu "
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu {ROLLOUT}.n {ROLLOUT}.tensor_model_parallel_size "
-    f"{ACTOR}.megatron.tensor_model_parallel_size {ACTOR}.megatron.pipeline_model_parallel_size "
-    f"{ACTOR}.megatron.context_parallel_size {ACTOR}.megatron.max_seqlen_per_dp_cp_rank "
-    f"{ACTOR}.ulysses_sequence_parallel_size "
-    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size {ACTOR}.ppo_epochs data.max_length "
-    "critic.ppo_mini_batch_size critic.ppo_micro_batch_size_per_gpu critic.ppo_max_token_len_per_gpu critic.ppo_epochs "
-    "critic.forward_max_token_len_per_gpu critic.forward_micro_batch_size_per_gpu "
-    "data.micro_batch_size_per_gpu data.max_token_len_per_gpu"
-).split()
-_NUMBERS = (
-    f"trainer.save_freq trainer.test_freq {ACTOR}.optim.lr optim.lr {ACTOR}.kl_loss_coef algorithm.gamma "
-    f"{ACTOR}.optim.lr_warmup_steps {ACTOR}.optim.min_lr_ratio {ROLLOUT}.temperature algorithm.kl_ctrl.kl_coef "
-    "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.min_lr_ratio critic.cliprange_value algorithm.lam "
-    f"trainer.critic_warmup {ROLLOUT}.val_kwargs.temperature {ACTOR}.clip_ratio {ACTOR}.clip_ratio_low "
-    f"{ACTOR}.clip_ratio_high algorithm.filter_groups.max_num_gen_batches"
-).split()
 _PROGRAMS = (
     *("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync"),
     *("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
@@ -67,13 +40,10 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     """Translates composed settings of verl. Raises ConfigError for a file of another kind."""
     groups, program = data.get(GROUPS) or {}, str(data.get(PROGRAM) or "")
     supervised = "sft_trainer" in program or ("actor_rollout_ref" not in data and "optim" in data)
-    sections = ["optim", "engine", "model", "data", "trainer"] if supervised else _SECTIONS
-    problems = [Problem(path, text, Place(source)) for path, text in wrong_types(data, sections, _COUNTS, _NUMBERS)]
-    if problems:
-        raise ConfigFileError(problems)
+    VERL.check_types(data, source)
     if not supervised and not isinstance(data.get("actor_rollout_ref"), dict):
         raise ConfigError(f"{source} has neither a section `actor_rollout_ref` (RL) nor `optim` (SFT) of verl")
-    file = VerlFile(_without_targets(copy.deepcopy(data)), Draft(source, framework="verl"))
+    file = ForeignFile(VERL, _without_targets(copy.deepcopy(data)), Draft(source, framework="verl"))
     file.take(GROUPS), file.take(PROGRAM)
     file.data.setdefault("trainer", {})
     engine = _engine(file, groups, supervised)
@@ -115,7 +85,7 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     return file.draft
 
 
-def _devices(file: VerlFile) -> int:
+def _devices(file: ForeignFile) -> int:
     """Devices of all machines, by which batches are divided."""
     nodes, each = file.take("trainer.nnodes"), file.take("trainer.n_gpus_per_node")
     devices = int((nodes or 1) * (each or 8))
@@ -127,7 +97,7 @@ def _devices(file: VerlFile) -> int:
     return devices
 
 
-def _critic(file: VerlFile, devices: int, engine: str) -> VerlFile | None:
+def _critic(file: ForeignFile, devices: int, engine: str) -> ForeignFile | None:
     """The critic of adv_estimator: gae, translated as an actor that has the actor's devices and parallel sizes."""
     if not has_critic(file.data):
         file.draft.leave_out("critic.enable", "refused", "is false, but algorithm.adv_estimator: gae needs a critic")
@@ -151,7 +121,7 @@ def _is_engine(key: str) -> bool:
     return key != f"{ACTOR}.optim.lr" and key.startswith((f"{ACTOR}.optim.", f"{ACTOR}.megatron.", f"{MODEL}."))
 
 
-def _switched_off(file: VerlFile, model: str) -> None:
+def _switched_off(file: ForeignFile, model: str) -> None:
     """Takes settings of LoRA and router replay where both are off, and numbers of samples that mean all."""
     if not file.peek(f"{model}.lora_rank") and not file.peek(f"{model}.lora.rank"):
         for name in ("lora", "lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
@@ -170,7 +140,7 @@ def _switched_off(file: VerlFile, model: str) -> None:
             file.take(key)
 
 
-def _cosine(file: VerlFile, section: str) -> None:
+def _cosine(file: ForeignFile, section: str) -> None:
     """Cycles of a cosine, and the first step of a schedule: Megatron's has half a cycle, and begins at 0."""
     cycles = file.take(f"{section}.num_cycles")
     shape = file.draft.values.get(_ROLE, {}).get("training_args", {}).get("lr_scheduler_type")
@@ -191,7 +161,7 @@ def _without_targets(value: Any) -> Any:
     return value
 
 
-def _engine(file: VerlFile, groups: dict[str, Any], supervised: bool) -> str:
+def _engine(file: ForeignFile, groups: dict[str, Any], supervised: bool) -> str:
     """The section of the engine's settings in the actor: megatron, fsdp_config, or another engine's."""
     chosen = groups.get("engine" if supervised else "model_engine")
     strategy = file.take("engine.strategy") if supervised else file.take(f"{ACTOR}.strategy")
@@ -208,7 +178,7 @@ def _engine(file: VerlFile, groups: dict[str, Any], supervised: bool) -> str:
     return "megatron" if found is not None else "fsdp_config"
 
 
-def _layout(file: VerlFile, section: str, model: str, engine: str) -> None:
+def _layout(file: ForeignFile, section: str, model: str, engine: str) -> None:
     recomputed = file.take(f"{model}.enable_gradient_checkpointing")
     dtype = file.take(f"{section}.dtype") or "bfloat16"
     file.put((_ROLE, "model_args", "dtype"), _PRECISIONS.get(str(dtype), dtype), f"{section}.dtype")
@@ -248,7 +218,7 @@ def _layout(file: VerlFile, section: str, model: str, engine: str) -> None:
                 file.move(f"{below}.{name}", (*_LAYOUT, name))
 
 
-def _heads(file: VerlFile, section: str) -> None:
+def _heads(file: ForeignFile, section: str) -> None:
     """Heads of multi-token prediction, as many as the model has: one, in all families with heads here."""
     if not (file.peek(f"{section}.enable") and file.peek(f"{section}.enable_train")):
         return
@@ -260,7 +230,7 @@ def _heads(file: VerlFile, section: str) -> None:
     file.move(f"{section}.mtp_loss_scaling_factor", (*_LAYOUT, "mtp_loss_scaling_factor"))
 
 
-def _batching(file: VerlFile, devices: int) -> None:
+def _batching(file: ForeignFile, devices: int) -> None:
     """Mini-batches, micro-batches and caps. verl counts a mini-batch in prompts, a cap in tokens per device."""
     layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
     context = context_ranks(layout)
@@ -306,7 +276,7 @@ def _batching(file: VerlFile, devices: int) -> None:
     file.move(f"{ACTOR}.ppo_epochs", ("ppo_epochs",))
 
 
-def _length(file: VerlFile) -> None:
+def _length(file: ForeignFile) -> None:
     if (mode := file.take("trainer.v1.trainer_mode")) not in (None, "sync"):
         file.draft.leave_out("trainer.v1.trainer_mode", "refused", f"{mode}: {ASYNC}")
     steps, epochs = file.take("trainer.total_training_steps"), file.take("trainer.total_epochs")
@@ -319,7 +289,7 @@ def _length(file: VerlFile) -> None:
         file.draft.leave_out("trainer.total_epochs", "refused", f"{epochs}: max_steps counts RL steps")
 
 
-def _trainer(file: VerlFile) -> None:
+def _trainer(file: ForeignFile) -> None:
     project, name = file.take("trainer.project_name"), file.take("trainer.experiment_name")
     loggers = file.take("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else loggers or []

@@ -14,7 +14,7 @@ from roll_batching.jobs.config.yaml_values import DEEPEST
 from roll_batching.tools.conversion.composing import Composed, plain_data, require_hydra, resolvers
 from roll_batching.tools.conversion.shell_script import Script, Value, read_script, training_command
 from roll_batching.tools.conversion.verl_critic import has_critic
-from roll_batching.tools.conversion.verl_options import VerlFile
+from roll_batching.tools.conversion.verl_options import VERL
 
 PROGRAM = "program"
 """Key of the program's name among the settings of a script."""
@@ -86,7 +86,7 @@ def _compose_yaml(path: Path) -> Composed:
             composed = plain_data(OmegaConf.create(data), path)
     except OmegaConfBaseException as error:
         raise _fault((), error, Place(str(path))) from None
-    for key in [key for key in composed.failed if VerlFile.is_idle(dotted(key))]:
+    for key in [key for key in composed.failed if VERL.is_idle(dotted(key))]:
         if not (_is_of_critic(dotted(key)) and has_critic(composed.data)):
             del composed.failed[key]
     if foreign:
@@ -112,7 +112,7 @@ def _compose_command(program: str, words: tuple[Value, ...], script: Script) -> 
             if key == "--config-name" and "megatron" in (word.text or ""):
                 groups.setdefault("model_engine", "megatron")
             continue
-        if (word.conditional or word.text is None) and VerlFile.is_idle(key) and not _is_of_critic(key):
+        if (word.conditional or word.text is None) and VERL.is_idle(key) and not _is_of_critic(key):
             continue
         if word.conditional:
             why = "a condition, which is not evaluated, decides whether it is given: set it here if it applies"

@@ -8,8 +8,8 @@ from typing import Any
 
 from roll_batching.tools.conversion.critics import HEAD, put_critic
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.value_types import value_at
-from roll_batching.tools.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile
+from roll_batching.tools.conversion.foreign_file import ForeignFile, value_at
+from roll_batching.tools.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VERL
 
 _OF_ROLLOUTS = {
     "forward_max_token_len_per_gpu": "log_prob_max_token_len_per_gpu",
@@ -34,7 +34,7 @@ def has_critic(data: Mapping[str, Any]) -> bool:
     return (value_at(data, "algorithm.adv_estimator") or "gae") == "gae" if enabled is None else bool(enabled)
 
 
-def critic_defaults(file: VerlFile) -> dict[str, Any]:
+def critic_defaults(file: ForeignFile) -> dict[str, Any]:
     """Verl's defaults of the critic; those that are the actor's values included."""
     cap = file.peek("critic.ppo_max_token_len_per_gpu", 32768)
     defaults = {f"critic.{name}": file.peek(f"{ACTOR}.{name}") for name in _FROM_ACTOR}
@@ -44,7 +44,7 @@ def critic_defaults(file: VerlFile) -> dict[str, Any]:
     return defaults | {f"critic.{name}": value for name, value in (own | caps).items()}
 
 
-def critic_as_actor(file: VerlFile) -> VerlFile:
+def critic_as_actor(file: ForeignFile) -> ForeignFile:
     """The section `critic` as the actor, its model and its rollouts in a file, whose keys it has."""
     critic = copy.deepcopy(file.peek("critic") or {})
     model = critic.pop("model", None) or {}
@@ -52,10 +52,10 @@ def critic_as_actor(file: VerlFile) -> VerlFile:
     rollout = {theirs: critic.pop(name, None) for name, theirs in _OF_ROLLOUTS.items()}
     rollout["n"] = file.peek(f"{ROLLOUT}.n")
     sections = {"actor": critic, "model": model, "rollout": rollout}
-    return VerlFile({"actor_rollout_ref": sections}, Draft(file.draft.source, framework="verl"))
+    return ForeignFile(VERL, {"actor_rollout_ref": sections}, Draft(file.draft.source, framework="verl"))
 
 
-def convert_ppo(file: VerlFile, below: VerlFile, megatron: bool) -> None:
+def convert_ppo(file: ForeignFile, below: ForeignFile, megatron: bool) -> None:
     """Puts the translated critic and the keys of PPO; `below` is the critic as an actor, read."""
     own = below.draft.values
     passes = own.get("ppo_epochs")

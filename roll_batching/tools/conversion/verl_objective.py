@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll_batching.tools.conversion.foreign_file import ForeignFile
 from roll_batching.tools.conversion.train_infer import SECTION, verl_filters, verl_weight
-from roll_batching.tools.conversion.verl_options import ACTOR, ROLLOUT, VerlFile
+from roll_batching.tools.conversion.verl_options import ACTOR, ROLLOUT
 
 _ESTIMATORS = {
     "grpo_vectorized": "grpo",
@@ -29,7 +30,7 @@ _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_k
 _CORRECTION = "algorithm.rollout_correction"
 
 
-def convert_advantages(file: VerlFile) -> None:
+def convert_advantages(file: ForeignFile) -> None:
     """Converts the estimator, its normalisation, and the KL term in the reward."""
     name = file.take("algorithm.adv_estimator")
     scaled = file.take("algorithm.norm_adv_by_std_in_grpo")
@@ -66,7 +67,7 @@ def convert_advantages(file: VerlFile) -> None:
         file.move("algorithm.kl_ctrl.horizon", ("kl_horizon",))
 
 
-def convert_dynamic_sampling(file: VerlFile) -> None:
+def convert_dynamic_sampling(file: ForeignFile) -> None:
     """Converts `filter_groups`, of verl's recipes, and the size of their generation batches."""
     section = "algorithm.filter_groups"
     enabled, metric = file.take(f"{section}.enable"), file.take(f"{section}.metric")
@@ -89,7 +90,7 @@ def convert_dynamic_sampling(file: VerlFile) -> None:
     file.put(("dynamic_sampling_batch_size",), size, "data.gen_batch_size")
 
 
-def convert_loss(file: VerlFile) -> None:
+def convert_loss(file: ForeignFile) -> None:
     """Converts the policy loss, its aggregation, the KL term and the rollout correction."""
     mode = file.take(f"{ACTOR}.policy_loss.loss_mode")
     key = f"{ACTOR}.policy_loss.loss_mode"
@@ -121,7 +122,7 @@ def convert_loss(file: VerlFile) -> None:
     _correction(file)
 
 
-def _clip(file: VerlFile, mode: str) -> None:
+def _clip(file: ForeignFile, mode: str) -> None:
     both = file.take(f"{ACTOR}.clip_ratio")
     low, high = file.take(f"{ACTOR}.clip_ratio_low"), file.take(f"{ACTOR}.clip_ratio_high")
     given = f"{ACTOR}.clip_ratio" not in file.draft.defaults
@@ -155,7 +156,7 @@ def _clip(file: VerlFile, mode: str) -> None:
         file.move(f"{ACTOR}.{key}", ("loss_args", ours))
 
 
-def _kl(file: VerlFile) -> None:
+def _kl(file: ForeignFile) -> None:
     used, weight = file.take(f"{ACTOR}.use_kl_loss"), file.take(f"{ACTOR}.kl_loss_coef")
     kind: Any = file.take(f"{ACTOR}.kl_loss_type")
     if not used:
@@ -172,7 +173,7 @@ def _kl(file: VerlFile) -> None:
         file.put(("loss_args", "kl_gradient"), "straight_through", f"{ACTOR}.kl_loss_type")
 
 
-def _correction(file: VerlFile) -> None:
+def _correction(file: ForeignFile) -> None:
     """`algorithm.rollout_correction`: weights of the engine's samples, and old log-probs of the engine."""
     kind, limit = file.take(f"{_CORRECTION}.rollout_is"), file.take(f"{_CORRECTION}.rollout_is_threshold")
     bypassed, loss = file.take(f"{_CORRECTION}.bypass_mode"), file.take(f"{_CORRECTION}.loss_type")

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from roll_batching.tools.conversion.foreign_file import ForeignFile
 from roll_batching.tools.conversion.mini_batch import optimizer_steps
-from roll_batching.tools.conversion.verl_options import ACTOR, VerlFile
+from roll_batching.tools.conversion.verl_options import ACTOR
 
 _TRAIN = ("actor_train", "training_args")
 
@@ -30,7 +31,7 @@ class RlSteps:
     """RL steps at the beginning that do not train the model, but count in the length of its schedule."""
 
 
-def rl_steps_of(file: VerlFile, critic: VerlFile | None = None) -> RlSteps:
+def rl_steps_of(file: ForeignFile, critic: ForeignFile | None = None) -> RlSteps:
     """RL steps of the actor, or of the `critic`, read as an actor."""
     trained = critic or file
     prompts, mini = file.peek("data.train_batch_size"), trained.peek(f"{ACTOR}.ppo_mini_batch_size")
@@ -47,7 +48,7 @@ def rl_steps_of(file: VerlFile, critic: VerlFile | None = None) -> RlSteps:
     )
 
 
-def convert_optimizer(file: VerlFile, section: str, megatron: bool, steps: RlSteps) -> None:
+def convert_optimizer(file: ForeignFile, section: str, megatron: bool, steps: RlSteps) -> None:
     """Converts the optimizer in `section`, and its schedule, which counts `steps`."""
     rate = file.peek(f"{section}.lr")
     betas = file.take(f"{section}.betas")
@@ -70,7 +71,7 @@ def convert_optimizer(file: VerlFile, section: str, megatron: bool, steps: RlSte
         file.draft.leave_out(f"{section}.optimizer", "refused", f"{name}: parameters are trained by AdamW")
     override = file.peek(f"{section}.override_optimizer_config") or {}
     for key in list(override):
-        if key in file.speed or key.startswith("optimizer_"):
+        if key in file.tables.speed or key.startswith("optimizer_"):
             file.take(f"{section}.override_optimizer_config.{key}")
             text = "changes speed or memory, not results"
             file.draft.leave_out(f"{section}.override_optimizer_config.{key}", "idle", text)
@@ -78,7 +79,7 @@ def convert_optimizer(file: VerlFile, section: str, megatron: bool, steps: RlSte
         file.draft.leave_out(f"{section}.weight_decay_incr_style", "refused", "weight decay is constant")
 
 
-def _schedule(file: VerlFile, section: str, rate: Any, steps: RlSteps) -> None:
+def _schedule(file: ForeignFile, section: str, rate: Any, steps: RlSteps) -> None:
     shape = file.take(f"{section}.lr_decay_style")
     file.put((*_TRAIN, "lr_scheduler_type"), shape, f"{section}.lr_decay_style")
     file.move(f"{section}.min_lr", (*_TRAIN, "min_lr"))

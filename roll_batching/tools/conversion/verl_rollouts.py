@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from roll_batching.tools.conversion.nemo_rl_file import REWARDS
-from roll_batching.tools.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile
+from roll_batching.tools.conversion.foreign_file import REWARDS, ForeignFile
+from roll_batching.tools.conversion.verl_options import ACTOR, MODEL, ROLLOUT
 
 _DATA = ("actor_train", "data_args")
 _STRATEGY = ("actor_infer", "strategy_args")
@@ -38,7 +38,7 @@ _WITH_IMAGES = re.compile("vl", re.IGNORECASE)
 """In the name of a model that reads images."""
 
 
-def _images(file: VerlFile) -> None:
+def _images(file: ForeignFile) -> None:
     """The key of images where the file or the model's name tells of some: verl has a default for all models."""
     key, frozen = file.take("data.image_key"), file.take(f"{ACTOR}.freeze_vision_tower")
     name = str(file.peek(f"{MODEL}.path") or file.draft.values.get("pretrain") or "").rpartition("/")[2]
@@ -52,7 +52,7 @@ def _images(file: VerlFile) -> None:
         file.draft.put(("actor_train", "model_args", "freeze_module_prefix"), "visual", f"{ACTOR}.freeze_vision_tower")
 
 
-def convert_chat_template(file: VerlFile, supervised: bool) -> None:
+def convert_chat_template(file: ForeignFile, supervised: bool) -> None:
     """Converts what the chat template reads beside the messages; verl reads columns in its SFT trainer only."""
     kwargs = file.take("data.apply_chat_template_kwargs")
     if isinstance(kwargs, dict) and kwargs:
@@ -73,7 +73,7 @@ def convert_chat_template(file: VerlFile, supervised: bool) -> None:
         file.put(path, bool(default), "data.enable_thinking_default", "of records without a value")
 
 
-def convert_data(file: VerlFile) -> None:
+def convert_data(file: ForeignFile) -> None:
     """Converts prompts, their lengths and the reward."""
     convert_chat_template(file, supervised=False)
     file.move("data.train_files", (*_DATA, "file_name"))
@@ -102,7 +102,7 @@ def convert_data(file: VerlFile) -> None:
     file.expect_off("reward.sandbox_fusion", "sandbox_fusion", why="code_tests runs code; set how in reward_args.run")
 
 
-def _reward_function(file: VerlFile) -> None:
+def _reward_function(file: ForeignFile) -> None:
     """Verl's own function for rewards, and the manager that calls it."""
     manager = _manager(file)
     file.take("reward_model.reward_manager")
@@ -124,12 +124,12 @@ def _reward_function(file: VerlFile) -> None:
         file.draft.leave_out(key, "refused", f"verl chooses a function by the data_source of a line: {REWARDS}")
 
 
-def _manager(file: VerlFile) -> Any:
+def _manager(file: ForeignFile) -> Any:
     """Name of the reward manager."""
     return file.peek("reward.reward_manager.name") or file.peek("reward_model.reward_manager")
 
 
-def _overlong_buffer(file: VerlFile) -> None:
+def _overlong_buffer(file: ForeignFile) -> None:
     """The penalty for long responses of verl's reward manager `dapo`, the only one that reads it."""
     if _manager(file) != "dapo":
         for kwargs in ("reward_model.reward_kwargs", "reward.reward_kwargs"):
@@ -149,7 +149,7 @@ def _overlong_buffer(file: VerlFile) -> None:
             file.expect_off(section, why=REWARDS)
 
 
-def convert_rollouts(file: VerlFile, devices: int) -> None:
+def convert_rollouts(file: ForeignFile, devices: int) -> None:
     """Converts sampling and the engine."""
     for name in ("temperature", "top_p", "top_k", "do_sample"):
         file.move(f"{ROLLOUT}.{name}", (*_SAMPLING, name))
@@ -193,7 +193,7 @@ def convert_rollouts(file: VerlFile, devices: int) -> None:
         file.draft.missing.append(f"{what} only on the machine of rank 0; start them on the others, and name all")
 
 
-def convert_evaluation(file: VerlFile) -> None:
+def convert_evaluation(file: ForeignFile) -> None:
     """Converts the period, the files and the sampling of the evaluation."""
     period, first = file.take("trainer.test_freq"), file.take("trainer.val_before_train")
     section = f"{ROLLOUT}.val_kwargs"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from roll_batching.tools.conversion.foreign_file import ForeignFile
 from roll_batching.tools.conversion.mini_batch import context_ranks, data_parallel_ranks, put_mini_batch
-from roll_batching.tools.conversion.verl_options import VerlFile
 from roll_batching.tools.conversion.verl_rollouts import convert_chat_template
 
 _ROLE = "actor_train"
 
 
-def convert_supervised(file: VerlFile, devices: int) -> None:
+def convert_supervised(file: ForeignFile, devices: int) -> None:
     """verl.trainer.sft_trainer as `task: sft`."""
     file.draft.put(("task",), "sft", "verl.trainer.sft_trainer")
     layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})

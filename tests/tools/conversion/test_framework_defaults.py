@@ -7,7 +7,7 @@ import json
 import pytest
 
 from roll_batching.tools.conversion.draft import Draft, check_draft
-from roll_batching.tools.conversion.framework_defaults import fill_defaults
+from roll_batching.tools.conversion.foreign_file import fill_defaults
 
 DEFAULTS = {"seed": 42, "top.temperature": 0.95, "top.top_p": 0.7, "off.deep.value": 1, "gone": None}
 

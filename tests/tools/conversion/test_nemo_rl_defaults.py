@@ -19,7 +19,7 @@ import yaml
 from roll_batching.jobs.config import load_config
 from roll_batching.jobs.config.job import JobConfig
 from roll_batching.tools.conversion import ORIGINS, Conversion, convert_file
-from roll_batching.tools.conversion.nemo_rl_defaults import defaults_of
+from roll_batching.tools.conversion.nemo_rl_file import defaults_of
 
 FACTS = json.loads((Path(__file__).parent / "data" / "nemo_rl_defaults.json").read_text())
 SECTIONS = {

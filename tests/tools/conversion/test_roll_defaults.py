@@ -17,7 +17,7 @@ from roll_batching.jobs.config.key_paths import field_at, settings_at
 from roll_batching.jobs.config.notices import unread_in
 from roll_batching.settings.fields import nested_settings
 from roll_batching.tools.conversion import ORIGINS, Conversion, convert_file
-from roll_batching.tools.conversion.framework_defaults import section_at
+from roll_batching.tools.conversion.foreign_file import section_at
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "data" / "roll_defaults.json").read_text())

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_batching.tools.conversion.slime_options import DEFAULTS, FLAGS, FLOATS, INTEGERS, LISTS, RL_DEFAULTS, TEXTS
-from roll_batching.tools.conversion.value_types import value_at
+from roll_batching.tools.conversion.foreign_file import value_at
+from roll_batching.tools.conversion.slime_command import SLIME
 from roll_batching.tools.conversion.verl_options import defaults_of
 
 pytestmark = pytest.mark.config
@@ -65,19 +65,24 @@ def _arguments(source: str) -> dict[str, dict[str, Any]]:
 
 def test_slimes_defaults_and_types_are_those_of_its_parser():
     arguments = _arguments((checkout("slime") / "slime" / "utils" / "arguments.py").read_text())
-    ours = {**DEFAULTS, **RL_DEFAULTS}
+    ours = SLIME.defaults("all_tasks", "rl")
     compared = {key for key in ours if key in arguments}
     assert len(compared) >= 20, compared
     for key in compared:
         words = arguments[key]
         theirs = ast.literal_eval(words["default"]) if "default" in words else False
         assert theirs == ours[key], key
-    kinds = {"int": INTEGERS, "float": FLOATS, "str": TEXTS}
-    for key in {*INTEGERS, *FLOATS, *TEXTS, *FLAGS, *LISTS} & arguments.keys():
+    kinds = {
+        "int": SLIME.of_type("counts", "integers"),
+        "float": SLIME.of_type("floats"),
+        "str": SLIME.of_type("texts"),
+    }
+    flags, lists = set(SLIME.of_type("flags")), set(SLIME.of_type("lists"))
+    for key in {*kinds["int"], *kinds["float"], *kinds["str"], *flags, *lists} & arguments.keys():
         words = arguments[key]
         if "nargs" in words:
-            assert key in LISTS, key
+            assert key in lists, key
         elif "action" in words:
-            assert key in FLAGS, key
+            assert key in flags, key
         else:
             assert key in kinds[words["type"]], key
