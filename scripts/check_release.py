@@ -78,7 +78,7 @@ assert {"cu_seqlens_q", "window_size", "learnable_sink"} <= set(inspect.signatur
 """,
     "gpu": """
 import transformers, roll_batching.strategy
-from roll_batching.modeling.attention.flash import installed_function
+from roll_batching.modeling.attention.packages import installed_function
 installed_function()
 """,
     "hf": """

@@ -123,20 +123,11 @@ def _packer_class(objective: Objective) -> type:
 _GET_PACKER = Replacement(
     module="nemo_rl.data.packing.algorithms",
     name="get_packer",
-    parameters=("algorithm", "bin_capacity", "collect_metrics", "min_bin_count", "bin_count_multiple"),
     by=get_packer,
 )
 _SHARD_BY_BATCH_SIZE = Replacement(
     module="nemo_rl.distributed.batched_data_dict",
     name="BatchedDataDict.shard_by_batch_size",
-    parameters=(
-        "self",
-        "shards",
-        "batch_size",
-        "allow_uneven_shards",
-        "dynamic_batching_args",
-        "sequence_packing_args",
-    ),
     by=shard_by_batch_size,
 )
 

@@ -26,7 +26,7 @@ import torch
 from roll_batching.errors import IntegrationError
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
-from roll_batching.integrations.replacement import Integration, Replacement
+from roll_batching.integrations.replacement import Integration, Replacement, refuse_unsupported
 from roll_batching.packing.pack_layout import IntArray
 
 _MODELS: weakref.WeakKeyDictionary[Any, HostModel] = weakref.WeakKeyDictionary()
@@ -129,8 +129,7 @@ def _require_supported(post_processing: Any, is_loss: bool, sampling: Any, unsup
         input_type = getattr(getattr(loss, "input_type", None), "value", None)
         problems[f"{type(loss).__name__} reads {input_type}, not log-probs"] = input_type != "logprob"
         problems["value models are not supported"] = getattr(post_processing, "prepare_fn", None) is not None
-    if refused := [problem for problem, is_so in problems.items() if is_so]:
-        raise IntegrationError(f"NeMo-RL's policy under roll-batching: {'; '.join(refused)}")
+    refuse_unsupported("NeMo-RL's policy", problems)
 
 
 def __getattr__(name: str) -> Any:
@@ -153,25 +152,6 @@ def __getattr__(name: str) -> Any:
 _FORWARD_BACKWARD = Replacement(
     module="nemo_rl.models.megatron.train",
     name="megatron_forward_backward",
-    parameters=(
-        "model",
-        "data_iterator",
-        "num_microbatches",
-        "seq_length",
-        "mbs",
-        "post_processing_fn",
-        "forward_only",
-        "defer_fp32_logits",
-        "global_valid_seqs",
-        "global_valid_toks",
-        "sampling_params",
-        "straggler_timer",
-        "draft_model",
-        "enable_hidden_capture",
-        "use_fused_linear_logprobs",
-        "use_router_replay",
-        "router_replay_train",
-    ),
     by=megatron_forward_backward,
 )
 

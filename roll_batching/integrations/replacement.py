@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,24 @@ class Replacement:
     """The module that defines it, such as `verl.utils.seqlen_balancing`."""
     name: str
     """Its name there: `function`, or `Class.method`."""
-    parameters: tuple[str, ...]
-    """Parameter names, in order, that the replacement was written for."""
     by: Callable[..., Any]
+    """The replacement, with the parameters of the original that it was written for."""
 
     @property
     def path(self) -> str:
         """Dotted path of the original."""
         return f"{self.module}.{self.name}"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters, in order."""
+        return tuple(inspect.signature(self.by).parameters)
+
+
+def refuse_unsupported(what: str, problems: Mapping[str, bool]) -> None:
+    """Raises `IntegrationError` with those of `problems` that `what` has."""
+    if refused := [problem for problem, is_so in problems.items() if is_so]:
+        raise IntegrationError(f"{what} under roll-batching: {'; '.join(refused)}")
 
 
 class Integration:

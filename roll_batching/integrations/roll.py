@@ -203,15 +203,6 @@ def __getattr__(name: str) -> Any:
 _DYNAMIC_BATCHING_SHARD = Replacement(
     module="roll.utils.dynamic_batching",
     name="dynamic_batching_shard",
-    parameters=(
-        "origin_batch",
-        "dp_size",
-        "max_tokens_per_microbatch",
-        "sequence_length_round",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "log_prefix",
-    ),
     by=dynamic_batching_shard,
 )
 _REPLACEMENTS = (
@@ -219,22 +210,11 @@ _REPLACEMENTS = (
     Replacement(
         module="roll.utils.sequence_packing",
         name="LoadBalancePacker.make_micro_batch_iter_for_sequence_packing",
-        parameters=(
-            "self",
-            "mini_batch",
-            "tp_size",
-            "cp_size",
-            "vp_size",
-            "is_train",
-            "dp_group",
-            "micro_batch_size",
-        ),
         by=make_micro_batch_iter_for_sequence_packing,
     ),
     Replacement(
         module="roll.utils.functionals",
         name="get_seqlen_balanced_partitions",
-        parameters=("seqlen_list", "k_partitions", "equal_size"),
         by=get_seqlen_balanced_partitions,
     ),
 )

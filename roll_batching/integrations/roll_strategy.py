@@ -22,7 +22,7 @@ import torch
 from roll_batching.errors import IntegrationError
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
-from roll_batching.integrations.replacement import Integration, Replacement
+from roll_batching.integrations.replacement import Integration, Replacement, refuse_unsupported
 from roll_batching.integrations.roll import worker_class
 from roll_batching.packing.pack_layout import IntArray
 
@@ -94,8 +94,7 @@ def _planned(base: type) -> type:
                 "router_replay is not supported": self.enable_router_replay,
                 "multimodal models are not supported": self.is_multimodal,
             }
-            if refused := [problem for problem, is_so in problems.items() if is_so]:
-                raise IntegrationError(f"ROLL's role {config.name} under roll-batching: {'; '.join(refused)}")
+            refuse_unsupported(f"ROLL's role {config.name}", problems)
 
         def _run_planned(
             self, *, forward_step_func: Any, data_iterator: Any, forward_only: bool, **_: Any
@@ -182,7 +181,6 @@ def __getattr__(name: str) -> Any:
 _CREATE_STRATEGY = Replacement(
     module="roll.distributed.strategy.factory",
     name="create_strategy",
-    parameters=("worker", "sync_wrapper"),
     by=create_strategy,
 )
 

@@ -120,7 +120,6 @@ def keep_samples(args: Any, all_samples: Any, data_source: Any) -> None:
 _BUILD_DP_SCHEDULE = Replacement(
     module="slime.utils.dp_schedule",
     name="build_dp_schedule",
-    parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
     by=build_dp_schedule,
 )
 

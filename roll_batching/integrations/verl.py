@@ -107,22 +107,11 @@ _REPLACEMENTS = (
     Replacement(
         module="verl.utils.seqlen_balancing",
         name="rearrange_micro_batches",
-        parameters=(
-            "batch",
-            "max_token_len",
-            "dp_group",
-            "num_batches_divided_by",
-            "same_micro_num_in_dp",
-            "min_num_micro_batch",
-            "use_dynamic_bsz_balance",
-            "force_group_size",
-        ),
         by=rearrange_micro_batches,
     ),
     Replacement(
         module="verl.utils.seqlen_balancing",
         name="get_seqlen_balanced_partitions",
-        parameters=("seqlen_list", "k_partitions", "equal_size"),
         by=get_seqlen_balanced_partitions,
     ),
 )

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_batching.errors import IntegrationError
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
-from roll_batching.integrations.replacement import Integration, Replacement
+from roll_batching.integrations.replacement import Integration, Replacement, refuse_unsupported
 from roll_batching.packing.pack_layout import IntArray
 from roll_batching.samples import SampleBatch
 
@@ -118,14 +117,12 @@ def _require_supported(engine: Any, data: Any, tu: Any) -> None:
         "multimodal inputs are not supported": "multi_modal_inputs" in data.keys(),
         "input_ids must be jagged": not data["input_ids"].is_nested,
     }
-    if refused := [problem for problem, is_so in problems.items() if is_so]:
-        raise IntegrationError(f"verl's Megatron engine under roll-batching: {'; '.join(refused)}")
+    refuse_unsupported("verl's Megatron engine", problems)
 
 
 _FORWARD_BACKWARD = Replacement(
     module="verl.workers.engine.megatron.transformer_impl",
     name="MegatronEngine.forward_backward_batch",
-    parameters=("self", "data", "loss_function", "forward_only"),
     by=forward_backward_batch,
 )
 

@@ -14,25 +14,29 @@ from roll_batching.losses.views import TokenView
 from roll_batching.losses.vocab_parallel import token_log_probs
 
 if TYPE_CHECKING:
-    from roll_batching.losses.aggregation import (
+    from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
+    from roll_batching.losses.estimators import (
         constant_mean,
         constant_sum,
+        k1,
+        k2,
+        k3,
         mask_overlong,
         sequence_mean,
         sequence_sum,
         token_mean,
     )
-    from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
-    from roll_batching.losses.estimators import k1, k2, k3
     from roll_batching.losses.fine_tuning import DPOLoss, IPOLoss, KTOLoss, SFTLoss, mismatched, reference_point
     from roll_batching.losses.host import HostLoss
     from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss, ValueLoss
     from roll_batching.losses.sequences import SequenceView
 
 _LAZY = {
-    "aggregation": ("constant_mean", "constant_sum", "mask_overlong", "sequence_mean", "sequence_sum", "token_mean"),
     "covariance": ("ClipCovLoss", "KlCovLoss"),
-    "estimators": ("k1", "k2", "k3"),
+    "estimators": (
+        *("constant_mean", "constant_sum", "mask_overlong", "sequence_mean", "sequence_sum", "token_mean"),
+        *("k1", "k2", "k3"),
+    ),
     "fine_tuning": ("DPOLoss", "IPOLoss", "KTOLoss", "SFTLoss", "mismatched", "reference_point"),
     "host": ("HostLoss",),
     "objectives": ("CISPOLoss", "GMPOLoss", "GPGLoss", "PolicyLoss", "SAPOLoss", "TOPRLoss", "ValueLoss"),

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import CANDIDATES, LossOutput
+from roll_batching.losses.estimators import resolve_aggregation
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.token_fields import counted_positions, token_place

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
-from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import LossOutput, Mean
 from roll_batching.losses.denominators import counted_per_sample
+from roll_batching.losses.estimators import resolve_aggregation
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.exchange_group import ExchangeGroup

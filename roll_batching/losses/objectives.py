@@ -16,7 +16,6 @@ import torch
 
 from roll_batching.checked_fields import OptionalPositive
 from roll_batching.errors import DataError
-from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import VALUES, LossOutput, Max, Metric
 from roll_batching.losses.estimators import (
     ESTIMATORS,
@@ -24,6 +23,7 @@ from roll_batching.losses.estimators import (
     SEQUENCE_LOG_RATIO_BOUND,
     bounded,
     k3,
+    resolve_aggregation,
     with_gradient,
 )
 from roll_batching.losses.views import TokenView

@@ -127,7 +127,7 @@ def build_chunks(
 
                 normalise_all_heads(gpt, all_groups.tp)
             if value_head:
-                from roll_batching.modeling.value_head import set_value_head  # only critics have one
+                from roll_batching.modeling.layer_modules import set_value_head  # only critics have one
 
                 set_value_head(gpt, value_head_std, seed)
             gpt = gpt.to(device=layout.device, dtype=dtype)

@@ -66,7 +66,7 @@ def engine_layer_spec(
         attention.submodules.linear_kv_down_proj = TEColumnParallelLinear
         take_packs(attention, rotary, norm, core)
     elif delta_net:
-        from roll_batching.modeling.delta_net import PackedDeltaNet  # few models need it
+        from roll_batching.modeling.recurrent_layer import PackedDeltaNet  # few models need it
 
         # Megatron's spec has the norm inside the projection of attention.
         layer.submodules.input_layernorm = TENorm

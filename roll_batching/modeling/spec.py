@@ -131,7 +131,7 @@ def packed_layer_spec(
     if config.add_bias_linear and config.num_moe_experts is not None and experts is not False:
         submodules_of(submodules_of(layer.submodules.mlp).experts).linear_fc2 = BiasedExpertOutput
     if delta_net:
-        from roll_batching.modeling.delta_net import PackedDeltaNet  # few models need it
+        from roll_batching.modeling.recurrent_layer import PackedDeltaNet  # few models need it
 
         layer.submodules.self_attention = ModuleSpec(module=PackedDeltaNet)
         return layer

@@ -40,20 +40,20 @@ ATTENTION_BACKENDS: Registry[AttentionEntry] = Registry(
     ),
     AttentionEntry(
         name="flash_attn",
-        target="roll_batching.modeling.attention.flash:FlashBackend",
+        target="roll_batching.modeling.attention.packages:FlashBackend",
         summary="flash_attn_varlen_func of the package flash-attn; CUDA, bf16 and fp16; flash-attn 2.1 or later",
         default_for=("cuda",),
         because="one kernel for a whole pack, and this torch has none",
     ),
     AttentionEntry(
         name="flash_attn_4",
-        target="roll_batching.modeling.attention.flash:FlashFourBackend",
+        target="roll_batching.modeling.attention.packages:FlashFourBackend",
         summary="flash_attn_varlen_func of the package flash-attn-4, which pip installs without a compiler; CUDA of "
         "compute capability 9.0 to 12, bf16 and fp16; not chosen by `auto`, as it was not run on a GPU",
     ),
     AttentionEntry(
         name="transformer_engine",
-        target="roll_batching.modeling.attention.engine:EngineBackend",
+        target="roll_batching.modeling.attention.packages:EngineBackend",
         summary="TransformerEngine's attention behind its rotation, with its own context parallelism; CUDA, bf16 and "
         "fp16; transformer-engine 2.9 or later",
     ),

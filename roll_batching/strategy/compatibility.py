@@ -83,7 +83,7 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
             f"parallel, the process groups {layout.tp_size} and {layout.cp_size}: build both from the same sizes"
         )
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):
-        from roll_batching.modeling.fp8_requirements import fp8_config_problems  # few models train so
+        from roll_batching.modeling.build_problems import fp8_config_problems  # few models train so
 
         problems += fp8_config_problems(config, layout.device, uses_engine_layers(gpt_of(chunks[0])))
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in ("none", None):

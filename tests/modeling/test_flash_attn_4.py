@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.attention import flash
+from roll_batching.modeling.attention import packages
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, GROUPS = 4, 2
@@ -30,7 +30,7 @@ def core_and_inputs(device: str, dim: int, values: int, window: int | None, has_
     def draw(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16, device=device, requires_grad=True)
 
-    core: Any = object.__new__(flash.FlashFourCore)
+    core: Any = object.__new__(packages.FlashFourCore)
     torch.nn.Module.__init__(core)
     core.window, core.scale, core.value_dim = window, dim**-0.5, values
     core.softmax_offset = torch.nn.Parameter(draw(HEADS).detach()) if has_sinks else None
@@ -69,7 +69,7 @@ def test_the_arguments_fit_the_signature(case: str, monkeypatch: pytest.MonkeyPa
         calls.append(bound.arguments)
         return keywords["q"].new_zeros(*keywords["q"].shape[:2], keywords["v"].shape[-1]), None
 
-    monkeypatch.setattr(flash, "installed_function", lambda: recorded)
+    monkeypatch.setattr(packages, "installed_function", lambda: recorded)
     core, query, keys, spans = core_and_inputs("cpu", *CASES[case])
     dim, values, window, has_sinks = CASES[case]
     assert core.attend(query, keys, spans).shape == (7, HEADS * values)
@@ -89,7 +89,7 @@ def test_the_stand_in_has_the_signature_of_the_package() -> None:
     copied = [(name, one.default) for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     found = [(name, one.default) for name, one in inspect.signature(real).parameters.items()]
     assert found[: len(copied)] == copied
-    assert flash.installed_function() is real
+    assert packages.installed_function() is real
 
 
 COMPILE = """
@@ -136,9 +136,9 @@ def test_a_version_without_an_argument_is_refused_by_name(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     with pytest.raises(LayoutError, match="cannot be imported .*pip install 'roll-batching.flash-attn.'"):
-        flash.installed_function.__wrapped__()
+        packages.installed_function.__wrapped__()
     module.flash_attn_varlen_func = lambda q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size: q
     with pytest.raises(
         LayoutError, match="has no argument learnable_sink, max_seqlen_k, max_seqlen_q in the installed"
     ):
-        flash.installed_function.__wrapped__()
+        packages.installed_function.__wrapped__()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roll_batching.modeling.attention.flash import FlashBackend, FlashCore, FlashFourBackend, FlashFourCore
+from roll_batching.modeling.attention.packages import FlashBackend, FlashCore, FlashFourBackend, FlashFourCore
 from roll_batching.packing import AttentionBackend, AttentionRequirements, PackLayout
 from roll_batching.packing.collectives import gather_keys
 

@@ -1,7 +1,7 @@
-"""The attention backends of the packages flash-attn and flash-attn-4.
+"""The attention backends of other packages: flash-attn, flash-attn-4 and TransformerEngine.
 
 flash-attn serves torch versions without variable-length attention. The kernels of flash-attn-4 compile on first use,
-without a C++ compiler.
+without a C++ compiler. TransformerEngine's attention is called through Megatron's wrapper and PackedSeqParams.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.attention.varlen import VarlenBackend, VarlenCore, VarlenSpans, kernel_window
-from roll_batching.packing.attention_backend import AttentionRequirements, Rotation
+from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 
 
@@ -193,3 +193,34 @@ class FlashFourBackend(VarlenBackend):
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`."""
         return FlashFourCore(rotation=rotation, **arguments)
+
+
+# ---- engine
+
+
+class EngineBackend(AttentionBackend):
+    """TransformerEngine's DotProductAttention over `thd`.
+
+    It exchanges keys between context-parallel ranks itself, and the model applies RoPE before it. Before 2.9 it trained
+    packs wrongly (checked by Megatron-Core, `transformer_config.py` of its branch dev). It selects a kernel by shape
+    and device, among those that the NVTE_* variables allow.
+    """
+
+    name = "transformer_engine"
+    requirements = AttentionRequirements(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        largest_head=256,
+        head_multiple=8,
+        compute_capability=(8, 0),
+        libraries=(("transformer-engine", "2.9"),),
+    )
+    dense_decodes = True
+    windows = True
+
+    def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+        """See `AttentionBackend.build_core`; `rotation` is None here, as the model rotates."""
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        core: torch.nn.Module = TEDotProductAttention(**arguments)
+        return core
