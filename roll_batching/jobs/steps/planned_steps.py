@@ -10,7 +10,7 @@ import torch
 
 from roll_batching.distributed import consensus
 from roll_batching.jobs.objectives.stateful import Stateful
-from roll_batching.jobs.steps.plan_consensus import agree_on_plan
+from roll_batching.jobs.steps.passes import agree_on_plan
 from roll_batching.jobs.texts.encode import encode_documents, encode_judged, encode_pairs
 from roll_batching.jobs.texts.epochs import EpochStream
 from roll_batching.jobs.texts.fit import token_counts
