@@ -70,8 +70,8 @@ def _open_streams() -> None:
 
 def _report(error: RollBatchingError) -> None:
     """Record the failure for the launcher of this rank, or print it to stderr."""
-    from roll_batching.jobs.launch.environment import rank_info
     from roll_batching.jobs.launch.failures import describe_failure, record_failure
+    from roll_batching.jobs.launch.rendezvous import rank_info
 
     try:
         place = rank_info()

@@ -65,7 +65,7 @@ import material, mkdocs, mkdocstrings_handlers.python, ruff
 """,
     "engines": """
 import asyncio
-from roll_batching.jobs.engines.requests import open_session
+from roll_batching.jobs.processes.requests import open_session
 async def use():
     async with open_session(1.0):
         pass
@@ -125,7 +125,7 @@ assert list(Path(folder).rglob("libtransformer_engine.so")), "its library is not
 assert importlib.metadata.version("transformer-engine") == importlib.metadata.version("transformer-engine-cu13")
 """,
     "vision": """
-import PIL.Image, transformers, roll_batching.jobs.texts.image_processor
+import PIL.Image, transformers, roll_batching.jobs.texts.image_tokenizer
 """,
     "wandb": """
 from roll_batching.jobs.observe.trackers import tracker_of

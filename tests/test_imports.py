@@ -32,7 +32,7 @@ PLUGIN: tuple[tuple[str, ...], ...] = (
 JOBS: tuple[tuple[str, ...], ...] = (
     ("jobs.observe", "jobs.seeds", "jobs.processes"),
     ("jobs.config", "jobs.texts"),
-    ("jobs.streams", "jobs.rewards", "jobs.vocabularies"),
+    ("jobs.streams", "jobs.rewards"),
     ("jobs.text_sets",),
     ("jobs.inputs", "jobs.engines"),
     ("jobs.objectives",),

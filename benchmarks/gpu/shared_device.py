@@ -106,8 +106,7 @@ def observe(case: Case) -> dict[str, Any]:
 
 def moved(policy: Any, case: Case) -> float:
     """Difference of log-probs between the policy and a second layout that took its weights; relative. Collective."""
-    from roll_batching.jobs.steps.update import layout_exchange_between, with_log_probs, with_log_probs_over
-    from roll_batching.samples import gather_lengths
+    from roll_batching.jobs.steps.passes import log_prob_pass, run_on
     from roll_batching.strategy import MegatronInferStrategy
     from tests.support.models import random_batch
 
@@ -117,14 +116,8 @@ def moved(policy: Any, case: Case) -> float:
     other.copy_weights_from(policy)
     whole = random_batch(3, 11, 40)
     home = whole.select(torch.arange(policy.layout.dp_rank, len(whole), policy.layout.dp_size))
-    table = gather_lengths(home)
-    plans = [policy.plan(table, forward=True)]
-    ours = with_log_probs(policy, home, plans, "ours", None)["ours"]
-    exchange = layout_exchange_between(policy, other)
-    if exchange is None:
-        theirs = with_log_probs(other, home, plans, "theirs", None)["theirs"]
-    else:
-        theirs = with_log_probs_over(exchange, other, home, table, "theirs", None)["theirs"]
+    ours = run_on(policy, home, log_prob_pass(policy, None))["log_probs"]
+    theirs = run_on(other, home, log_prob_pass(other, None), policy)["log_probs"]
     gap = torch.stack([(ours - theirs).double().norm().cpu(), ours.double().norm().cpu()])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, gap.tolist())

@@ -10,7 +10,7 @@ import typer
 
 from roll_batching.commands.checkpoints import Checkpoint, Pretrain, Prompts, require_torch
 from roll_batching.commands.generate import check_responses, write_lines
-from roll_batching.jobs.observe.numbers import fixed
+from roll_batching.jobs.observe.progress import fixed
 
 
 def evaluate(

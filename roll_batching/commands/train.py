@@ -90,9 +90,8 @@ def run_command(
     command: str, config: Path, overrides: Sequence[str] | None, options: _LaunchOptions, task: Task | None = None
 ) -> None:
     """Start the ranks of the job in the file `config`, or run as one of them."""
-    from roll_batching.jobs.launch.devices import devices_under_torchrun, role_device_variables
-    from roll_batching.jobs.launch.environment import check_world_size, rank_info
-    from roll_batching.jobs.launch.open_files import raise_open_files_limit
+    from roll_batching.jobs.launch.devices import devices_under_torchrun, raise_open_files_limit, role_device_variables
+    from roll_batching.jobs.launch.rendezvous import check_world_size, rank_info
 
     changes = list(overrides or ())
     job = load_config(config, changes, task=task)

@@ -19,17 +19,15 @@ import numpy as np
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.supervised import supervised
-from roll_batching.jobs.observe.reading import ReadingProgress
+from roll_batching.jobs.observe.progress import ReadingProgress
 from roll_batching.jobs.rewards.pool import RewardPool, reward_of
-from roll_batching.jobs.text_sets import TextSet, prompts_of, text_sets_of
+from roll_batching.jobs.text_sets import TextSet, prompts_of, text_sets_of, tokenizer_that_fits
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.faults import Faults
-from roll_batching.jobs.texts.fit import BATCH_SIZE, Fit, join_counts, token_counts
-from roll_batching.jobs.texts.jsonl import PathLike, as_files
+from roll_batching.jobs.texts.fit import BATCH_SIZE, Fit, TokenCounts, join_counts, token_counts
+from roll_batching.jobs.texts.records import PathLike, as_files
 from roll_batching.jobs.texts.texts import Fingerprint, Prompt, PromptDataset, TextDataset
-from roll_batching.jobs.texts.token_count_cache import TokenCounts
 from roll_batching.jobs.texts.tokenizers import Tokenizer
-from roll_batching.jobs.vocabularies import tokenizer_that_fits
 from roll_batching.planning.arrays import Ints
 
 logger = logging.getLogger(__name__)

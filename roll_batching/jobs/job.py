@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
@@ -11,16 +10,15 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import engine_sleeps
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.engines.sampler import engine_sampler
-from roll_batching.jobs.engines.started_servers import engine_servers
+from roll_batching.jobs.engines.servers import engine_servers
 from roll_batching.jobs.inputs import load_inputs
-from roll_batching.jobs.objectives.from_config import Advantages, advantages_of, loss_of
+from roll_batching.jobs.objectives.from_config import advantages_of, loss_of
 from roll_batching.jobs.observe.trackers import tracker_of
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.jobs.rl.grpo import Grpo
 from roll_batching.jobs.roles.layout_sampler import layout_sampler
-from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts, function_rollouts_of
-from roll_batching.jobs.rollouts.line_checks import check_lines
-from roll_batching.jobs.rollouts.prompts import prompts_by_domain
+from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
+from roll_batching.jobs.rollouts.prompts import check_lines, prompts_by_domain
 from roll_batching.jobs.run.capabilities import check_capabilities
 from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.run.job_digests import shared_settings
@@ -43,10 +41,15 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
     if inputs.prompts is not None and inputs.reward is not None:
         prompts_by_domain(config, inputs.prompts, inputs.reward)  # fails before the model is built
     device = start_processes(config.actor_train.backend_timeout)
-    _check_settings(config)
-    loss = _loss(config) if config.max_steps else None
-    advantages = _advantages(config) if config.max_steps and not supervised(config) else None
-    function = _rollout_function(config)
+    with consensus(host_group(), "the job's settings, which all ranks must share") as facts:
+        for path, text in shared_settings(config).items():  # ranks with others would wait in different collectives
+            facts.equal(path, text)
+    # A user's own loss, estimator or function may fail on one rank: made before the model, and an error on all ranks.
+    with consensus(host_group(), "the job's objective"):
+        loss = loss_of(config) if config.max_steps else None
+        advantages = advantages_of(config) if config.max_steps and not supervised(config) else None
+    with consensus(host_group(), "the job's rollout function"):
+        function = function_rollouts_of(config)
     with contextlib.ExitStack() as exit_stack:
         if inputs.reward is not None:
             exit_stack.callback(inputs.reward.close)
@@ -70,28 +73,3 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
         batching = context.strategy.batching.train
         is_full = batching.mode == "padded" and batching.padded_length is not None
         context.recorder.conclude("full" if is_full else batching.mode, model_path)
-
-
-def _check_settings(config: JobConfig) -> None:
-    """Raises RankError where ranks have other settings: they would wait for each other in different collectives."""
-    with consensus(host_group(), "the job's settings, which all ranks must share") as facts:
-        for path, text in shared_settings(config).items():
-            facts.equal(path, text)
-
-
-def _loss(config: JobConfig) -> Any:
-    """The loss. A user's own may fail on one rank: made before the model, and an error on all ranks."""
-    with consensus(host_group(), "the job's objective"):
-        return loss_of(config)
-
-
-def _rollout_function(config: JobConfig) -> FunctionRollouts | None:
-    """The rollout function, likewise."""
-    with consensus(host_group(), "the job's rollout function"):
-        return function_rollouts_of(config)
-
-
-def _advantages(config: JobConfig) -> Advantages:
-    """The advantage estimator, likewise."""
-    with consensus(host_group(), "the job's objective"):
-        return advantages_of(config)

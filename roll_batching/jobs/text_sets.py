@@ -1,4 +1,4 @@
-"""The sets of texts that a job reads: their files, keys, limits and chat template."""
+"""Tokenizer of a job, and the sets of texts that it reads: their files, keys, limits and chat template."""
 
 from __future__ import annotations
 
@@ -9,20 +9,88 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic
 
-from roll_batching.errors import DataError
+from roll_batching.errors import ConfigError, DataError
+from roll_batching.huggingface.directory import directory_of, find_directory
 from roll_batching.jobs.config import DataArgs, JobConfig
+from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.rewards.pool import reward_of
-from roll_batching.jobs.texts.chat import ChatTemplate
+from roll_batching.jobs.texts.chat import NO_ARGUMENTS, ChatTemplate, TemplateArguments
 from roll_batching.jobs.texts.faults import Faults
-from roll_batching.jobs.texts.fit import Fit, token_counts
+from roll_batching.jobs.texts.fit import FOLDER, Fit, TokenCountCache, TokenCounts, token_counts
 from roll_batching.jobs.texts.image_references import ImageFields
 from roll_batching.jobs.texts.image_tokenizer import image_fields
-from roll_batching.jobs.texts.jsonl import PathLike
-from roll_batching.jobs.texts.template_arguments import NO_ARGUMENTS, TemplateArguments
+from roll_batching.jobs.texts.records import PathLike
 from roll_batching.jobs.texts.texts import Conversation, Document, Instruction, Judged, Pair, Prompt, T, iterate_texts
-from roll_batching.jobs.texts.token_count_cache import FOLDER, TokenCountCache, TokenCounts
-from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
+
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def check_vocabularies(config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if the directory of teacher or critic gives ids to other tokens than `tokenizer`.
+
+    Directories without a tokenizer are not compared.
+    """
+    if not isinstance(tokenizer, HFTokenizer):
+        return
+    if uses_teacher(config):
+        _check("teacher", config.teacher, tokenizer, "distillation compares probabilities by id", "that of the student")
+    if uses_critic(config):
+        _check("critic", config.critic, tokenizer, "the critic reads the policy's ids", "that of the policy")
+
+
+def _check(name: str, role: WorkerConfig | None, tokenizer: HFTokenizer, reason: str, other: str) -> None:
+    model = None if role is None else role.model_args.model_name_or_path
+    folder = None if model is None else find_directory(model)
+    if folder is None or not any((folder / file).is_file() for file in _FILES):
+        return
+    if HFTokenizer(folder).parts["vocabulary"] != tokenizer.parts["vocabulary"]:
+        raise ConfigError(
+            f"{name}.model_args.model_name_or_path: the tokenizer of {model} gives other ids to its tokens than "
+            f"{other} ({tokenizer.name}), and {reason}: choose a {name} with the same tokenizer"
+        )
+
+
+def load_tokenizer(config: JobConfig) -> Tokenizer:
+    """The tokenizer that `config.tokenizer` describes. Raises DataError or ConfigError when it cannot be made."""
+    settings = config.tokenizer
+    if settings.type == "hf":
+        if settings.name_or_path is None:
+            raise ConfigError("tokenizer.name_or_path is missing, and actor_train names no model to take it from")
+        model = config.actor_train.model_args.model_name_or_path
+        names: dict[str, Any] = {"eos": settings.eos_token, "pad": settings.pad_token, "model": model}
+        data = config.actor_train.data_args
+        if data.images is None or model is None:
+            return HFTokenizer(settings.name_or_path, **names)
+        from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer  # other jobs need no image processor
+
+        limits: dict[str, Any] = {"min_pixels": data.image_min_pixels, "max_pixels": data.image_max_pixels}
+        return ImageTokenizer(settings.name_or_path, folder=directory_of(model), **names, **limits)
+    if settings.eos_token is None:
+        raise ConfigError("tokenizer.eos_token is missing: a char tokenizer needs a character that ends responses")
+    if settings.vocabulary_file is not None:
+        return CharTokenizer.from_file(settings.vocabulary_file, settings.eos_token, settings.pad_token)
+    return CharTokenizer(settings.vocabulary or "", settings.eos_token, settings.pad_token)
+
+
+def tokenizer_that_fits(config: JobConfig) -> Tokenizer:
+    """The tokenizer of `load_tokenizer`. Raises ConfigError where a model's vocabulary does not hold its tokens."""
+    tokenizer = load_tokenizer(config)
+    model = config.actor_train.model_args.architecture
+    if model is not None and tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocab_size of {model.vocab_size}: "
+            "raise actor_train.model_args.architecture.vocab_size"
+        )
+    check_vocabularies(config, tokenizer)
+    return tokenizer
+
+
+# ---- text sets
+
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +182,7 @@ def text_sets_of(
     if supervised(config):
         texts, held_out = _supervised_parts(config, tokenizer)
         return texts, None, held_out
-    data, warmup, rl = config.actor_train.data_args, config.warmup, config.max_steps > 0
+    data, warmup, reward = config.actor_train.data_args, config.warmup, reward_of(config)
     corpus = prompts = heldout = None
     if warmup is not None:
         fit = Fit(
@@ -128,15 +196,15 @@ def text_sets_of(
         )
         kind, ways = (Document, {}) if warmup.messages is None else (Conversation, _template_of(data, tokenizer))
         corpus = TextSet(kind=kind, paths=warmup.file_name, fit=fit, **ways)
-    if rl:
-        assert data.file_name is not None  # check_runnable
+    if config.max_steps > 0:
+        assert data.file_name is not None and reward is not None  # check_runnable
         fit = Fit(
             tokenizer=tokenizer,
             max_length=config.prompt_length,
             setting="prompt_length",
             keys=(data.messages or data.prompt, data.response),
             leaves_out=data.long_prompts == "drop",
-            reward_fault=_missing_reward(config),
+            reward_fault=lambda prompt: reward.unjudged(prompt.line),
         )
         trained = (
             fit if fit.leaves_out else replace(fit, **_limit(config, config.prompt_length, "prompt_length", answer=1))
@@ -171,13 +239,6 @@ def _most_ranks_of_a_pack(config: JobConfig) -> int | None:
     if layout.max_context_parallel_size is not None or config.world_size is None:
         return layout.max_context_parallel_size
     return layout.max_cp_size(config.dp_size(config.world_size))
-
-
-def _missing_reward(config: JobConfig) -> Callable[[Prompt], str]:
-    """Returns the fault of a prompt without a reward; empty for others."""
-    reward = reward_of(config)
-    assert reward is not None, "an RL job has a reward"
-    return lambda prompt: reward.unjudged(prompt.line)
 
 
 def prompts_of(data: DataArgs, paths: PathLike | Sequence[PathLike], fit: Fit) -> TextSet[Prompt]:

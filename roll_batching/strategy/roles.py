@@ -47,7 +47,7 @@ def run_on(
     model: MegatronInferStrategy,
     batch: SampleBatch,
     run: Callable[[SampleBatch, Plan], SampleBatch],
-    home: MegatronInferStrategy,
+    home: MegatronInferStrategy | None = None,
     *,
     plans: Iterable[Plan] | None = None,
 ) -> SampleBatch:
@@ -57,7 +57,7 @@ def run_on(
         model: the strategy that computes, in any parallel layout of these processes.
         batch: this rank's samples, in the layout of `home`, with the fields that `run` reads.
         run: computes the results of samples placed by a plan, such as `model.compute_log_probs`.
-        home: the strategy in whose layout `batch` lies, and the results.
+        home: the strategy in whose layout `batch` lies, and the results. None: `model`.
         plans: plans over the samples, for a model in the layout of `home`: those of training, so that the pass rounds
             as training does. None: one plan for passes without gradient, by the settings of `model`.
 
@@ -68,6 +68,7 @@ def run_on(
         LayoutError: for `plans` and a model in another layout than `home`.
         RankError: on all ranks, when planning fails or hangs on any; and the errors of `run`.
     """
+    home = model if home is None else home
     exchange = None
     if model.layout.dims != home.layout.dims:
         exchange = LayoutExchange.of(home.layout.dp_rank, model.layout.dp_rank)

@@ -10,7 +10,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.inputs import load_inputs
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.encode import encode_documents
 from roll_batching.jobs.texts.faults import Faults

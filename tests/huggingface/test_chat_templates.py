@@ -11,9 +11,8 @@ from roll_batching.errors import ConfigError, DataError
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.inputs import CHECKED, check_inputs, load_inputs, prompt_of
-from roll_batching.jobs.texts.chat import ChatTemplate
+from roll_batching.jobs.texts.chat import ChatTemplate, variables_of
 from roll_batching.jobs.texts.encode import encode_documents, encode_judged, encode_pairs
-from roll_batching.jobs.texts.template_arguments import variables_of
 from roll_batching.jobs.texts.tokenizers import HFTokenizer
 from tests.support.chat_templates import FOLDER, STOPS, write_directory
 

@@ -11,7 +11,7 @@ import torch
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.stored import StoredTensors
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.huggingface import tiny
 from tests.huggingface.test_export import check_equal, tensors
 from tests.jobs.rl.jobs import settings, write_data

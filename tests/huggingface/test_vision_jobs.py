@@ -10,7 +10,7 @@ import torch
 
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.config.diagnostics import ConfigFileError
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.support import vision
 from tests.support.ranks import run_ranks
 from tests.support.tiny_job import with_changes

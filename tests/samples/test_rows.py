@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.driver.batches import to_columns
+from roll_batching.jobs.driver.shard_distribution import to_columns
 from roll_batching.samples import FieldSpec, SampleBatch
 from tests.samples.batches import make_batch
 

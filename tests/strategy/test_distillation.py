@@ -129,7 +129,7 @@ def compare(payload: tuple[str, list[tuple[dict[str, Any], dict[str, Any]]]]) ->
 
 
 def _compare_pair(folder: str, layout: Layout, of_teacher: Layout) -> dict[str, Any]:
-    from roll_batching.jobs.roles.teacher import with_top_tokens
+    from roll_batching.jobs.roles.frozen_models import with_top_tokens
     from roll_batching.losses.distillation import DistillLoss
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.settings import TrainingArgs

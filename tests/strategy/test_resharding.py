@@ -66,19 +66,13 @@ def _weights(strategy: Any) -> dict[str, torch.Tensor]:
 
 def _crossed(policy: Any, other: Any, whole: Any) -> tuple[Any, Any]:
     """Log-probs of the policy's local samples, computed by either."""
-    from roll_batching.jobs.steps.update import layout_exchange_between, with_log_probs, with_log_probs_over
-    from roll_batching.samples import gather_lengths
+    from roll_batching.jobs.steps.passes import log_prob_pass
+    from roll_batching.strategy.roles import run_on
 
     home = whole.select(torch.arange(policy.layout.dp_rank, len(whole), policy.layout.dp_size))
-    table = gather_lengths(home)
-    plans = [policy.plan(table, forward=True)]
-    ours = with_log_probs(policy, home, plans, "ours", None)
-    crossing = layout_exchange_between(policy, other)
-    if crossing is None:  # the same ranks, with other layers in their stages
-        theirs = with_log_probs(other, home, plans, "theirs", None)
-    else:
-        theirs = with_log_probs_over(crossing, other, home, table, "theirs", None)
-    return ours["ours"], theirs["theirs"]
+    ours = run_on(policy, home, log_prob_pass(policy, None))
+    theirs = run_on(other, home, log_prob_pass(other, None), policy)
+    return ours["log_probs"], theirs["log_probs"]
 
 
 def copied(options: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from roll_batching.settings.fields import Settings, setting
 
 ENGINES: Registry[Entry] = Registry(
     "rollout engine",
-    Entry(name="sglang", target="roll_batching.jobs.engines.factories:sglang", summary="SGLang servers"),
-    Entry(name="vllm", target="roll_batching.jobs.engines.factories:vllm", summary="vLLM servers"),
+    Entry(name="sglang", target="roll_batching.jobs.engines.sglang:sglang_engine", summary="SGLang servers"),
+    Entry(name="vllm", target="roll_batching.jobs.engines.vllm:vllm_engine", summary="vLLM servers"),
     Entry(
-        name="hf_infer", target="roll_batching.jobs.engines.factories:hf", summary="transformers in the job's processes"
+        name="hf_infer", target="roll_batching.jobs.engines.hf:hf_engine", summary="transformers in the job's processes"
     ),
 )
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from roll_batching.errors import RankError, RollBatchingError
 from roll_batching.jobs.config import WorkerConfig
-from roll_batching.jobs.driver.batches import from_columns
 from roll_batching.jobs.driver.columns import merge_shards, replica_samples
 from roll_batching.jobs.driver.rank import StrategyRank, StrategySettings
 from roll_batching.jobs.driver.shard_distribution import (
@@ -21,6 +20,7 @@ from roll_batching.jobs.driver.shard_distribution import (
     RankLayout,
     call_ranks,
     distribute_batch,
+    from_columns,
     with_fields,
 )
 from roll_batching.jobs.launch.failures import Failure, report_failure
@@ -95,7 +95,7 @@ class WorkerGroup:
             assert reservation is not None, "nothing stops the wait"
             ranks = self._ranks = resources.enter_context(start_actors(reservation, self._variables, StrategyRank))
             environments = self._check(ranks.prepare(reservation.ranks))
-            built = self._check(ranks.call("build", [(self._settings, own) for own in environments]))
+            built = self._check(ranks.call("build", [(self._settings, environment) for environment in environments]))
             self.layouts = [layout for layout, _ in built]
             self.planner: RolePlanner = built[0][1]
             """Plans in this process, without a process group."""

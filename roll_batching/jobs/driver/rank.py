@@ -11,10 +11,10 @@ from typing import Any
 from roll_batching.jobs.config import WorkerConfig
 from roll_batching.jobs.driver.columns import Column, Columns, replica_samples
 from roll_batching.jobs.driver.shard_distribution import RankLayout
-from roll_batching.jobs.launch.environment import rank_info
 from roll_batching.jobs.launch.failures import Failure, describe_failure
 from roll_batching.jobs.launch.logs import keep_log, write_to_log
-from roll_batching.jobs.launch.on_ray.rank import Rank
+from roll_batching.jobs.launch.on_ray.actors import Rank
+from roll_batching.jobs.launch.rendezvous import rank_info
 from roll_batching.planning import Plan, RolePlanner
 
 
@@ -89,7 +89,7 @@ class StrategyRank(Rank):
         Rank 0 returns the result, which is the same on all ranks; replica leaders return the columns of a result that
         is a batch, renamed to `name` if given; other ranks return None. A Failure instead of an error.
         """
-        from roll_batching.jobs.driver.batches import from_columns, to_columns
+        from roll_batching.jobs.driver.shard_distribution import from_columns, to_columns
         from roll_batching.samples import SampleBatch
 
         try:

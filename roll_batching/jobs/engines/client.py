@@ -168,7 +168,7 @@ def _requests(
     group = settings.num_return_sequences
     images: list[PromptImages | None] = [None] * len(prompts)
     if vision is not None:
-        from roll_batching.jobs.engines.prompt_images import images_of_prompts  # few models take images
+        from roll_batching.jobs.engines.routed_experts import images_of_prompts  # few models take images
 
         images = images_of_prompts(prompts, vision)
     return [
@@ -177,9 +177,9 @@ def _requests(
             seed=response_seed(settings.seed, prompt * group + member),
             group=prompt,
             mixture=mixture,
-            images=own,
+            images=prompt_images,
         )
-        for prompt, row, own in zip(prompts.ids.tolist(), prompts.to_lists("input_ids"), images, strict=True)
+        for prompt, row, prompt_images in zip(prompts.ids.tolist(), prompts.to_lists("input_ids"), images, strict=True)
         for member in range(group)
     ]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from roll_batching.errors import EngineError
+from roll_batching.jobs.config.engines import EngineArgs
 from roll_batching.jobs.engines.probe import GapLimit, Probe
 from roll_batching.jobs.engines.protocol import GenerationRequest, GenerationResult, check_result
 from roll_batching.strategy.sampling import GenerationSettings
@@ -139,3 +140,8 @@ def _result(
     length = len(tokens) if end is None else end + 1
     result = GenerationResult(tokens=tokens[:length], log_probs=log_probs[:length])
     return check_result(result, settings, ended=end is not None)
+
+
+def hf_engine(settings: EngineArgs, device: torch.device) -> HFEngine:
+    """Transformers in this process, on `device`."""
+    return HFEngine(device)

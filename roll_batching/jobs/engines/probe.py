@@ -69,12 +69,12 @@ def make_probe(strategy: MegatronInferStrategy) -> Probe:
 @contextmanager
 def _at_temperature_1(strategy: MegatronInferStrategy) -> Iterator[None]:
     """Context in which the strategy's log-probs are those that engines have of a prompt."""
-    kept = strategy.temperature, strategy.temperature_field
+    previous = strategy.temperature, strategy.temperature_field
     strategy.temperature, strategy.temperature_field = 1.0, None
     try:
         yield
     finally:
-        strategy.temperature, strategy.temperature_field = kept
+        strategy.temperature, strategy.temperature_field = previous
 
 
 class GapLimit:

@@ -11,17 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import EngineError
+from roll_batching.jobs.config.engines import EngineArgs
 from roll_batching.jobs.engines.probe import GapLimit, Probe
 from roll_batching.jobs.engines.protocol import (
     GenerationRequest,
     GenerationResult,
     MalformedReply,
+    ServerApi,
     ServerProcess,
-    excerpt,
+    check_prompt_tokens,
 )
-from roll_batching.jobs.engines.requests import HEALTH_SECONDS, RequestFailed, get, is_healthy, open_session, post
 from roll_batching.jobs.engines.routed_experts import checked_experts
-from roll_batching.jobs.engines.server_api import Call, ServerApi, check_prompt_tokens
+from roll_batching.jobs.processes.requests import (
+    HEALTH_SECONDS,
+    Call,
+    RequestFailed,
+    excerpt,
+    get,
+    is_healthy,
+    open_session,
+    post,
+    retry_pause,
+)
 from roll_batching.strategy.sampling import GenerationSettings
 
 logger = logging.getLogger(__name__)
@@ -42,6 +53,11 @@ class EngineLimits:
     """Concurrent requests per server."""
     retries: int = 3
     """Attempts of a request after the first, at other servers where there are any."""
+
+
+def limits_of(settings: EngineArgs) -> EngineLimits:
+    """The limits in a job's settings."""
+    return EngineLimits(seconds=settings.request_timeout, in_flight=settings.max_in_flight, retries=settings.retries)
 
 
 class _Server:
@@ -259,7 +275,7 @@ class Replicas:
             if not await is_healthy(session, server.url + self.api.health_path):
                 self._drop_one(servers, server.url, attempts.failures[-1])
             elif len(attempts.failures) <= self.limits.retries:
-                await asyncio.sleep(min(_LONGEST_PAUSE, 0.1 * 2 ** len(attempts.failures)))
+                await asyncio.sleep(retry_pause(len(attempts.failures), 0.2, most=_LONGEST_PAUSE))
         raise EngineError(
             f"{self.api.name}: a request failed {len(attempts.failures)} times: {'; '.join(attempts.failures)}. Look "
             "at the servers' logs; actor_infer.engine_args has request_timeout and retries"

@@ -1,7 +1,8 @@
-"""Engine servers that the job starts: command lines, start-up, and an end no later than the job's."""
+"""Engine servers that the job starts: command lines, start-up by rank 0, and an end no later than the job's."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,20 +13,39 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from roll_batching.distributed import exchange, host_group
 from roll_batching.errors import EngineError
-from roll_batching.jobs.processes.child_process import describe_exit, kill_sessions, python_command
-from roll_batching.jobs.processes.rank_variables import without_rank_variables
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.engine_rules import (
+    SERVED,
+    engine_sleeps,
+    server_devices,
+    server_options,
+    starts_servers,
+    uses_engine,
+)
+from roll_batching.jobs.config.engines import ENGINES
+from roll_batching.jobs.processes.child_process import (
+    ROLE_DEVICES,
+    describe_exit,
+    kill_sessions,
+    notify,
+    python_command,
+    without_rank_variables,
+)
+from roll_batching.jobs.processes.requests import HEALTH_SECONDS, is_healthy, open_session
 
 _SUPERVISE = "from roll_batching.lifetime import run_under; run_under(int(sys.argv[1]), sys.argv[2:])"
 _POLL_SECONDS = 0.5
-_HEALTH_SECONDS = 5.0
 _TERMINATE_SECONDS = 10.0
 _LINES_SHOWN = 20
 
@@ -188,7 +208,7 @@ def _start(program: ServerProgram) -> tuple[subprocess.Popen[bytes], int]:
 def _wait_until_healthy(
     program: ServerProgram, process: subprocess.Popen[bytes], log_start: int, deadline: float, seconds: float
 ) -> None:
-    while not _is_healthy(program.url):
+    while not asyncio.run(_is_healthy(program.url)):
         if process.poll() is not None:
             raise EngineError(
                 f"the server at {program.url} ended {describe_exit(process.returncode)} before it was ready. "
@@ -202,13 +222,9 @@ def _wait_until_healthy(
         time.sleep(_POLL_SECONDS)
 
 
-def _is_healthy(url: str) -> bool:
-    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with without_proxy.open(f"{url}/health", timeout=_HEALTH_SECONDS) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+async def _is_healthy(url: str) -> bool:
+    async with open_session(HEALTH_SECONDS) as session:
+        return await is_healthy(session, f"{url}/health")
 
 
 def _log_tail(program: ServerProgram, log_start: int) -> str:
@@ -216,3 +232,103 @@ def _log_tail(program: ServerProgram, log_start: int) -> str:
     lines = program.log.read_bytes()[log_start:].decode(errors="replace").splitlines()[-_LINES_SHOWN:]
     text = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
     return f"It was started as\n    {shlex.join(program.command)}\nand the last lines of {program.log} are\n{text}"
+
+
+# ---- started servers
+
+
+LOGS = "engine_logs"
+"""Folder of the servers' logs in the run's folder. Logs are appended to, which keeps those of earlier attempts."""
+_MARGIN = 300.0
+"""Seconds added to start_timeout for the time between ranks."""
+
+
+@contextmanager
+def engine_servers(config: JobConfig) -> Iterator[JobConfig]:
+    """`config` with the URLs of its engine's servers, which the job starts, if needed, for the block. Collective.
+
+    Servers that share devices with the model in training are put to sleep, so that it fits. Raises RankError, the same
+    on all ranks, when a server does not start or sleep.
+    """
+    role = config.actor_infer
+    if not uses_engine(config) or role.strategy_args.strategy_name not in SERVED:
+        yield config
+        return
+    patience = role.engine_args.start_timeout
+    servers: list[ServerProcesses] = []
+
+    def start() -> list[str]:
+        urls = role.engine_args.urls
+        if dist.get_rank() != 0:
+            return []
+        if starts_servers(config):
+            servers.append(_make_servers(config))
+            servers[0].start(patience)
+            urls = [program.url for program in servers[0].programs]
+        if engine_sleeps(config):
+            make = ENGINES.load(role.strategy_args.strategy_name)
+            make(role.engine_args.model_copy(update={"urls": urls}), torch.device("cpu")).sleep()
+        return urls
+
+    try:
+        urls = exchange(host_group(), "starting the engine's servers", start, patience=patience + _MARGIN)[0]
+        args = role.engine_args.model_copy(update={"urls": urls})
+        yield config.model_copy(update={"actor_infer": role.model_copy(update={"engine_args": args})})
+    except BaseException:
+        for one in servers:
+            one.close(patience=0)  # the error must not wait for servers to end
+        raise
+    for one in servers:
+        one.close()
+
+
+def _make_servers(config: JobConfig) -> ServerProcesses:
+    """The job's servers, not yet started."""
+    role, model = config.actor_infer, config.actor_train.model_args.model_name_or_path
+    assert model is not None, "engines read model directories"
+    name = role.strategy_args.strategy_name
+    kind, devices, names = SERVER_KINDS[name], server_devices(config), _device_names(config)
+    options, sleeps = server_options(config), engine_sleeps(config)
+    host = _host()
+    programs, first = [], 0
+    for number, (server_ranks, port) in enumerate(zip(devices, free_ports(host, len(devices)), strict=True)):
+        visible = {} if names is None else {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + len(server_ranks)])}
+        first += len(server_ranks)
+        programs.append(
+            ServerProgram(
+                command=server_command(
+                    kind, model, options, program=role.engine_args.command, host=host, port=port, sleeps=sleeps
+                ),
+                environment={**kind.variables, **visible},
+                url=f"http://{host}:{port}",
+                log=config.run_folder / LOGS / f"{name}-{number}.log",
+            )
+        )
+    count = "a server" if len(programs) == 1 else f"{len(programs)} servers"
+    notify(
+        f"starting {count} of {name}, the first one as `{shlex.join(programs[0].command)}`; what they say is in "
+        f"{programs[0].log.parent}"
+    )
+    return ServerProcesses(programs)
+
+
+def _host() -> str:
+    """Address at which all ranks reach servers on this machine; loopback when all ranks are on it."""
+    is_single_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return "127.0.0.1" if is_single_machine else os.environ["MASTER_ADDR"]
+
+
+def _device_names(config: JobConfig) -> list[str] | None:
+    """The servers' devices, in the format of CUDA_VISIBLE_DEVICES; None without a device_mapping, and on a CPU."""
+    mapped, assigned = config.actor_infer.device_mapping, os.environ.get(ROLE_DEVICES["actor_infer"])
+    if mapped is None or (assigned is None and not torch.cuda.is_available()):
+        return None
+    visible = assigned or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, mapped))
+    names = visible.split(",")
+    if len(names) < len(mapped) or (assigned is None and mapped != config.actor_train.device_mapping):
+        raise EngineError(
+            f"actor_infer.device_mapping names {len(mapped)} devices, and the machine of rank 0, which starts the "
+            f"engine's servers, gives the job {len(names)} ({visible}): on several machines, and on devices of their "
+            "own under --launcher ray, start them yourself and name them in actor_infer.engine_args.urls"
+        )
+    return names

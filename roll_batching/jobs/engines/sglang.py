@@ -22,21 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll_batching.jobs.config.engines import EngineArgs
 from roll_batching.jobs.engines.protocol import (
     GenerationRequest,
     GenerationResult,
+    GroupRendezvous,
     MalformedReply,
     ServerProcess,
-    excerpt,
-)
-from roll_batching.jobs.engines.routed_experts import decode_int32
-from roll_batching.jobs.engines.server_api import (
-    Call,
-    GroupRendezvous,
     make_result,
     missing_field,
     sampling_parameters,
 )
+from roll_batching.jobs.engines.replicas import Replicas, limits_of
+from roll_batching.jobs.engines.routed_experts import decode_int32
+from roll_batching.jobs.processes.requests import Call, excerpt
 from roll_batching.strategy.sampling import GenerationSettings
 
 
@@ -187,3 +186,8 @@ class SGLang:
     def leave_call(self, group: str) -> Call:
         """Destroys a process group in the server's processes."""
         return Call("/destroy_weights_update_group", {"group_name": group})
+
+
+def sglang_engine(settings: EngineArgs, device: torch.device) -> Replicas:
+    """An engine of SGLang servers."""
+    return Replicas(settings.urls, SGLang(), limits_of(settings))

@@ -17,10 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from roll_batching.jobs.engines.protocol import GenerationRequest, GenerationResult, MalformedReply, ServerProcess
+from roll_batching.jobs.config.engines import EngineArgs
+from roll_batching.jobs.engines.protocol import (
+    GenerationRequest,
+    GenerationResult,
+    MalformedReply,
+    ServerProcess,
+    make_result,
+    missing_field,
+    sampling_parameters,
+)
+from roll_batching.jobs.engines.replicas import Replicas, limits_of
 from roll_batching.jobs.engines.routed_experts import decode_npy
-from roll_batching.jobs.engines.server_api import Call, make_result, missing_field, sampling_parameters
+from roll_batching.jobs.processes.requests import Call
 from roll_batching.strategy.sampling import GenerationSettings
 
 
@@ -116,3 +127,8 @@ class VLLM:
     def error_in(self, reply: Any) -> str | None:
         """The error in a reply; None for success."""
         return str(reply["error"]) if isinstance(reply, dict) and reply.get("error") else None
+
+
+def vllm_engine(settings: EngineArgs, device: torch.device) -> Replicas:
+    """An engine of vLLM servers."""
+    return Replicas(settings.urls, VLLM(), limits_of(settings))

@@ -1,14 +1,16 @@
-"""Number of processes of a job, and the GPUs of its ranks and roles."""
+"""Resources of a job on this machine: number of processes, GPUs of ranks and roles, limit of open files."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from collections.abc import Mapping, Sequence
 
-from roll_batching.errors import ConfigError
+from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import starts_servers
-from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
+from roll_batching.jobs.processes.child_process import ROLE_DEVICES
 
 _PROCESSES_PER_CPU = 2
 """A machine without GPUs is oversubscribed beyond this."""
@@ -78,19 +80,19 @@ def role_gpus(config: JobConfig, rank_devices: Sequence[int], gpus: int) -> list
     """
     devices: list[int] = []
     for name in config.roles if gpus else ():
-        own = config.own_devices(name) or ()
-        if missing := [device for device in own if device >= gpus]:
+        role_devices = config.own_devices(name) or ()
+        if missing := [device for device in role_devices if device >= gpus]:
             raise ConfigError(
                 f"{name}.device_mapping names device {missing[0]}, but this machine has {_gpus(gpus)}; "
                 "use another device_mapping"
             )
-        if shared := sorted(set(own) & set(rank_devices)):
+        if shared := sorted(set(role_devices) & set(rank_devices)):
             raise ConfigError(
                 f"--nproc asks for {len(rank_devices)} processes, which take device {shared[0]} of "
                 f"{name}.device_mapping: name other devices there, or start as many processes as "
                 "actor_train.device_mapping names"
             )
-        devices += [device for device in own if device not in devices]
+        devices += [device for device in role_devices if device not in devices]
     return devices
 
 
@@ -111,12 +113,12 @@ def devices_under_torchrun(config: JobConfig, environment: Mapping[str, str] = o
 
     Raises ConfigError when ranks are on several machines: rank 0 starts the role's processes on its machine only.
     """
-    own = next((name for name in config.roles if config.own_devices(name) is not None), None)
-    if own is None or config.actor_train.device_mapping is None:
+    role_name = next((name for name in config.roles if config.own_devices(name) is not None), None)
+    if role_name is None or config.actor_train.device_mapping is None:
         return {}
     if environment.get("LOCAL_WORLD_SIZE", "") not in ("", environment.get("WORLD_SIZE")):
         raise ConfigError(
-            f"{own}.device_mapping names separate devices, which must be on the machine of rank 0, and torchrun "
+            f"{role_name}.device_mapping names separate devices, which must be on the machine of rank 0, and torchrun "
             "has started ranks on several: leave it out, and the role shares those of actor_train; or let engines "
             "sample, on servers of your own (actor_infer.engine_args.urls)"
         )
@@ -125,7 +127,7 @@ def devices_under_torchrun(config: JobConfig, environment: Mapping[str, str] = o
 
 def _mapped_devices(config: JobConfig) -> dict[str, tuple[int, ...]]:
     """Device numbers of each role whose processes rank 0 starts."""
-    devices = {name: own for name in config.roles if (own := config.own_devices(name)) is not None}
+    devices = {name: mapped for name in config.roles if (mapped := config.own_devices(name)) is not None}
     if starts_servers(config) and config.actor_infer.device_mapping is not None:
         devices["actor_infer"] = config.actor_infer.device_mapping
     return devices
@@ -133,3 +135,27 @@ def _mapped_devices(config: JobConfig) -> dict[str, tuple[int, ...]]:
 
 def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'} (numbered from 0)"
+
+
+# ---- open files
+
+
+NEEDED = 256
+"""Two ranks open 125 each, four 152: sockets between ranks in several groups, pipes, files."""
+_WANTED = 65_536
+
+
+def raise_open_files_limit() -> None:
+    """Raises this process's limit, which its children inherit. Raises RollBatchingError when it stays too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    wanted = _WANTED if unlimited else min(hard, _WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if soft != resource.RLIM_INFINITY and soft < NEEDED:
+        raise RollBatchingError(
+            f"ulimit -n is {soft}: a process here may open {soft} files and sockets, and each of a job's processes "
+            f"needs {NEEDED} or more. Raise it (ulimit -n 4096; its hard limit, ulimit -Hn, may need an administrator)"
+        )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from roll_batching.errors import RankError, RollBatchingError, is_collective_timeout, is_lost_peer
 from roll_batching.jobs.launch.logs import log_notice
-from roll_batching.jobs.processes.rank_variables import FAILURES
+from roll_batching.jobs.processes.child_process import FAILURES
 from roll_batching.secret_names import redact_forms
 
 

@@ -18,8 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_batching.jobs.launch.failures import Failure, has_completed, read_failures, report_failure, root_cause
-from roll_batching.jobs.processes.child_process import describe_exit, kill_sessions
-from roll_batching.jobs.processes.rank_variables import FAILURES, LAUNCHER, RESTARTS, rank_variables
+from roll_batching.jobs.processes.child_process import (
+    FAILURES,
+    LAUNCHER,
+    RESTARTS,
+    describe_exit,
+    kill_sessions,
+    rank_variables,
+)
 from roll_batching.jobs.processes.role_workers import local_store
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,9 +54,11 @@ def launch(
         store = local_store()  # held by this process, so that no other can take the port
         try:
             for rank in range(count):
-                own = rank_variables(rank, count, local_rank=rank, local_size=count, host="127.0.0.1", port=store.port)
-                own |= {RESTARTS: "0", LAUNCHER: str(os.getpid()), FAILURES: failures}
-                environment = {**os.environ, **_threads(count), **variables, **own}
+                of_rank = rank_variables(
+                    rank, count, local_rank=rank, local_size=count, host="127.0.0.1", port=store.port
+                )
+                of_rank |= {RESTARTS: "0", LAUNCHER: str(os.getpid()), FAILURES: failures}
+                environment = {**os.environ, **_threads(count), **variables, **of_rank}
                 ranks.append(_Rank(rank, failures, _start(module, arguments, environment)))
             _wait(ranks, caught)
         finally:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roll_batching.files import cause
-from roll_batching.jobs.launch.environment import RankInfo
-from roll_batching.jobs.processes.rank_variables import RESTARTS
+from roll_batching.jobs.launch.rendezvous import RankInfo
+from roll_batching.jobs.processes.child_process import RESTARTS, notify
 
 _HEADING = "==== rank"
 """Start of the heading above each attempt."""
@@ -44,7 +44,7 @@ def keep_log(folder: Path, info: RankInfo, *, resumes: bool = False) -> None:
         log.write("\n" if log.tell() else "")  # the last attempt may have ended within a line
         log.write(_heading(info, resumes))
     except OSError as error:
-        print(f"notice: rank {info.rank} keeps no log in {file}: {cause(error)}", file=sys.stderr, flush=True)
+        notify(f"rank {info.rank} keeps no log in {file}: {cause(error)}")
         null = open(os.devnull, "w", encoding="utf-8")
         sys.stdout, sys.stderr = _Tee(sys.stdout, null), _Tee(sys.stderr, null)  # type: ignore[assignment]
         return

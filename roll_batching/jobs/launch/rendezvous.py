@@ -1,17 +1,107 @@
-"""Rendezvous of all ranks before the job begins, with notices and an error about missing ranks."""
+"""Rank of this process, read from the environment, and the rendezvous of all ranks before the job begins."""
 
 from __future__ import annotations
 
 import datetime
+import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from roll_batching.errors import LayoutError
-from roll_batching.jobs.launch.environment import RankInfo
+from roll_batching.errors import ConfigError, LayoutError
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.processes.child_process import AGENT_STORE, LAUNCHER, notify
+
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_CURE = (
+    "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every process; any other launcher "
+    "must set them all. Unset them to let this command start the processes itself"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """Rank, world size and rendezvous of this process."""
+
+    rank: int
+    world_size: int
+    host: str
+    """Host of the rendezvous store."""
+    port: int
+    """Port of the rendezvous store."""
+    has_store: bool
+    """The launcher holds the rendezvous store; else rank 0 opens it."""
+    launcher: int | None
+    """Process id of our own launcher; None under another launcher."""
+    is_supervised: bool
+    """The parent lives until this process ends, as our launcher and torchrun's agent do."""
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the rendezvous store."""
+        return f"{self.host}:{self.port}"
+
+
+def rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """This process's rank; None in the command that starts the ranks.
+
+    Raises ConfigError when variables are missing or invalid.
+    """
+    named = [name for name in ("RANK", "WORLD_SIZE") if environment.get(name)]
+    if not named:
+        return None
+    missing = [name for name in _NEEDED if not environment.get(name)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(f"{' and '.join(missing)} {verb} not set in the environment, though {named[0]} is: {_CURE}")
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    local_rank, port = _number(environment, "LOCAL_RANK", "0"), _number(environment, "MASTER_PORT")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"RANK={rank} is not from 0 to WORLD_SIZE - 1 = {world_size - 1}: {_CURE}")
+    if not 0 <= local_rank <= rank:
+        raise ConfigError(f"LOCAL_RANK={local_rank} is not from 0 to RANK = {rank}: {_CURE}")
+    if not 0 < port < 1 << 16:
+        raise ConfigError(f"MASTER_PORT={port} is no port (1 to 65535): {_CURE}")
+    launcher = environment.get(LAUNCHER)
+    return RankInfo(
+        rank=rank,
+        world_size=world_size,
+        host=environment["MASTER_ADDR"],
+        port=port,
+        has_store=environment.get(AGENT_STORE) == "True",
+        launcher=int(launcher) if launcher else None,
+        is_supervised=bool(launcher) or _TORCHRUN in environment,
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environment.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is no whole number: {_CURE}") from None
+
+
+def check_world_size(config: JobConfig, info: RankInfo) -> None:
+    """Raises ConfigError when the world size does not fit the parallel layout or device_mapping.
+
+    Under our own launcher --nproc may differ from device_mapping.
+    """
+    config.dp_size(info.world_size)
+    mapped = config.world_size
+    if info.launcher is None and mapped is not None and mapped != info.world_size:
+        raise ConfigError(
+            f"actor_train.device_mapping names {mapped} devices and {info.world_size} processes were started "
+            f"(WORLD_SIZE): start {mapped}, or change or leave out device_mapping"
+        )
+
+
+# ---- rendezvous
+
 
 _SECONDS_BEFORE_NOTICE = 10.0
 _CONNECT_POLL_SECONDS = 0.2
@@ -109,8 +199,7 @@ class _Notices:
     def _run(self) -> None:
         waited, pause = self.after, self.after
         while not self._over.wait(pause):
-            text = f"notice: rank {self.rank} has waited {waited:g} s {self.waits_for()}, {self.limit}"
-            print(text, file=sys.stderr, flush=True)
+            notify(f"rank {self.rank} has waited {waited:g} s {self.waits_for()}, {self.limit}")
             pause, waited = waited, 2 * waited
 
 

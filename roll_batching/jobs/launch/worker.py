@@ -10,9 +10,9 @@ from functools import partial
 from typing import NoReturn
 
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.launch.environment import RankInfo, rank_info
 from roll_batching.jobs.launch.failures import describe_failure, record_completion, record_failure
 from roll_batching.jobs.launch.logs import keep_log, log_notice, write_to_log
+from roll_batching.jobs.launch.rendezvous import RankInfo, rank_info
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.lifetime import end_with_parent, forks_die_with_us
@@ -58,25 +58,13 @@ def run_rank(
     forks_die_with_us()
     if job is None:
         keep_log(config.run_folder, info, resumes=bool(config.resume_from_checkpoint))
-        job, _store = partial(_default_job(), start_workers=start_workers), _join_rendezvous(config, info)
+        hide_known_warnings()  # before the first import of Megatron
+        from roll_batching.jobs.job import run_job
+        from roll_batching.jobs.launch.rendezvous import wait_for_ranks
+
+        _store = wait_for_ranks(info, config.actor_train.backend_timeout)
+        job = partial(run_job, start_workers=start_workers)
     job(config)
-    _leave_process_group()
-
-
-def _join_rendezvous(config: JobConfig, info: RankInfo) -> object:
-    from roll_batching.jobs.launch.rendezvous import wait_for_ranks
-
-    return wait_for_ranks(info, config.actor_train.backend_timeout)
-
-
-def _default_job() -> Callable[..., None]:
-    hide_known_warnings()
-    from roll_batching.jobs.job import run_job
-
-    return run_job
-
-
-def _leave_process_group() -> None:
     if "torch" in sys.modules:
         from roll_batching.distributed.parallel_layout import leave_processes
 

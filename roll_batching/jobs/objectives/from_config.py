@@ -22,7 +22,7 @@ from roll_batching.jobs.objectives.advantages import AdvantageFunction, check_ad
 from roll_batching.jobs.objectives.gigpo import shuffled_turns, state_metrics
 from roll_batching.jobs.objectives.stateful import DomainMoments, KlCoefficient, Stateful
 from roll_batching.jobs.objectives.token_rewards import TokenRewards
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.losses import ValueLoss, constant_mean, constant_sum, loss_spec
 from roll_batching.registry import describe_error

@@ -23,7 +23,7 @@ import torch
 from roll_batching.checked_fields import CheckedFields, NotNegative, OptionalPositive, Share
 from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.advantages import EPSILON
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.token_fields import counted_positions, sample_of
 
@@ -129,12 +129,14 @@ def with_turn_advantages(batch: SampleBatch, advantages: Sequence[np.ndarray]) -
     follows = torch.zeros_like(counted)
     follows[1:] = counted[:-1] & (samples[1:] == samples[:-1])
     begins = counted & ~follows
-    own = [advantages[number] for number in batch.ids.tolist()]
-    found = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, samples, begins.long())
-    if found.tolist() != [len(one) for one in own]:
-        row = next(row for row, one in enumerate(own) if int(found[row]) != len(one))
-        raise DataError(f"sample {int(batch.ids[row])} has {int(found[row])} turns, and {len(own[row])} advantages")
-    flat = torch.from_numpy(np.concatenate([*own, np.zeros(1)]))
+    of_sample = [advantages[number] for number in batch.ids.tolist()]
+    turn_counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, samples, begins.long())
+    if turn_counts.tolist() != [len(one) for one in of_sample]:
+        row = next(row for row, one in enumerate(of_sample) if int(turn_counts[row]) != len(one))
+        raise DataError(
+            f"sample {int(batch.ids[row])} has {int(turn_counts[row])} turns, and {len(of_sample[row])} advantages"
+        )
+    flat = torch.from_numpy(np.concatenate([*of_sample, np.zeros(1)]))
     turn = begins.cumsum(0).sub(1).clamp(min=0)
     values = torch.where(counted, flat[turn], 0.0).float()
     return batch.with_fields({"advantages": values}, {"advantages": FieldSpec("next_token")})

@@ -9,6 +9,7 @@ the job says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -22,9 +23,8 @@ from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.advantages import VARIANCE_EPSILON
-from roll_batching.jobs.objectives.gae import explained_variance, generalised_advantages
 from roll_batching.jobs.objectives.stateful import KlCoefficient
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.losses.estimators import ESTIMATORS, k3
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.token_fields import counted_positions, sample_of
@@ -124,9 +124,9 @@ def discounted(batch: SampleBatch, rewards: torch.Tensor, gamma: float) -> torch
     longest = int(batch.lengths.max()) if count else 0
     for back in range(longest):  # from the samples' ends, one token of every sample at a time
         long_enough = torch.nonzero(batch.lengths > back)[:, 0]
-        at = ends[long_enough] - 1 - back
-        following[long_enough] = result[at] + gamma * following[long_enough]
-        result[at] = following[long_enough]
+        positions = ends[long_enough] - 1 - back
+        following[long_enough] = result[positions] + gamma * following[long_enough]
+        result[positions] = following[long_enough]
     return result
 
 
@@ -150,3 +150,54 @@ def _sum_over_ranks(layout: ParallelLayout, action: str, *numbers: float) -> lis
     """Sums over the data-parallel ranks, the same on every rank."""
     parts = exchange(layout.host_group, action, lambda: numbers if layout.is_replica_leader else None)
     return [math.fsum(column) for column in zip(*(part for part in parts if part is not None), strict=True)]
+
+
+# ---- gae
+
+
+def generalised_advantages(
+    batch: SampleBatch,
+    counted: torch.Tensor,
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    gamma: float,
+    lambd: float,
+) -> torch.Tensor:
+    """Advantages of tokens: [tokens] float64; undefined where `counted` is false.
+
+    With V = 0 after the last counted token:
+
+        delta_t = r_t + gamma V_next - V_t,    A_t = delta_t + gamma lambd A_next.
+
+    `rewards` and `values` are [tokens] float64, all by the position that predicts the token. "Next" is the next counted
+    token: tokens between them, which the policy did not write, have no step and no value (as in verl).
+    """
+    count, ends, result = len(batch), batch.offsets[1:], torch.zeros_like(rewards)
+    next_value, next_advantage = torch.zeros(2, count, dtype=torch.float64)
+    longest = int(batch.lengths.max()) if count else 0
+    for back in range(longest):  # from the samples' ends, one token of every sample at a time
+        rows = torch.nonzero(batch.lengths > back)[:, 0]
+        rows = rows[counted[ends[rows] - 1 - back]]
+        positions = ends[rows] - 1 - back
+        delta = rewards[positions] + gamma * next_value[rows] - values[positions]
+        result[positions] = delta + gamma * lambd * next_advantage[rows]
+        next_value[rows], next_advantage[rows] = values[positions], result[positions]
+    return result
+
+
+def explained_variance(
+    returns: torch.Tensor, values: torch.Tensor, sum_over_ranks: Callable[..., list[float]]
+) -> Metrics:
+    """The share of the variance of `returns` that `values` explain, 1 at best; left out where returns are equal.
+
+    Both are this rank's, [n] float64. Collective.
+    """
+    error = returns - values
+    parts = (float(len(returns)), *(float(x.sum()) for x in (returns, returns.square(), error, error.square())))
+    count, total, squares, error_total, error_squares = sum_over_ranks(*parts)
+    if not count:
+        return {}
+    variance = squares / count - (total / count) ** 2
+    if variance <= 1e-12 * max(squares / count, 1e-12):
+        return {}
+    return {"value_explained_variance": 1 - (error_squares / count - (error_total / count) ** 2) / variance}

@@ -110,8 +110,8 @@ def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
     ranks, count = plan.constraints.dp_size, plan.num_micro_batches
     width = int(plan.by_rank(plan.tokens).max())
     gap = max(width // 12, 1)
-    placed = plan.used[plan.samples]
-    norm = LogNorm(max(int(placed.min()), 1), max(int(placed.max()), int(placed.min()) + 1))
+    lengths = plan.used[plan.samples]
+    norm = LogNorm(max(int(lengths.min()), 1), max(int(lengths.max()), int(lengths.min()) + 1))
     colours = plt.get_cmap("viridis")
     figure, (axis, cost_axis) = plt.subplots(
         1,

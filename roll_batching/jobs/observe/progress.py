@@ -1,13 +1,15 @@
-"""Progress of a run: a bar on a terminal, periodic lines in a log file."""
+"""Progress of a run and of reading files: a bar on a terminal, periodic lines in a log file."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TaskID,
@@ -15,8 +17,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-
-from roll_batching.jobs.observe.numbers import fixed
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -102,3 +102,63 @@ def _short(value: float) -> str:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds + 0.5), 60)
     return f"{minutes}:{rest:02d}"
+
+
+# ---- reading
+
+
+_SILENT_SECONDS = 1.0
+"""Seconds before anything is shown."""
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class ReadingProgress:
+    """Context manager that shows the bytes read, of `total`, on standard error."""
+
+    def __init__(self, title: str, total: int, *, console: Console | None = None) -> None:
+        self.title, self.total = title, total
+        self.console = console or Console(stderr=True, highlight=False)
+        self._done = 0
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> ReadingProgress:
+        self._started = time.monotonic()
+        self._next = self._started + _SILENT_SECONDS
+        return self
+
+    def read(self, size: int) -> None:
+        """Count `size` more bytes."""
+        self._done += size
+        now = time.monotonic()
+        if now < self._next or self._done >= self.total:
+            return
+        if not self.console.is_terminal:
+            self._next = now + _SECONDS_BETWEEN_LINES
+            left = (now - self._started) * (self.total / max(self._done, 1) - 1)
+            share = self._done / max(self.total, 1)
+            self.console.print(f"{self.title}: {share:.0%}, about {max(left, 0):.0f} s left", soft_wrap=True)
+            return
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task(self.title, total=self.total)
+            self._bar.start()
+        self._bar.update(self._task, completed=self._done)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+# ---- numbers
+
+
+_LONGEST = 1e12
+
+
+def fixed(value: float, digits: int, *, sign: bool = False) -> str:
+    """`value` with `digits` decimals; in scientific notation from 1e12 on."""
+    plus = "+" if sign else ""
+    return f"{value:{plus},.{digits}f}" if abs(value) < _LONGEST else f"{value:{plus}.{digits + 1}g}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError, RollBatchingError
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 
 logger = logging.getLogger(__name__)
 

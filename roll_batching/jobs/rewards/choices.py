@@ -5,8 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from roll_batching.jobs.rewards.answers import answer_text, check_penalty, repeated_share
-from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score, text_answer
+from roll_batching.jobs.rewards.contract import (
+    Completion,
+    PromptLine,
+    Score,
+    answer_text,
+    check_penalty,
+    repeated_share,
+    text_answer,
+)
 
 _GRADES = {
     "boxed": (1.0, 0.0, 0.0, 0.0),

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score
 from roll_batching.jobs.rewards.judged_code import assertion_runner
 from roll_batching.jobs.rewards.judged_code.cases import PRELUDE, AssertionCase, OutputCase, read_cases
-from roll_batching.jobs.rewards.judged_code.container import names_container
-from roll_batching.jobs.rewards.judged_code.process import SUBPROCESS, JudgedProcess
+from roll_batching.jobs.rewards.judged_code.process import SUBPROCESS, JudgedProcess, names_container
 from roll_batching.jobs.rewards.judged_code.sandbox import best_sandbox
 
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)

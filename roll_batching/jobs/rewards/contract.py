@@ -19,6 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ def text_answer(line: PromptLine) -> str:
         keys = printable(", ".join(line.record), characters=80)
         raise ValueError(f"the line has no answer (actor_train.data_args.response names its key); it has {keys}")
     if not isinstance(line.answer, str) or not line.answer.strip():
-        raise ValueError(f"the answer is {_excerpt(line.answer)}, and a text that is not blank is needed")
+        raise ValueError(f"the answer is {excerpt_of(line.answer)}, and a text that is not blank is needed")
     return line.answer
 
 
@@ -177,10 +178,8 @@ def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> Loaded
     try:
         inspect.signature(function).bind(None, **keywords)
     except TypeError as error:
-        given = (
-            f"a completion and reward_args {sorted(keywords)}" if keywords else "a completion alone (no reward_args)"
-        )
-        raise ConfigError(f"reward function {path!r} cannot be called with {given}: {error}") from error
+        call = f"a completion and reward_args {sorted(keywords)}" if keywords else "a completion alone (no reward_args)"
+        raise ConfigError(f"reward function {path!r} cannot be called with {call}: {error}") from error
     except ValueError:  # a C function without a signature cannot be checked before its first call
         pass
     check, notice = getattr(function, "check_arguments", None), ""
@@ -205,7 +204,7 @@ def check_score(result: Any) -> Score:
             f"the reward is {reward:g}, above {_LARGEST_REWARD:g}: its square may overflow in fp32, scale it"
         )
     if not isinstance(score.marks, Mapping):
-        raise TypeError(f"Score.marks is {_excerpt(score.marks)}, not a dict of names and booleans")
+        raise TypeError(f"Score.marks is {excerpt_of(score.marks)}, not a dict of names and booleans")
     if len(score.marks) > MOST_MARKS:
         raise ValueError(f"Score.marks has {len(score.marks):,} names; {MOST_MARKS} at most, each is a metric")
     return Score(reward=reward, marks={_name(name): _mark(name, value) for name, value in score.marks.items()})
@@ -214,32 +213,63 @@ def check_score(result: Any) -> Score:
 def _number(value: Any) -> float:
     """`value`, a number of Python, numpy or torch, as a float. Raises TypeError for text, arrays and containers."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") and not hasattr(value, "__index__"):
-        raise TypeError(f"it returned {_excerpt(value)}, not a number")
+        raise TypeError(f"it returned {excerpt_of(value)}, not a number")
     if getattr(value, "ndim", 0):
         raise TypeError(f"it returned an array of shape {tuple(value.shape)}, not a number")
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"it returned {_excerpt(value)}, which no float can hold") from None
+        raise ValueError(f"it returned {excerpt_of(value)}, which no float can hold") from None
 
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         text = f"not a text of 1 to {_LONGEST_NAME} printable characters"
-        raise TypeError(f"Score.marks has the name {_excerpt(name)}, {text}")
+        raise TypeError(f"Score.marks has the name {excerpt_of(name)}, {text}")
     return name
 
 
 def _mark(name: str, value: Any) -> bool:
-    array = bool(getattr(value, "ndim", 0))
-    if isinstance(value, (str, bytes)) or array or value not in (0, 1):
-        raise TypeError(f"Score.marks[{name!r}] is {_excerpt(value)}, not True or False")
+    if isinstance(value, (str, bytes)) or bool(getattr(value, "ndim", 0)) or value not in (0, 1):
+        raise TypeError(f"Score.marks[{name!r}] is {excerpt_of(value)}, not True or False")
     return bool(value)
 
 
-def _excerpt(value: Any) -> str:
+def excerpt_of(value: Any) -> str:
+    """Type and beginning of a wrong value, for errors."""
     try:
         text = repr(value)
-    except Exception:
+    except Exception:  # a user's class
         text = "..."
-    return f"a {type(value).__name__}, {text[:60]}"
+    return f"a {type(value).__name__}, {printable(text, characters=60)}"
+
+
+# ---- answers
+
+
+END_OF_THOUGHTS = "</think>"
+_REPEATED_WORDS = 3
+"""Words of a repeated sequence. Source: ROLL's reward workers (8eb27cc), `ngram_size=3`."""
+
+
+def answer_text(response: str) -> str:
+    """The text after the last `</think>`, or all of it, without surrounding white space."""
+    return response.rpartition(END_OF_THOUGHTS)[2].strip()
+
+
+def repeated_share(text: str) -> float:
+    """Share of the sequences of three words that occur earlier in `text`, ignoring case; 0 for shorter texts."""
+    words = text.lower().split()
+    count = len(words) - _REPEATED_WORDS + 1
+    if count < 1:
+        return 0.0
+    return 1 - len(set(zip(words, islice(words, 1, None), islice(words, 2, None), strict=False))) / count
+
+
+def check_penalty(penalty: object) -> None:
+    """Raises ValueError unless `repetition_penalty` is a number from 0 up to 1e6."""
+    if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not 0 <= penalty <= 1e6:
+        raise ValueError(
+            f"reward_args.repetition_penalty is {printable(repr(penalty))}: write a number of at least 0, which is "
+            "subtracted times the share of repeated words (ROLL: 0.5)"
+        )

@@ -190,10 +190,10 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     module = path.removeprefix("pkg://")
     if not module.endswith(".py"):
         return load_dotted("reward function", f"{module}:{name}")  # type: ignore[no-any-return]
-    found = getattr(_module_of(Path(module).expanduser()), name, None)
-    if found is None:
+    function = getattr(_module_of(Path(module).expanduser()), name, None)
+    if function is None:
         raise ConfigError(f"{path} has no {name!r}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 @cache

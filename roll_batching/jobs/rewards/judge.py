@@ -2,20 +2,140 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import http.client
 import json
 import math
 import os
 import re
-import sys
+import socket
+import threading
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from roll_batching.jobs.rewards.answers import answer_text
-from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score, text_answer
-from roll_batching.jobs.rewards.judge_client import JudgeClient, JudgeError
+from roll_batching.jobs.processes.child_process import notify
+from roll_batching.jobs.processes.requests import is_temporary, retry_pause
+from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score, answer_text, text_answer
 from roll_batching.registry import printable
+
+_LONGEST_REPLY = 4 << 20
+"""Bytes of a reply."""
+_HIDDEN = "<secret>"
+
+
+class JudgeError(Exception):
+    """The judge gave no reply that can be used."""
+
+
+class _TemporaryError(JudgeError):
+    """An error that another attempt may not have; `pause` is the number of seconds that the server asks for."""
+
+    def __init__(self, message: str, pause: float | None = None) -> None:
+        super().__init__(message)
+        self.pause = pause
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class JudgeClient:
+    """A server with `POST {url}/chat/completions`."""
+
+    url: str
+    bearer: str | None
+    """Sent as bearer authorization; never part of a message."""
+    timeout: float
+    """Seconds of one attempt, from connecting to the last byte."""
+    retries: int
+    """Attempts after the first."""
+
+    def ask(self, request: Mapping[str, Any]) -> str:
+        """The text of the judge's first choice. Raises JudgeError when the last attempt fails, or none can succeed."""
+        data = json.dumps(request).encode()
+        for attempt in range(1, self.retries + 2):
+            try:
+                return self._attempt(data)
+            except _TemporaryError as error:
+                if attempt > self.retries:
+                    raise JudgeError(f"{error} (attempt {attempt} of {self.retries + 1})") from None
+                time.sleep(retry_pause(attempt, asked=error.pause))
+        raise AssertionError
+
+    def _attempt(self, data: bytes) -> str:
+        begin = time.monotonic()
+        try:
+            status, after, body = self._post(data)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            waited = time.monotonic() - begin
+            if waited >= self.timeout:
+                raise _TemporaryError(f"the judge at {self.url} did not answer within {self.timeout:g} s") from None
+            text = self._excerpt(f"{type(error).__name__}: {error}")
+            raise _TemporaryError(f"no answer from the judge at {self.url}: {text}") from None
+        if status != http.HTTPStatus.OK:
+            text = f"the judge at {self.url} answered {status}: {self._excerpt(body.decode('utf-8', 'replace'))}"
+            if is_temporary(status):
+                raise _TemporaryError(text, _seconds(after))
+            raise JudgeError(text)
+        try:
+            content = json.loads(body)["choices"][0]["message"]["content"]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            content = None
+        if not isinstance(content, str) or not content.strip():
+            text = self._excerpt(body.decode("utf-8", "replace"))
+            raise _TemporaryError(f"the judge at {self.url} sent no text at choices[0].message.content: {text}")
+        return content
+
+    def _post(self, data: bytes) -> tuple[int, str | None, bytes]:
+        """Status, header Retry-After and body. Redirects are not followed: they could take the key elsewhere."""
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if self.bearer is not None:
+            headers["Authorization"] = f"Bearer {self.bearer}"
+        begin = time.monotonic()
+        try:
+            connection.connect()
+            # The connection's own limit is for one read: a server that sends a byte now and then never exceeds it.
+            left = max(self.timeout - (time.monotonic() - begin), 0.0)
+            watchdog = threading.Timer(left, _shut_down, (connection.sock,))
+            watchdog.daemon = True
+            watchdog.start()
+            try:
+                connection.request("POST", f"{parts.path.rstrip('/')}/chat/completions", data, headers)
+                response = connection.getresponse()
+                body = response.read(_LONGEST_REPLY + 1)
+            finally:
+                watchdog.cancel()
+        finally:
+            connection.close()
+        if len(body) > _LONGEST_REPLY:
+            raise ValueError(f"its reply is longer than {_LONGEST_REPLY:,} bytes")
+        if response.length:  # `read` with a number of bytes does not raise
+            raise http.client.IncompleteRead(body, response.length)
+        return response.status, response.headers.get("Retry-After"), body
+
+    def _excerpt(self, text: str) -> str:
+        """The beginning of `text` without the key, which servers repeat in errors."""
+        hidden = text.replace(self.bearer, _HIDDEN) if self.bearer else text
+        return printable(hidden, characters=300, lines=3)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed already
+        # Not `SSLSocket.shutdown`, which takes the encryption away under the reading thread.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def _seconds(text: str | None) -> float | None:
+    """The header Retry-After in seconds; None for a date."""
+    return float(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+# ---- judge
+
 
 TEMPLATE = """\
 Decide whether a response answers a question correctly.
@@ -91,7 +211,7 @@ def llm_judge(
     except JudgeError as error:
         if on_failure is None:
             raise ValueError(str(error)) from None
-        print(f"notice: {error}: the reward is on_failure, {on_failure:g}", file=sys.stderr, flush=True)
+        notify(f"{error}: the reward is on_failure, {on_failure:g}")
         return Score(reward=on_failure, marks={"judged": False})
     return Score(reward=reward, marks={"judged": True})
 
@@ -160,8 +280,8 @@ def _check_pattern(pattern: Any) -> None:
 def _check_request(request: Any) -> None:
     _require(isinstance(request, Mapping) and all(isinstance(key, str) for key in request), "request", request,
              "write keys of the request's body, such as temperature")  # fmt: skip
-    if own := sorted(_OWN_KEYS & request.keys()):
-        raise ValueError(f"reward_args.request has {own[0]!r}, which the reward sets: leave it out")
+    if reserved := sorted(_OWN_KEYS & request.keys()):
+        raise ValueError(f"reward_args.request has {reserved[0]!r}, which the reward sets: leave it out")
     try:
         json.dumps(request, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -186,7 +306,8 @@ def _message(completion: Completion, response: str, template: str, question_fiel
     """The judge's message. Parts are inserted at once, so that braces in a response are not read as parts."""
     parts = _parts(completion, template, question_field) | {"response": response}
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    texts = {name: _MARKUP.sub(_break_token, text) for name, text in parts.items()}
+    # A blank inside of a special token makes it text.
+    texts = {name: _MARKUP.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text) for name, text in parts.items()}
     texts["delimiter"] = f"=== {digest[:16]}"
     return _PARTS.sub(lambda part: texts[part.group(1)], template)
 
@@ -218,11 +339,6 @@ def _last_turn(prompt: str) -> str:
         return _MARKUP.sub("", prompt).strip()
     end = _TURN_END.search(prompt, begin)
     return prompt[begin : None if end is None else end.start()].strip()
-
-
-def _break_token(token: re.Match[str]) -> str:
-    """A special token as text that is none."""
-    return f"{token.group()[0]} {token.group()[1:]}"
 
 
 def _verdict(reply: str, pattern: str | None, scale: float) -> float:

@@ -7,7 +7,6 @@ import json
 import os
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.jobs.config.rewards import name_of
-from roll_batching.jobs.processes.child_process import describe_exit, kill_process_groups, start_child_process
+from roll_batching.jobs.processes.child_process import describe_exit, kill_process_groups, notify, start_child_process
 from roll_batching.jobs.rewards.contract import Completion, PromptLine
 from roll_batching.jobs.seeds import reward_seed
 from roll_batching.registry import printable
@@ -85,8 +84,8 @@ class RewardProcess:
         if self._process is not None:
             if (code := self._process.poll()) is None:
                 return
-            how = describe_exit(code)  # between two calls, so that no sample is to blame
-            print(f"notice: a process of {self.name} ended {how} and is started again", file=sys.stderr, flush=True)
+            # It ended between two calls, so that no sample is to blame.
+            notify(f"a process of {self.name} ended {describe_exit(code)} and is started again")
             self.close()
         environment = None
         if not self.secrets:
@@ -200,7 +199,11 @@ class RewardProcess:
                 "reward_timeout (seconds per call), or set a shorter timeout inside the function"
             )
         if waited > self._next_notice:
-            self._notify(waited)
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
+            notify(
+                f"rank {os.environ.get('RANK', '0')} waits for reward function {self.name} on {self._subject} since "
+                f"{since} ({waited:.0f} s); reward_timeout ends the wait after {self._limit:g} s"
+            )
             self._next_notice *= 2
 
     def _describe_end(self) -> str:
@@ -212,16 +215,6 @@ class RewardProcess:
         if code is None:
             return "it has closed or misused the connection of its process: leave file descriptors above 2 alone"
         return f"its process ended {describe_exit(code)}; its output is above, or in the log of its rank"
-
-    def _notify(self, seconds: float) -> None:
-        rank = os.environ.get("RANK", "0")
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
-        print(
-            f"notice: rank {rank} waits for reward function {self.name} on {self._subject} since {since} "
-            f"({seconds:.0f} s); reward_timeout ends the wait after {self._limit:g} s",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _short(text: str, limit: int = 40) -> str:

@@ -60,27 +60,25 @@ def _limit_memory(additional: int) -> None:
 
 def _score(function: RewardFunction, completion: Completion, seed: int, *, is_ours: bool) -> dict[str, Any]:
     """`is_ours`: a registered function, whose ValueErrors are written for users."""
-    own = os.getpid()
+    process = os.getpid()
     random.seed(seed)
     np.random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
+    reply: dict[str, Any]
     try:
-        reply = _plain_score(function(completion))
+        result = function(completion)
+        try:
+            score = check_score(result)
+            reply = {"reward": score.reward, "marks": dict(score.marks)}
+        except (TypeError, ValueError) as error:
+            reply = {"error": str(error)}
     except BaseException as error:  # also SystemExit: the job must get an error, not a closed connection
         reply = {"error": str(error) if is_ours and type(error) is ValueError else describe_error(error)}
-    if os.getpid() != own:  # a fork would reply a second time
+    if os.getpid() != process:  # a fork would reply a second time
         print("a copy of the reward's process, forked by the reward function, has returned from it too and ends here")
         os._exit(1)
     return reply
-
-
-def _plain_score(result: Any) -> dict[str, Any]:
-    try:
-        score = check_score(result)
-    except (TypeError, ValueError) as error:
-        return {"error": str(error)}
-    return {"reward": score.reward, "marks": dict(score.marks)}
 
 
 def _reply(connection: Connection, number: int, reply: dict[str, Any]) -> None:

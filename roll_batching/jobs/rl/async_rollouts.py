@@ -27,10 +27,9 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.engines.client import sum_metrics
 from roll_batching.jobs.engines.probe import make_probe
-from roll_batching.jobs.engines.weights import sends_tied_head, weights_folder
-from roll_batching.jobs.observe.metrics_file import Metrics
-from roll_batching.jobs.roles.client import SAMPLER, RoleClient
-from roll_batching.jobs.roles.messages import Weights, answer_timeout
+from roll_batching.jobs.engines.sampler import sends_tied_head, weights_folder
+from roll_batching.jobs.observe.run_files import Metrics
+from roll_batching.jobs.roles.client import SAMPLER, RoleClient, Weights, answer_timeout
 from roll_batching.jobs.roles.sampler import Answer, Request
 from roll_batching.jobs.rollouts.prompts import Prompts, prompt_stream
 from roll_batching.jobs.rollouts.rollout import StepScores

@@ -6,9 +6,9 @@ from typing import Any
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.objectives.from_config import critic_mini_batch_size, critic_role, value_loss_of
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.rollouts.step_metrics import update_metrics
-from roll_batching.jobs.steps.plan_consensus import prefix_errors
+from roll_batching.jobs.steps.passes import prefix_errors
 from roll_batching.jobs.steps.update import train_on_values, with_values
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
@@ -22,8 +22,6 @@ _READ = ("input_ids", "response_mask", "returns", OLD_VALUES)
 
 _RECORDED = ("loss", "grad_norm", "lr", "tokens", "padding_share", "imbalance", "micro_batches", "train_seconds")
 """Metrics of its optimizer steps that a row has, beside those of its loss."""
-
-
 _IDENTITY = ("model_name_or_path", "family", "architecture", "dtype")
 
 
@@ -67,6 +65,6 @@ class Critic:
         with prefix_errors("critic"):
             steps: list[Any] = list(train_on_values(self.strategy, local_batch, self._loss, **size, seed=seed))
         self.plan = steps[-1][0]
-        own = {name for _, result in steps for name in result.joined_metrics}
+        of_loss = {name for _, result in steps for name in result.joined_metrics}
         metrics = update_metrics(steps)
-        return {f"critic_{name}": value for name, value in metrics.items() if name in {*own, *_RECORDED}}
+        return {f"critic_{name}": value for name, value in metrics.items() if name in {*of_loss, *_RECORDED}}

@@ -15,7 +15,7 @@ import torch
 
 from roll_batching.errors import RankError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.rollouts.rollout import StepScores
 from roll_batching.samples import SampleBatch
 
@@ -69,7 +69,7 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
     wanted, size, most = config.rollout_batch_size, config.group_size, config.dynamic_sampling_max_batches
     counts, metrics = _Counts(), Metrics()
     batches: list[SampleBatch] = []
-    kept: list[StepScores] = []
+    kept_scores: list[StepScores] = []
     seconds = np.zeros(2)
     taken = 0
     while taken < wanted:
@@ -80,14 +80,18 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
         batch, scores, figures = draw(counts.batches)
         varied = varied_groups(scores.rewards, size)
         counts.add(scores, varied)
-        metrics = _add_metrics(metrics, figures)
+        for name, value in figures.items():
+            metrics[name] = metrics.get(name, 0) + value if name.endswith(_SUMMED) else value
         seconds += scores.generate_seconds.mean(), scores.reward_seconds.mean()
         groups = np.flatnonzero(varied)[: wanted - taken]
-        new_ids = _new_ids(groups, size, first=taken * size)
-        batches.append(_take_samples(batch, new_ids))
-        kept.append(_take_scores(scores, new_ids))
+        places = (groups[:, None] * size + np.arange(size)).ravel().tolist()
+        new_ids = dict(zip(places, range(taken * size, taken * size + len(places)), strict=True))
+        kept_ids = [number for number in batch.ids.tolist() if number in new_ids]
+        selected = batch.select_ids(torch.tensor(kept_ids, dtype=torch.int64))
+        batches.append(selected.with_ids(torch.tensor([new_ids[number] for number in kept_ids], dtype=torch.int64)))
+        kept_scores.append(_take_scores(scores, new_ids))
         taken += len(groups)
-    scores = StepScores.concat(kept)
+    scores = StepScores.concat(kept_scores)
     count = len(scores.ids)
     scores = replace(scores, generate_seconds=np.full(count, seconds[0]), reward_seconds=np.full(count, seconds[1]))
     return SampleBatch.concat(batches), scores, metrics | counts.to_dict(taken)
@@ -97,20 +101,6 @@ def varied_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
     """Whether the rewards of each group differ: bool `[groups]`."""
     varied: np.ndarray = rewards.reshape(-1, group_size).std(axis=1) > _LEAST_DEVIATION
     return varied
-
-
-def _new_ids(groups: np.ndarray, group_size: int, first: int) -> dict[int, int]:
-    """By the id of each response in `groups`, its id in the step, from `first` on."""
-    places = (groups[:, None] * group_size + np.arange(group_size)).ravel()
-    return dict(zip(places.tolist(), range(first, first + len(places)), strict=True))
-
-
-def _take_samples(batch: SampleBatch, new_ids: dict[int, int]) -> SampleBatch:
-    """The samples of `batch` that are in `new_ids`, under their new ids."""
-    ids = batch.ids.tolist()
-    rows = [row for row, number in enumerate(ids) if number in new_ids]
-    selected = batch.select(torch.tensor(rows, dtype=torch.int64))
-    return selected.with_ids(torch.tensor([new_ids[ids[row]] for row in rows], dtype=torch.int64))
 
 
 def _take_scores(scores: StepScores, new_ids: dict[int, int]) -> StepScores:
@@ -125,13 +115,6 @@ def _take_scores(scores: StepScores, new_ids: dict[int, int]) -> StepScores:
     marks = {name: mark[places] for name, mark in scores.marks.items()}
     ids = np.array(list(new_ids.values()), dtype=np.int64)
     return StepScores(ids=ids, marks=marks, sample_log=lines, **columns)
-
-
-def _add_metrics(total: Metrics, batch: Metrics) -> Metrics:
-    """Metrics of the sampler over the batches so far and one more."""
-    return total | {
-        name: total.get(name, 0) + value if name.endswith(_SUMMED) else value for name, value in batch.items()
-    }
 
 
 def _too_few(config: JobConfig, step: int, taken: int, counts: _Counts) -> str:

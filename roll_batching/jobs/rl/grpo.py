@@ -20,14 +20,13 @@ from roll_batching.jobs.objectives.advantages import outside_difficulty, shape_r
 from roll_batching.jobs.objectives.from_config import Advantages, sampling_of
 from roll_batching.jobs.objectives.gigpo import with_turn_advantages
 from roll_batching.jobs.objectives.stateful import CompositeState
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.rl.async_rollouts import AsyncRollouts
-from roll_batching.jobs.rl.comparison import ModeComparison
 from roll_batching.jobs.rl.critic import Critic
 from roll_batching.jobs.rl.dynamic_sampling import sample_full_step
-from roll_batching.jobs.roles.local_reference import make_reference
+from roll_batching.jobs.roles.frozen_models import make_reference, teacher_of
 from roll_batching.jobs.roles.remote_reference import RemoteReference
-from roll_batching.jobs.roles.teacher import teacher_of
+from roll_batching.jobs.rollouts.contract import SeparateSampler
 from roll_batching.jobs.rollouts.evaluation import Evaluator, evaluation_metrics
 from roll_batching.jobs.rollouts.prompts import prompt_stream
 from roll_batching.jobs.rollouts.rollout import (
@@ -37,8 +36,8 @@ from roll_batching.jobs.rollouts.rollout import (
     score_rollouts,
     with_scores,
 )
-from roll_batching.jobs.rollouts.sampler import SeparateSampler
 from roll_batching.jobs.rollouts.step_metrics import (
+    ModeComparison,
     comparison_metrics,
     merge_metrics,
     offload_metrics,
@@ -256,13 +255,16 @@ class Grpo:
         if self.config.shapes_rewards:
             shaped = replace(scores, rewards=shape_rewards(self.config, scores.rewards, scores.response_tokens))
             self._metrics["shaped_reward"] = float(shaped.rewards.mean())
-        turns = self._turn_advantages(shaped, step) if self.advantages.of_turns else None
-        if turns is None:
+        if self.advantages.of_turns:
+            is_control = self.config.control == "shuffled"
+            rng = np.random.default_rng(step_seed(self.config.seed, step)) if is_control else None
+            turns, metrics = self.advantages.of_episodes(shaped.episodes, self.config.group_size, rng)
+            self._metrics |= metrics
+            advantages = np.array([np.abs(of_turns).max() for of_turns in turns])
+            batch = with_turn_advantages(with_scores(batch, shaped, advantages), turns)
+        else:
             advantages = self._compute_advantages(shaped, masked, step, baselines)
             batch = with_scores(batch, shaped, advantages)
-        else:
-            advantages = np.array([np.abs(one).max() for one in turns])
-            batch = with_turn_advantages(with_scores(batch, shaped, advantages), turns)
         # The id of a sample is its place among all samples of the step.
         batch = mask_overlong(batch, torch.from_numpy(masked[batch.ids.numpy()]))
         idle = masked
@@ -341,22 +343,12 @@ class Grpo:
             return shuffled(advantages, np.random.default_rng(step_seed(config.seed, step)))
         return advantages
 
-    def _turn_advantages(self, scores: StepScores, step: int) -> list[np.ndarray]:
-        """Advantages of the turns of all samples of the step, float64 [turns] each, the same on every rank."""
-        config = self.config
-        rng = np.random.default_rng(step_seed(config.seed, step)) if config.control == "shuffled" else None
-        turns, metrics = self.advantages.of_episodes(scores.episodes, config.group_size, rng)
-        self._metrics |= metrics
-        return turns
-
     def _train(
         self, batch: SampleBatch, scores: StepScores, idle_ids: np.ndarray | None, step: int
     ) -> Iterator[tuple[Plan, StepResult]]:
         config = self.config
-        adds_fields = any(
-            one is not None
-            for one in (self.advantages.of_tokens, self.sampler, self.teacher, config.train_infer_correction)
-        )
+        sources = (self.advantages.of_tokens, self.sampler, self.teacher, config.train_infer_correction)
+        adds_fields = any(source is not None for source in sources)
         seed = step_seed(config.seed, step)
         return train_on_rollouts(
             self.strategy,

@@ -7,21 +7,109 @@ dropped.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import SERVED, uses_engine
+from roll_batching.jobs.processes.child_process import notify
 from roll_batching.jobs.processes.role_workers import RoleWorkers, StartRoleWorkers, start_local_workers
-from roll_batching.jobs.roles.messages import Failed, Loaded, Ready, Request, Weights, receive, send
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """New weights: a checkpoint's folder, or a model directory."""
+
+    version: int
+    """RL steps that made them."""
+    path: Path
+    probe: Any = None
+    """The `Probe` that shows whether an engine has them; None for other samplers."""
+
+
+class Request(Protocol):
+    """A request to a role's workers; pickled as plain data."""
+
+    @property
+    def number(self) -> int:
+        """Unique among the requests to the role."""
+
+    @property
+    def size(self) -> int:
+        """Prompts or samples in it."""
+
+
+class Answer(Protocol):
+    """The answer to a request."""
+
+    @property
+    def number(self) -> int:
+        """Number of the request."""
+
+    @property
+    def size(self) -> int:
+        """Samples in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The worker has built its model and reached everything else that it needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Weights of `version` are loaded: folders of earlier ones are no longer read."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The worker ends after an error that would recur after a restart, unless it is an `aftermath`."""
+
+    message: str
+    aftermath: bool = False
+    """It only lost its connection to another worker of the role."""
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Sends one message, as plain pickle: torch's pickling shares memory, which ends with its process."""
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> Any:
+    """The next message. Raises EOFError or OSError once the other end is closed."""
+    return pickle.loads(connection.recv_bytes())
+
+
+_MARGIN = 300.0
+"""Seconds added to a role's limits for the time between ranks."""
+
+
+def worker_timeout_minutes(config: JobConfig) -> float:
+    """Minutes that a role's workers wait for each other.
+
+    Longer than training waits for them: rank 0 finds a stalled worker first, and restarts the role.
+    """
+    return max(config.actor_train.backend_timeout, 2 * config.rollout_timeout / 60)
+
+
+def answer_timeout(config: JobConfig, answers: int = 1) -> float:
+    """Seconds that training ranks wait for rank 0, which waits for `answers` of a role, restarts included."""
+    return (config.sampler_restarts + 1) * (answers * config.rollout_timeout + _MARGIN) + _MARGIN
+
+
+# ---- client
+
 
 _SECONDS_BEFORE_NOTICE = 30.0
 _POLL_SECONDS = 0.5
@@ -77,10 +165,10 @@ class RoleClient:
         notice_after: float = _SECONDS_BEFORE_NOTICE,
     ) -> None:
         self.config, self.kind, self.notice_after = config, kind, notice_after
-        own = config.own_devices(kind.role)
-        self.count = 1 if own is None else len(own)
+        devices = config.own_devices(kind.role)
+        self.count = 1 if devices is None else len(devices)
         """Workers."""
-        self._start_workers = start_local_workers if own is None else start_workers
+        self._start_workers = start_local_workers if devices is None else start_workers
         self.restarts = 0
         """Restarts so far."""
         self.workers: RoleWorkers | None = None
@@ -102,7 +190,8 @@ class RoleClient:
 
     def start(self) -> None:
         """Starts the workers; returns while they build their model."""
-        needs_no_device = self.kind is SAMPLER and self._uses_servers
+        has_servers = uses_engine(self.config) and self.config.actor_infer.strategy_args.strategy_name in SERVED
+        needs_no_device = self.kind is SAMPLER and has_servers
         variables = {"CUDA_VISIBLE_DEVICES": ""} if needs_no_device else {}
         workers = self.workers = self._start_workers(self.kind.role, self.kind.module, self.count, variables)
         self._last_message, self._has_started, self._outbox = time.monotonic(), False, queue.SimpleQueue()
@@ -159,7 +248,7 @@ class RoleClient:
                 silence = f"for rollout_timeout={seconds}" if self._has_started else f"for {seconds} since its start"
                 self._restart(f"{self.kind.name} sent no message {silence}")
             elif time.monotonic() - began > next_notice:
-                self._notify(f"rank 0 waits for {self.kind.answer_noun} since {time.monotonic() - began:.0f} s")
+                notify(f"rank 0 waits for {self.kind.answer_noun} since {time.monotonic() - began:.0f} s")
                 next_notice *= 2
 
     def close(self) -> None:
@@ -173,10 +262,6 @@ class RoleClient:
         for connection in self.workers.connections:
             connection.close()
         self.workers = None
-
-    @property
-    def _uses_servers(self) -> bool:
-        return uses_engine(self.config) and self.config.actor_infer.strategy_args.strategy_name in SERVED
 
     def _is_ready(self, numbers: Sequence[int]) -> bool:
         return bool(self._failed) or all(number in self._answers for number in numbers)
@@ -219,7 +304,7 @@ class RoleClient:
         self.restarts += 1
         with self._changed:
             requests, latest = [self._pending[number] for number in sorted(self._pending)], self._weights[-1:]
-        self._notify(
+        notify(
             f"{cause}. It is started again ({self.restarts} of {self.config.sampler_restarts}), and asked again for "
             f"{sum(request.size for request in requests)} {self.kind.request_noun}"
         )
@@ -249,9 +334,6 @@ class RoleClient:
                 shutil.rmtree(self._weights.pop(0).path, ignore_errors=True)
         elif not isinstance(message, Ready) and self._pending.pop(message.number, None) is not None:
             self._answers[message.number] = message
-
-    def _notify(self, text: str) -> None:
-        print(f"notice: {text}", file=sys.stderr, flush=True)
 
 
 def _write(connection: Connection, outbox: queue.SimpleQueue[object]) -> None:

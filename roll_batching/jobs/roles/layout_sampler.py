@@ -11,7 +11,7 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.layout_rules import samples_apart
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.planning import batch_balance
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, gather_lengths
 from roll_batching.samples.layout_exchange import LayoutExchange

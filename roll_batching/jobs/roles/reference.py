@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.roles.messages import Weights, worker_timeout_minutes
+from roll_batching.jobs.roles.client import Weights, worker_timeout_minutes
 
 if TYPE_CHECKING:
     from roll_batching.samples import SampleBatch
@@ -70,15 +70,12 @@ class _Reference:
         """Log-probs of the samples, planned for the role's layout. Its first replica holds all samples at first."""
         import torch.distributed as dist
 
-        from roll_batching.jobs.steps.update import REFERENCE, with_log_probs
-        from roll_batching.strategy.roles import agree_on_plan
+        from roll_batching.jobs.steps.passes import log_prob_pass
+        from roll_batching.strategy.roles import run_on
 
         samples, layout = request.samples, self.strategy.layout
         local_batch = samples if layout.dp_rank == 0 else samples.select(np.arange(0))
-        table = self.strategy.gather_table(local_batch)
-        table = table.select(np.argsort(table.ids))
-        plan = agree_on_plan(self.strategy, lambda: self.strategy.plan(table, forward=True))
-        scored = with_log_probs(self.strategy, local_batch, [plan], REFERENCE, request.masks)
+        results = run_on(self.strategy, local_batch, log_prob_pass(self.strategy, request.masks))
         if dist.get_rank() != 0:
             return None
-        return Answer(number=request.number, size=len(samples), log_probs=scored[REFERENCE].numpy())
+        return Answer(number=request.number, size=len(samples), log_probs=results["log_probs"].numpy())

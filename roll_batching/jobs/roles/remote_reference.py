@@ -15,10 +15,9 @@ from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
-from roll_batching.jobs.roles.client import RoleClient, RoleKind
-from roll_batching.jobs.roles.messages import Weights, answer_timeout
+from roll_batching.jobs.roles.client import RoleClient, RoleKind, Weights, answer_timeout
 from roll_batching.jobs.roles.reference import Request
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.strategy import MegatronInferStrategy

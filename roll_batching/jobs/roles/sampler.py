@@ -16,7 +16,7 @@ import numpy as np
 
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
-from roll_batching.jobs.roles.messages import Weights, worker_timeout_minutes
+from roll_batching.jobs.roles.client import Weights, worker_timeout_minutes
 from roll_batching.jobs.texts.texts import Prompt
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class _Sampler:
         from roll_batching.jobs.rewards.pool import reward_of
         from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
         from roll_batching.jobs.rollouts.rollout import start_reward
-        from roll_batching.jobs.vocabularies import load_tokenizer
+        from roll_batching.jobs.text_sets import load_tokenizer
 
         self.config = config
         self.tokenizer = load_tokenizer(config)

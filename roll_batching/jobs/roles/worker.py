@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from roll_batching.errors import RollBatchingError, is_lost_peer
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.roles.messages import Answer, Failed, Loaded, Ready, Request, Weights, receive, send
+from roll_batching.jobs.roles.client import Answer, Failed, Loaded, Ready, Request, Weights, receive, send
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.registry import describe_error
 

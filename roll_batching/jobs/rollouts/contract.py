@@ -18,10 +18,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.registry import load_dotted
-from roll_batching.strategy.sampling import GenerationSettings
+from roll_batching.samples import SampleBatch
+from roll_batching.strategy import GenerationSettings
+from roll_batching.strategy.offload import OffloadStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +156,40 @@ def load_rollout_function(path: str, arguments: Mapping[str, Any]) -> RolloutFun
     try:
         inspect.signature(function).bind(None, None, None, **arguments)
     except TypeError as error:
-        given = f" and rollout_args {sorted(arguments)}" if arguments else " (no rollout_args)"
+        with_arguments = f" and rollout_args {sorted(arguments)}" if arguments else " (no rollout_args)"
         raise ConfigError(
-            f"rollout function {path!r} cannot be called with a prompt, a client, a tokenizer{given}: {error}"
+            f"rollout function {path!r} cannot be called with a prompt, a client, a tokenizer{with_arguments}: {error}"
         ) from error
     loaded: RolloutFunction = function
     return loaded
+
+
+# ---- sampler
+
+
+class Sampler(Protocol):
+    """Samples responses to prompts: the model in training, a copy of it, or an engine."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Parallel layout of the ranks that call `generate`."""
+
+    def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
+        """Responses to this data-parallel rank's prompts, as of `MegatronInferStrategy.generate`. Collective."""
+
+
+class SeparateSampler(Sampler, Protocol):
+    """A sampler with a copy of the weights in training. Every method is collective."""
+
+    @property
+    def offload_stats(self) -> OffloadStats:
+        """Bytes and seconds of moving its weights between devices and host so far."""
+
+    def update(self, version: int) -> None:
+        """Copy the weights in training, which are those after `version` RL steps."""
+
+    def release_memory(self) -> None:
+        """Free the memory of devices that the sampler shares with training, until the next `update`."""
+
+    def metrics(self, local_batch: SampleBatch) -> Metrics:
+        """Metrics of the rollouts `local_batch`, and of weight updates since the last call."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from roll_batching.jobs.rewards.pool import RewardPool
+from roll_batching.jobs.rollouts.contract import Sampler
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
 from roll_batching.jobs.rollouts.rollout import StepScores, generate_rollouts, score_rollouts
-from roll_batching.jobs.rollouts.sampler import Sampler
 from roll_batching.jobs.rollouts.step_metrics import mean_reward_by_domain
 from roll_batching.jobs.seeds import evaluation_seed
 from roll_batching.jobs.texts.texts import Prompt, PromptDataset
@@ -70,10 +68,7 @@ def evaluation_metrics(scores: StepScores) -> dict[str, float]:
     metrics |= {f"eval_reward/{name}": mean for name, mean in mean_reward_by_domain(scores).items()}
     for name, mark in scores.marks.items():
         metrics[f"eval_mark/{name}"] = float(mark.mean())
-        metrics |= _mean_where(f"eval_reward_with/{name}", scores.rewards, mark)
-        metrics |= _mean_where(f"eval_reward_without/{name}", scores.rewards, ~mark)
+        for kind, selected in (("with", mark), ("without", ~mark)):
+            if selected.any():
+                metrics[f"eval_reward_{kind}/{name}"] = float(scores.rewards[selected].mean())
     return metrics
-
-
-def _mean_where(key: str, values: np.ndarray, selected: np.ndarray) -> dict[str, float]:
-    return {key: float(values[selected].mean())} if selected.any() else {}

@@ -164,8 +164,8 @@ class FunctionCalls:
         client, prompt = _Client(self, number), self.prompts[number]
         try:
             # Copies, for `context = prompt.tokens` that grows in place would otherwise lengthen the sample's prompt.
-            given = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
-            result = await self.function(given, client, self.tokenizer)
+            copied = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
+            result = await self.function(copied, client, self.tokenizer)
             if id(result) in self._returned:
                 raise SampleFault("it returned an object that it has returned for another sample: make a new one")
             sample = check_sample(

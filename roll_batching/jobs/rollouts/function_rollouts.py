@@ -19,10 +19,9 @@ from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.engines.client import replica_group
 from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Completion, Scored
-from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, load_rollout_function
+from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, Sampler, load_rollout_function
 from roll_batching.jobs.rollouts.function_calls import FunctionCalls, TokenRequest
 from roll_batching.jobs.rollouts.sample_checks import CheckedSample
-from roll_batching.jobs.rollouts.sampler import Sampler
 from roll_batching.jobs.seeds import rollout_function_seed, round_seed
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
@@ -95,18 +94,18 @@ class FunctionRollouts:
         """
         layout, function = sampler.layout, self.function
         replica = self._replica(layout)
-        given = _prompts(encoded, prompts, settings)
+        rollout_prompts = _prompts(encoded, prompts, settings)
         with contextlib.ExitStack() as stack:
             calls: FunctionCalls | None = None
             if layout.is_replica_leader:
-                calls = stack.enter_context(FunctionCalls(function, given, tokenizer, settings))
+                calls = stack.enter_context(FunctionCalls(function, rollout_prompts, tokenizer, settings))
             number = 0
             while self._sample_round(sampler, calls, settings, number, replica):
                 number += 1
             samples = [] if calls is None else [sample for sample in calls.samples if sample is not None]
         samples = _broadcast(samples, replica)
         with consensus(layout.host_group, "decoding the responses"):  # a tokenizer may lack a token of the model
-            completions = [_completion(*pair, tokenizer) for pair in zip(given, samples, strict=True)]
+            completions = [_completion(*pair, tokenizer) for pair in zip(rollout_prompts, samples, strict=True)]
         return FunctionSamples(
             batch=_batch(samples),
             completions=completions,

@@ -21,9 +21,16 @@ from urllib.parse import urlsplit
 import yaml
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.engines.protocol import excerpt
-from roll_batching.jobs.engines.requests import ReplyTooLarge, RequestFailed, get, open_session, post
-from roll_batching.jobs.engines.server_api import Call
+from roll_batching.jobs.processes.requests import (
+    Call,
+    ReplyTooLarge,
+    RequestFailed,
+    excerpt,
+    get,
+    open_session,
+    post,
+    retry_pause,
+)
 from roll_batching.jobs.rollouts.contract import RolloutClient, RolloutPrompt, RolloutSample
 from roll_batching.jobs.rollouts.sample_checks import SampleFault
 from roll_batching.jobs.texts.tokenizers import Tokenizer
@@ -87,15 +94,15 @@ def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str |
             f"top_k is {settings.top_k}, which requests of the Responses API do not have: set "
             "actor_infer.generating_args.top_k to 0"
         )
-    own = parameters.get("max_output_tokens")
-    if own is not None and (isinstance(own, bool) or not isinstance(own, int) or own < 1):
+    limit = parameters.get("max_output_tokens")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise SampleFault(
-            f"its line has the max_output_tokens {excerpt(repr(own), 60)}: write a positive integer, or leave it out"
+            f"its line has the max_output_tokens {excerpt(repr(limit), 60)}: write a positive integer, or leave it out"
         )
     sampling = {
         "temperature": 0.0 if settings.greedy else settings.temperature,
         "top_p": 1.0 if settings.greedy else settings.top_p,
-        "max_output_tokens": settings.max_new_tokens if own is None else min(own, settings.max_new_tokens),
+        "max_output_tokens": settings.max_new_tokens if limit is None else min(limit, settings.max_new_tokens),
     }
     return {**line, "agent_ref": dict(reference), _PARAMETERS: {**parameters, **sampling}}
 
@@ -148,8 +155,8 @@ def _has_tokens(item: Any) -> bool:
 
 def _turn(item: Mapping[str, Any], number: int, where: str) -> tuple[list[int], list[int], list[float]]:
     lists: list[Any] = [item.get(name) for name in _IDS]
-    for name, given in zip(_IDS, lists, strict=True):
-        if not isinstance(given, list) or not given:
+    for name, values_of_item in zip(_IDS, lists, strict=True):
+        if not isinstance(values_of_item, list) or not values_of_item:
             raise SampleFault(f"output item {number} of {where} has no {name}: {_TRAINING_SERVER}")
     before, sampled, values = lists
     if len(values) != len(sampled):
@@ -251,7 +258,7 @@ async def _ask(url: str, call: Call | str, where: str, cure: str, seconds: float
         except RequestFailed as error:
             if attempt == _ATTEMPTS:
                 raise SampleFault(f"{where} did not answer in {_ATTEMPTS} attempts: {error}; {cure}") from None
-            await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(retry_pause(attempt, _PAUSE_SECONDS))
         except EngineError as error:
             raise SampleFault(f"{where}: {error}; {cure}") from None
     raise AssertionError("the last attempt returns or raises")

@@ -18,8 +18,8 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards import Completion, Scored
 from roll_batching.jobs.rewards.pool import RewardPool
+from roll_batching.jobs.rollouts.contract import Sampler
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
-from roll_batching.jobs.rollouts.sampler import Sampler
 from roll_batching.jobs.texts.encode import encode_prompts
 from roll_batching.jobs.texts.image_tokenizer import with_images, with_images_of
 from roll_batching.jobs.texts.texts import Prompt

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from roll_batching.jobs.objectives.gigpo import Episode
-from roll_batching.jobs.rewards.contract import Score, check_score
+from roll_batching.jobs.rewards.contract import Score, check_score, excerpt_of
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, RolloutSample
 from roll_batching.registry import printable
 
@@ -89,7 +89,7 @@ def check_sample(
     if finished is None:
         finished = int(tokens[-1]) in stop_token_ids
     elif not isinstance(finished, (bool, np.bool_)):
-        raise SampleFault(f"finished is {_excerpt(finished)}: set it to True, False or None")
+        raise SampleFault(f"finished is {excerpt_of(finished)}: set it to True, False or None")
     return CheckedSample(
         sample=prompt.sample,
         prompt=before,
@@ -110,7 +110,7 @@ def _tokens(name: str, values: Any, vocab_size: int) -> np.ndarray:
         raise SampleFault(f"{name} is empty: a sample needs at least {needed}")
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise SampleFault(f"{name}[{place}] is {_excerpt(token)}: give token ids, such as tokenizer.encode(text)")
+            raise SampleFault(f"{name}[{place}] is {excerpt_of(token)}: give token ids, such as tokenizer.encode(text)")
         if not 0 <= token < vocab_size:
             raise SampleFault(
                 f"{name}[{place}] is {_number(token)}, and the vocabulary has the ids 0 to {vocab_size - 1}"
@@ -123,7 +123,7 @@ def _mask(values: Any, count: int) -> np.ndarray:
     _same_length("loss_mask", mask, count)
     for place, value in enumerate(mask):
         if not isinstance(value, (bool, int, float, np.bool_, np.number)) or value not in (0, 1):
-            raise SampleFault(f"loss_mask[{place}] is {_excerpt(value)}: give 1 for sampled tokens and 0 for others")
+            raise SampleFault(f"loss_mask[{place}] is {excerpt_of(value)}: give 1 for sampled tokens and 0 for others")
     if not any(mask):
         raise SampleFault(
             "loss_mask counts no token: set it to 1 on the tokens that the policy sampled, or there is nothing to "
@@ -145,7 +145,7 @@ def _log_probs(values: Any, mask: np.ndarray) -> np.ndarray:
             text = "and loss_mask counts that token: pass on the client's, or set loss_mask to 0 there"
             raise SampleFault(f"log_probs[{place}] is None, {text}")
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-            raise SampleFault(f"log_probs[{place}] is {_excerpt(value)}: give numbers, as the client returned them")
+            raise SampleFault(f"log_probs[{place}] is {excerpt_of(value)}: give numbers, as the client returned them")
         if not _LEAST_LOG_PROB < value < _LARGEST_LOG_PROB:  # NaN is not, either
             raise SampleFault(
                 f"log_probs[{place}] is {_number(value)}, which is no logarithm of a probability: pass on those that "
@@ -192,7 +192,7 @@ def _episode(result: RolloutSample, mask: np.ndarray) -> Episode:
     states, rewards = _of_turns("states", result.states, turns, why), _of_turns("reward", result.reward, turns, why)
     for place, state in enumerate(states):
         if isinstance(state, (bool, np.bool_)) or not isinstance(state, (str, int, np.integer)):
-            raise SampleFault(f"states[{place}] is {_excerpt(state)}: give a text or an integer")
+            raise SampleFault(f"states[{place}] is {excerpt_of(state)}: give a text or an integer")
     return Episode(
         states=tuple(_state_key(state) for state in states), rewards=tuple(float(value) for value in rewards)
     )
@@ -206,7 +206,7 @@ def _runs(mask: np.ndarray) -> int:
 def _of_turns(name: str, given: Any, turns: int, why: str) -> list[Any]:
     """The field `name` as a list with one value per turn."""
     if not _is_sequence(given):
-        raise SampleFault(f"{name} is {_excerpt(given)}, and {why}: give a list with one value per turn")
+        raise SampleFault(f"{name} is {excerpt_of(given)}, and {why}: give a list with one value per turn")
     values = _as_list(name, given)
     if len(values) != turns:
         raise SampleFault(
@@ -236,7 +236,7 @@ def _as_list(name: str, values: Any) -> list[Any]:
     if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist"):
         return list(values.tolist())
     shape = f" of shape {tuple(values.shape)}" if hasattr(values, "shape") else ""
-    raise SampleFault(f"{name} is {_excerpt(values)}{shape}: give a list, or an array of one dimension")
+    raise SampleFault(f"{name} is {excerpt_of(values)}{shape}: give a list, or an array of one dimension")
 
 
 def _same_length(name: str, values: Sequence[Any], count: int) -> None:
@@ -250,11 +250,3 @@ def _number(value: Any) -> str:
         return printable(str(value), characters=60)
     except ValueError:  # an integer of more than 4,300 digits
         return f"a number of {int(value).bit_length():,} bits"
-
-
-def _excerpt(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = "..."
-    return f"a {type(value).__name__}, {printable(text, characters=60)}"

@@ -31,7 +31,7 @@ from roll_batching.jobs.objectives.stateful import Stateful
 from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.run.folder import PreviousRun
 from roll_batching.jobs.run.job_digests import Digests, changes, check_tokenizer, digests_of, teacher_digests
-from roll_batching.jobs.steps.plan_consensus import prefix_errors
+from roll_batching.jobs.steps.passes import prefix_errors
 from roll_batching.planning import ParallelDims
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import check_saving, write_state
@@ -100,7 +100,8 @@ class JobCheckpoints:
         is_compared = self.save_steps or config.resume_from_checkpoint
         teacher = teacher_digests(config, self._group) if is_compared else {}
         with consensus(self._group, "the job's checkpoints") as facts:
-            self._check()
+            if self.save_steps:
+                check_saving(strategy.state)
             if config.resume_from_checkpoint:
                 self.resumed = _resumed(config, self.folder)
             if dist.get_rank() == 0 and (self.save_steps or self.resumed is not None):
@@ -111,10 +112,6 @@ class JobCheckpoints:
             facts.equal("the checkpoint to resume from", self.resumed, "Save to a file system that all machines share")
         self.latest = self.resumed.path if self.resumed is not None else None
         self._pending: tuple[AtomicFolder, list[CheckpointWriter]] | None = None
-
-    def _check(self) -> None:
-        if self.save_steps:
-            check_saving(self.strategy.state)
 
     @property
     def resume_after(self) -> tuple[str, int] | None:
@@ -255,8 +252,8 @@ class JobCheckpoints:
         draft.commit()
         self.latest = draft.path
         if self.save_total_limit is not None and dist.get_rank() == 0:
-            placed = sorted((place, path) for path in self.folder.iterdir() if (place := _place(path)) is not None)
-            for _, old in placed[: -self.save_total_limit]:
+            by_age = sorted((place, path) for path in self.folder.iterdir() if (place := _place(path)) is not None)
+            for _, old in by_age[: -self.save_total_limit]:
                 shutil.rmtree(old, ignore_errors=True)
                 if old.exists():
                     logger.warning("%s could not be removed (save_total_limit): remove it to free its disk space", old)
@@ -286,8 +283,8 @@ class JobCheckpoints:
     def _advise_latest(self) -> str:
         if self.latest is None:
             return "This run has no complete checkpoint yet: start it again from the beginning"
-        own = self.latest.resolve().parent == self.folder.resolve()
-        return f"{self.latest} is complete: resume with resume_from_checkpoint={'true' if own else self.latest}"
+        is_own = self.latest.resolve().parent == self.folder.resolve()
+        return f"{self.latest} is complete: resume with resume_from_checkpoint={'true' if is_own else self.latest}"
 
     def _advise_earlier(self, point: SavedPoint) -> str:
         before = [
@@ -309,7 +306,15 @@ def _place(path: Path) -> tuple[int, int] | None:
 def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
     """The checkpoint of `resume_from_checkpoint`; None with `true` when the run has none yet."""
     setting = config.resume_from_checkpoint
-    point = _find(folder if setting is True else Path(str(setting)), setting)
+    place = folder if setting is True else Path(str(setting))
+    point = saved_point(place)
+    if point is None and setting is not True:
+        raise CheckpointError(
+            f"resume_from_checkpoint: {place} is neither a checkpoint of a job nor a folder with checkpoints: name "
+            "one, or set true for the run's own last one"
+        )
+    if point is None and dist.get_rank() == 0:
+        logger.warning("there is no checkpoint in %s: the run starts at the beginning", place)
     rl = not supervised(config)
     phases = {
         "warmup": (config.warmup is not None, "no warmup section"),
@@ -326,28 +331,10 @@ def saved_point(path: Path) -> SavedPoint | None:
     """The checkpoint at `path`, or the latest in that run's folder or folder of checkpoints; None without any."""
     if (path / _RECORD).is_file():
         return _read(path)
-    checkpoints = [(place, child) for child in _candidates(path) if (place := _place(child)) is not None]
+    folders = (folder for folder in (path, path / FOLDER) if folder.is_dir())
+    children = (child for folder in folders for child in folder.iterdir())
+    checkpoints = [(place, child) for child in children if (place := _place(child)) is not None]
     return _read(max(checkpoints)[1]) if checkpoints else None
-
-
-def _find(path: Path, setting: bool | str) -> SavedPoint | None:
-    point = saved_point(path)
-    if point is not None:
-        return point
-    if setting is True:
-        if dist.get_rank() == 0:
-            logger.warning("there is no checkpoint in %s: the run starts at the beginning", path)
-        return None
-    raise CheckpointError(
-        f"resume_from_checkpoint: {path} is neither a checkpoint of a job nor a folder with checkpoints: name one, or "
-        "set true for the run's own last one"
-    )
-
-
-def _candidates(path: Path) -> Iterator[Path]:
-    for folder in (path, path / FOLDER):
-        if folder.is_dir():
-            yield from folder.iterdir()
 
 
 def _read(path: Path) -> SavedPoint:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.supervised import supervised
-from roll_batching.jobs.engines.weights import shares_weights_folder, weights_folder
+from roll_batching.jobs.engines.sampler import shares_weights_folder, weights_folder
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import sampling_of, schedule_of, steps_key, supervised_schedule_of
-from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
 from roll_batching.jobs.rollouts.rollout import start_reward

@@ -41,10 +41,11 @@ def digests_of(
     """Digests of everything but its weights that decides how the job continues; `teacher` as `teacher_digests`."""
     texts = {"learnt texts": inputs.corpus, "prompts": inputs.prompts, "held-out data": inputs.heldout}
     texts["held-out data"] = texts["held-out data"] or inputs.validation
+    rewards = reward_of(config)
     return {
         "tokenizer": dict(inputs.tokenizer.parts),
         "data": {name: part.record_fingerprint for name, part in texts.items() if part is not None},
-        "reward code": _code_digests(_reward_functions(config)),
+        "reward code": _code_digests([] if rewards is None else [domain.path for domain in rewards.domains]),
         "rollout code": _code_digests([] if config.rollout_function is None else [config.rollout_function]),
         "teacher": dict(teacher or {}),
         "settings": {path: _digest(value) for path, value in settings_of(config).items()},
@@ -104,11 +105,6 @@ def changes(saved: Digests, own: Digests) -> list[str]:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             clauses.append(clause.format(", ".join(names[:_SHOWN]) + more))
     return clauses
-
-
-def _reward_functions(config: JobConfig) -> list[str]:
-    pool = reward_of(config)
-    return [] if pool is None else [domain.path for domain in pool.domains]
 
 
 def _code_digests(paths: Iterable[str]) -> dict[str, str]:

@@ -12,13 +12,23 @@ from roll_batching.errors import RollBatchingError
 from roll_batching.files import atomic_file
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.withheld import without_secrets
-from roll_batching.jobs.observe.curves import plot_learning_curve
-from roll_batching.jobs.observe.metrics_file import EVENTS, METRICS, Metrics, MetricsWriter, read_metrics, rows_until
-from roll_batching.jobs.observe.plan_file import PLAN, write_plan
+from roll_batching.jobs.observe.closing import plot_learning_curve, show_summary, summarize
 from roll_batching.jobs.observe.progress import ProgressReporter
-from roll_batching.jobs.observe.rollouts_file import RolloutsFile, cut_after, end_of_step
-from roll_batching.jobs.observe.run_info import RUN_INFO, write_run_info
-from roll_batching.jobs.observe.summary import show_summary, summarize
+from roll_batching.jobs.observe.run_files import (
+    EVENTS,
+    METRICS,
+    PLAN,
+    RUN_INFO,
+    Metrics,
+    MetricsWriter,
+    RolloutsFile,
+    cut_after,
+    end_of_step,
+    read_metrics,
+    rows_until,
+    write_plan,
+    write_run_info,
+)
 from roll_batching.jobs.observe.trackers import TrackedRun, tracker_of
 from roll_batching.jobs.run.folder import ADAPTER, CONFIG, MODEL, PreviousRun
 from roll_batching.planning import Plan

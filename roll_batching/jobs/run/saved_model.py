@@ -15,16 +15,16 @@ from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.rollouts.evaluation import Evaluator
 from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
-from roll_batching.jobs.rollouts.line_checks import find_faults, report_faults
+from roll_batching.jobs.rollouts.prompts import find_faults, report_faults
 from roll_batching.jobs.rollouts.rollout import Rollouts, generate_rollouts
 from roll_batching.jobs.run.checkpoint import SavedPoint, saved_point
 from roll_batching.jobs.run.folder import ADAPTER, CONFIG, MODEL
 from roll_batching.jobs.run.job_digests import check_tokenizer
 from roll_batching.jobs.seeds import answers_seed
+from roll_batching.jobs.text_sets import load_tokenizer
 from roll_batching.jobs.texts.fit import token_counts
 from roll_batching.jobs.texts.texts import Prompt, PromptDataset
 from roll_batching.jobs.texts.tokenizers import Tokenizer
-from roll_batching.jobs.vocabularies import load_tokenizer
 from roll_batching.settings import MegatronConfig
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy

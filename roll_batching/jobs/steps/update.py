@@ -8,31 +8,38 @@ data-parallel ranks, and `distribute` moves them there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.steps.plan_consensus import agree_on_each, prefix_errors
+from roll_batching.jobs.steps.passes import (
+    Pass,
+    add_results,
+    agree_on_each,
+    log_prob_pass,
+    ordered_table,
+    prefix_errors,
+)
 from roll_batching.losses import loss_spec
 from roll_batching.losses.contract import CANDIDATES, VALUES
 from roll_batching.packing.prefetch import prefetch_items
 from roll_batching.planning import Plan
 from roll_batching.planning import batch_balance as place_on_ranks
 from roll_batching.planning.arrays import Ints
-from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, collect, distribute
+from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, distribute
 from roll_batching.samples.fields import EXPERTS_SPEC, ROUTED_EXPERTS
-from roll_batching.samples.layout_exchange import LayoutExchange
 from roll_batching.samples.mini_batching import mini_batches, mini_batches_by_rank
 from roll_batching.settings.batching import refuse_without_old_log_probs
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy, StepResult
-from roll_batching.strategy.roles import agree_on_plan
+from roll_batching.strategy.roles import agree_on_plan, run_on
 
-REFERENCE = "ref_log_probs"
-"""The field of the reference's log-probs."""
+OLD, REFERENCE = "old_log_probs", "ref_log_probs"
+"""The fields of the policy's log-probs before the step, and of the reference's."""
 
 
 class RemoteLogProbs(Protocol):
@@ -54,6 +61,42 @@ class MiniBatch:
     """All samples of the mini-batch, on all ranks."""
     plan: Plan
     """Over a subset of `members`."""
+
+
+@dataclass(frozen=True)
+class MiniBatchPlanner:
+    """Draws and plans mini-batches. Not collective, so that a thread may run it ahead of training."""
+
+    strategy: MegatronTrainStrategy
+    size: int
+    """Sequences of one optimizer step, over all data-parallel ranks."""
+    seed: int
+    idle_ids: Ints | None = None
+    """Samples without a gradient, which are not computed."""
+    home_rank: Ints | None = None
+    """int64 [n]: the rank of each sample, among whose samples its mini-batch is drawn; None: among all."""
+
+    def plan(self, table: LengthTable, epochs: range) -> Generator[MiniBatch]:
+        """The mini-batches of `epochs` over the samples of `table`, each made while the one before it is used."""
+        return prefetch_items(batch for epoch in epochs for batch in self._plan_epoch(table, epoch))
+
+    def plan_forward(self, model: MegatronInferStrategy, table: LengthTable) -> Plan:
+        """The plan of a pass of `model`, in the same layout, without gradient."""
+        return model.plan(table, forward=True, home_rank=self.home_rank)
+
+    def _plan_epoch(self, table: LengthTable, epoch: int) -> Iterator[MiniBatch]:
+        strategy, home_rank, drawing = self.strategy, self.home_rank, {"seed": self.seed, "epoch": epoch}
+        has_gradient = ~np.isin(table.ids, () if self.idle_ids is None else self.idle_ids)
+        if home_rank is None:
+            members_of = mini_batches(len(table), self.size, **drawing)
+        else:
+            members_of = mini_batches_by_rank(home_rank, strategy.layout.dp_size, self.size, **drawing)
+        for members in members_of:
+            computed = members[has_gradient[members]]
+            if not computed.size:
+                computed = members[:1]  # an optimizer step needs a backward pass, even if its gradient is 0
+            plan = strategy.plan(table.select(computed), home_rank=None if home_rank is None else home_rank[computed])
+            yield MiniBatch(epoch=epoch, members=table.select(members), plan=plan)
 
 
 def train_on_rollouts(
@@ -92,76 +135,26 @@ def train_on_rollouts(
         router_replay: record the experts of the pass of old log-probs, and train with them.
         update: False: only fields are added, and there is no optimizer step.
     """
-    spec = loss_spec(loss)
-    masks = spec.masks
-    table = _ordered_table(strategy, local_batch)
-    if strategy.batching.logprob_plan == "none" and CANDIDATES not in spec.needs:  # distillation has no old policy
-        problem = refuse_without_old_log_probs(len(table), mini_batch_size, epochs)
-        if problem is not None:
-            raise DataError(f"logprob_plan: {problem}.")
-    home_rank = None
-    if batch_balance:
-        home_rank = place_on_ranks(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
-
-    def plan_forward(model: MegatronInferStrategy) -> Plan:
-        return model.plan(table, forward=True, home_rank=home_rank)
-
+    spec, table = loss_spec(loss), ordered_table(strategy, local_batch)
+    _require_old_policy(strategy, spec.needs, len(table), mini_batch_size, epochs)
+    home_rank = _home_ranks(strategy, table) if batch_balance else None
+    planner = MiniBatchPlanner(strategy, mini_batch_size, seed, idle_ids, home_rank)
     if remote_reference is not None:
-        remote_reference.ask(local_batch, masks)
-    has_gradient = np.ones(len(table), dtype=bool) if idle_ids is None else ~np.isin(table.ids, idle_ids)
-
-    def plan_epochs(table: LengthTable, chosen: range) -> Generator[MiniBatch]:
-        return prefetch_items(
-            _plan_mini_batches(strategy, table, has_gradient, home_rank, mini_batch_size, epochs=chosen, seed=seed)
-        )
-
+        remote_reference.ask(local_batch, spec.masks)
     # Recorded experts decide what samples share, so epochs other than that of the recording packs are planned after it.
     first_epochs = range(int(strategy.batching.logprob_plan == "train") if router_replay else epochs)
-    planned = plan_epochs(table, first_epochs)
-    batches: Iterator[MiniBatch] = agree_on_each(strategy, planned)
-    if strategy.batching.logprob_plan == "rollout":
-        rollout_log_probs = local_batch["rollout_log_probs"]
-        local_batch = local_batch.with_fields(
-            {"old_log_probs": rollout_log_probs}, {"old_log_probs": FieldSpec("next_token")}
-        )
-    elif strategy.batching.logprob_plan != "none":
-        if strategy.batching.logprob_plan == "own":
-            plans = iter([agree_on_plan(strategy, lambda: plan_forward(strategy))])
-        else:
-            batches, again = itertools.tee(batches)
-            first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, again)
-            plans = (batch.plan for batch in first_epoch)  # the plans of training: the first ratio is exactly 1
-        local_batch = with_log_probs(strategy, local_batch, plans, "old_log_probs", masks, experts=router_replay)
-        if router_replay:
-            later = plan_epochs(_ordered_table(strategy, local_batch), range(len(first_epochs), epochs))
-            batches = itertools.chain(batches, agree_on_each(strategy, later))
-    if (experts := local_batch.fields.get(ROUTED_EXPERTS)) is not None:
-        local_batch = local_batch.without(ROUTED_EXPERTS)  # reference and critic have their own
-    if reference is not None:
-        with reference.loaded("parameters"):
-            local_batch = with_reference_log_probs(
-                strategy, reference, local_batch, lambda: plan_forward(reference), masks
-            )
-    if remote_reference is not None:
-        log_probs = remote_reference.log_probs(local_batch)
-        local_batch = local_batch.with_fields({REFERENCE: log_probs}, {REFERENCE: FieldSpec("next_token")})
-    if add_fields is not None:
-        local_batch = add_fields(local_batch)
+    planned = planner.plan(table, first_epochs)
+    with_old, batches = _add_old_log_probs(
+        planner, table, local_batch, spec.masks, agree_on_each(strategy, planned), experts=router_replay
+    )
+    complete = _add_fields(planner, table, with_old, spec.masks, reference, remote_reference, add_fields)
     if not update:
         planned.close()
         return
-    if experts is not None:
-        local_batch = local_batch.with_fields({ROUTED_EXPERTS: experts}, {ROUTED_EXPERTS: EXPERTS_SPEC})
-    if spec.prepare is not None:
-        local_batch = spec.prepare(local_batch, strategy.layout, seed)
-    for batch in batches:
-        counts = None
-        if idle_ids is not None:
-            # The plan leaves idle samples out, and the loss's denominators count their tokens all the same.
-            is_local = local_batch.find(batch.members.ids)[1].numpy()
-            counts = strategy.count(local_batch.select_ids(batch.members.ids[is_local]), loss)
-        placed = distribute(local_batch, batch.plan)
-        yield batch.plan, strategy.train_step(placed, batch.plan, loss, counts=counts)
+    if router_replay:
+        later = planner.plan(ordered_table(strategy, complete), range(len(first_epochs), epochs))
+        batches = itertools.chain(batches, agree_on_each(strategy, later))
+    yield from _train(planner, complete, loss, batches)
 
 
 def train_on_values(
@@ -171,72 +164,112 @@ def train_on_values(
 
     Arguments are those of `train_on_rollouts`; the samples have the fields that `loss` reads.
     """
-    table = _ordered_table(critic, local_batch)
-    has_gradient = np.ones(len(table), dtype=bool)
-    planned = prefetch_items(
-        _plan_mini_batches(critic, table, has_gradient, None, mini_batch_size, epochs=range(epochs), seed=seed)
-    )
-    for batch in agree_on_each(critic, planned):
-        yield batch.plan, critic.train_step(distribute(local_batch, batch.plan), batch.plan, loss)
+    planner = MiniBatchPlanner(critic, mini_batch_size, seed)
+    planned = planner.plan(ordered_table(critic, local_batch), range(epochs))
+    yield from _train(planner, local_batch, loss, agree_on_each(critic, planned))
 
 
-def _ordered_table(strategy: MegatronInferStrategy, local_batch: SampleBatch) -> LengthTable:
-    """The table by id, so that plans and members do not depend on which rank generated which sample. Collective."""
-    table = strategy.gather_table(local_batch)
-    return table.select(np.argsort(table.ids))
+def _require_old_policy(
+    strategy: MegatronTrainStrategy, needs: Collection[str], samples: int, mini_batch_size: int, epochs: int
+) -> None:
+    """Raises DataError for several optimizer steps without old log-probs; distillation has no old policy."""
+    if strategy.batching.logprob_plan == "none" and CANDIDATES not in needs:
+        problem = refuse_without_old_log_probs(samples, mini_batch_size, epochs)
+        if problem is not None:
+            raise DataError(f"logprob_plan: {problem}.")
 
 
-def _plan_mini_batches(
-    strategy: MegatronTrainStrategy,
+def _home_ranks(strategy: MegatronTrainStrategy, table: LengthTable) -> Ints:
+    return place_on_ranks(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
+
+
+def _add_old_log_probs(
+    planner: MiniBatchPlanner,
     table: LengthTable,
-    has_gradient: np.ndarray,
-    home_rank: Ints | None,
-    size: int,
+    local_batch: SampleBatch,
+    masks: Sequence[str],
+    batches: Iterator[MiniBatch],
     *,
-    epochs: range,
-    seed: int,
-) -> Iterator[MiniBatch]:
-    """The mini-batches of `epochs`, planned; `has_gradient` is bool [n], `home_rank` int64 [n], both as `table`.
+    experts: bool,
+) -> tuple[SampleBatch, Iterator[MiniBatch]]:
+    """`local_batch` with `old_log_probs` by `logprob_plan`, and with `experts` those of the pass; all of `batches`."""
+    strategy = planner.strategy
+    source = strategy.batching.logprob_plan
+    if source == "none":
+        return local_batch, batches
+    if source == "rollout":
+        fields = {OLD: local_batch["rollout_log_probs"]}
+        return local_batch.with_fields(fields, {OLD: FieldSpec("next_token")}), batches
+    if source == "own":
+        plans = iter([agree_on_plan(strategy, lambda: planner.plan_forward(strategy, table))])
+    else:
+        batches, again = itertools.tee(batches)
+        first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, again)
+        plans = (batch.plan for batch in first_epoch)  # the plans of training: the first ratio is exactly 1
+    results = run_on(strategy, local_batch, log_prob_pass(strategy, masks, experts=experts), plans=plans)
+    names = {"log_probs": OLD} | ({ROUTED_EXPERTS: ROUTED_EXPERTS} if experts else {})
+    return add_results(local_batch, results, names), batches
 
-    Not collective, so that a thread may run it ahead of training.
-    """
-    for epoch in epochs:
-        if home_rank is None:
-            members_of = mini_batches(len(table), size, seed=seed, epoch=epoch)
-        else:
-            members_of = mini_batches_by_rank(home_rank, strategy.layout.dp_size, size, seed=seed, epoch=epoch)
-        for members in members_of:
-            computed = members[has_gradient[members]]
-            if not computed.size:
-                computed = members[:1]  # an optimizer step needs a backward pass, even if its gradient is 0
-            plan = strategy.plan(table.select(computed), home_rank=None if home_rank is None else home_rank[computed])
-            yield MiniBatch(epoch=epoch, members=table.select(members), plan=plan)
+
+def _add_fields(
+    planner: MiniBatchPlanner,
+    table: LengthTable,
+    with_old: SampleBatch,
+    masks: Sequence[str],
+    reference: MegatronInferStrategy | None,
+    remote_reference: RemoteLogProbs | None,
+    add_fields: Callable[[SampleBatch], SampleBatch] | None,
+) -> SampleBatch:
+    """`with_old`, samples with old log-probs, with the fields of other models and of `add_fields`."""
+    experts = with_old.fields.get(ROUTED_EXPERTS)
+    batch = with_old if experts is None else with_old.without(ROUTED_EXPERTS)  # reference and critic have their own
+    if reference is not None:
+        with reference.loaded("parameters"):
+            plan = partial(planner.plan_forward, reference, table)
+            batch = with_reference_log_probs(planner.strategy, reference, batch, masks, plan)
+    if remote_reference is not None:
+        log_probs = remote_reference.log_probs(batch)
+        batch = batch.with_fields({REFERENCE: log_probs}, {REFERENCE: FieldSpec("next_token")})
+    if add_fields is not None:
+        batch = add_fields(batch)
+    return batch if experts is None else batch.with_fields({ROUTED_EXPERTS: experts}, {ROUTED_EXPERTS: EXPERTS_SPEC})
 
 
-def layout_exchange_between(strategy: MegatronInferStrategy, other: MegatronInferStrategy) -> LayoutExchange | None:
-    """The exchange of samples between the two strategies' parallel layouts; None where they are equal. Collective."""
-    if strategy.layout.dims == other.layout.dims:
-        return None
-    return LayoutExchange.of(strategy.layout.dp_rank, other.layout.dp_rank)
+def _train(
+    planner: MiniBatchPlanner, local_batch: SampleBatch, loss: Any, batches: Iterator[MiniBatch]
+) -> Iterator[tuple[Plan, StepResult]]:
+    """Plan and result of an optimizer step for each of `batches`."""
+    strategy, prepare = planner.strategy, loss_spec(loss).prepare
+    prepared = local_batch if prepare is None else prepare(local_batch, strategy.layout, planner.seed)
+    for batch in batches:
+        counts = None
+        if planner.idle_ids is not None:
+            # The plan leaves idle samples out, and the loss's denominators count their tokens all the same.
+            is_local = prepared.find(batch.members.ids)[1].numpy()
+            counts = strategy.count(prepared.select_ids(batch.members.ids[is_local]), loss)
+        yield batch.plan, strategy.train_step(distribute(prepared, batch.plan), batch.plan, loss, counts=counts)
+
+
+# ---- fields of frozen models
 
 
 def with_reference_log_probs(
     strategy: MegatronInferStrategy,
     reference: MegatronInferStrategy,
     local_batch: SampleBatch,
-    plan: Callable[[], Plan],
     masks: Sequence[str],
+    plan: Callable[[], Plan] | None = None,
 ) -> SampleBatch:
     """`local_batch`, in the layout of `strategy`, with `ref_log_probs`. Collective.
 
-    `plan` makes the plan of a reference in the same layout; one in another layout plans for itself.
+    `plan` makes the plan if both have one layout; by default one for passes without gradient.
     """
-    layout_exchange = layout_exchange_between(strategy, reference)
     with prefix_errors("reference"):
-        if layout_exchange is None:
-            return with_log_probs(reference, local_batch, [agree_on_plan(strategy, plan)], REFERENCE, masks)
-        table = reference.gather_table(local_batch)
-        return with_log_probs_over(layout_exchange, reference, local_batch, table, REFERENCE, masks)
+        plans = None
+        if plan is not None and reference.layout.dims == strategy.layout.dims:
+            plans = [agree_on_plan(strategy, plan)]
+        results = run_on(reference, local_batch, log_prob_pass(reference, masks), strategy, plans=plans)
+    return add_results(local_batch, results, {"log_probs": REFERENCE})
 
 
 def with_reference_point(
@@ -245,74 +278,17 @@ def with_reference_point(
     """`local_batch` with `reference_point` of KTO, by the current policy over `mismatched` of all ranks. Collective."""
     from roll_batching.losses.fine_tuning import reference_point  # other jobs need none
 
-    masks, table = ("response_mask",), _ordered_table(strategy, mismatched)
-    plan = agree_on_plan(strategy, lambda: strategy.plan(table, forward=True))
-    other = with_log_probs(strategy, mismatched, [plan], "log_probs", masks)
-    other = with_reference_log_probs(strategy, reference, other, lambda: reference.plan(table, forward=True), masks)
-    points = torch.full((len(local_batch),), reference_point(other, strategy.layout))
+    masks = ("response_mask",)
+    results = run_on(strategy, mismatched, log_prob_pass(strategy, masks))
+    by_policy = add_results(mismatched, results, {"log_probs": "log_probs"})
+    by_both = with_reference_log_probs(strategy, reference, by_policy, masks)
+    points = torch.full((len(local_batch),), reference_point(by_both, strategy.layout))
     return local_batch.with_fields({"reference_point": points}, {"reference_point": FieldSpec("sample")})
-
-
-def with_log_probs_over(
-    layout_exchange: LayoutExchange,
-    strategy: MegatronInferStrategy,
-    local_batch: SampleBatch,
-    table: LengthTable,
-    name: str,
-    masks: Sequence[str] | None,
-) -> SampleBatch:
-    """As `with_log_probs`, by a strategy in another layout than that of `local_batch` and `table`. Collective."""
-    plan = agree_on_plan(strategy, lambda: strategy.plan(layout_exchange.in_target(table), forward=True))
-    placed = layout_exchange.distribute(local_batch, plan, table)
-    results = layout_exchange.collect(
-        strategy.compute_log_probs(placed, plan, masks=masks), plan, table, like=local_batch
-    )
-    return local_batch.with_fields({name: results["log_probs"]}, {name: FieldSpec("next_token")})
 
 
 def with_values(
     critic: MegatronInferStrategy, local_batch: SampleBatch, name: str, masks: Sequence[str]
 ) -> SampleBatch:
     """`local_batch` with the critic's values under `name`, on a plan for passes without gradient. Collective."""
-    table = _ordered_table(critic, local_batch)
-    plan = agree_on_plan(critic, lambda: critic.plan(table, forward=True))
-    placed = distribute(local_batch, plan)
-    results = collect(critic.forward(placed, plan, needs=(VALUES,), masks=masks), plan, like=local_batch)
-    values = results.select_ids(local_batch.ids)[VALUES]
-    return local_batch.with_fields({name: values}, {name: FieldSpec("next_token")})
-
-
-def with_log_probs(
-    strategy: MegatronInferStrategy,
-    local_batch: SampleBatch,
-    plans: Iterable[Plan],
-    name: str,
-    masks: Sequence[str],
-    *,
-    experts: bool = False,
-) -> SampleBatch:
-    """`local_batch` with the model's log-probs under `name`; 0 for samples outside all `plans`. Collective.
-
-    `experts` adds the experts that its routers chose, as `routed_experts`.
-    """
-    needs = ("log_probs", ROUTED_EXPERTS) if experts else ("log_probs",)
-    parts = []
-    for plan in plans:
-        placed = distribute(local_batch, plan)
-        if experts:
-            results = strategy.forward(placed, plan, needs, masks)
-        else:
-            results = strategy.compute_log_probs(placed, plan, masks=masks)
-        parts.append(collect(results, plan, like=local_batch))
-    computed = SampleBatch.concat(parts)
-    missing = local_batch.select(torch.nonzero(~computed.find(local_batch.ids)[1])[:, 0])
-    padding = {
-        key: computed[key].new_full((missing.num_tokens, *computed[key].shape[1:]), spec.pad)
-        for key, spec in computed.schema.items()
-    }
-    filled = SampleBatch(missing.ids, missing.lengths, padding, computed.schema)
-    values = SampleBatch.concat([computed, filled]).select_ids(local_batch.ids)
-    names = {"log_probs": name, ROUTED_EXPERTS: ROUTED_EXPERTS}
-    return local_batch.with_fields(
-        {names[key]: values[key] for key in needs}, {names[key]: computed.schema[key] for key in needs}
-    )
+    run: Pass = lambda samples, plan: critic.forward(samples, plan, needs=(VALUES,), masks=masks)  # noqa: E731
+    return add_results(local_batch, run_on(critic, local_batch, run), {VALUES: name})

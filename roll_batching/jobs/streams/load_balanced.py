@@ -179,15 +179,17 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
     def _length_of(self, sample: Any) -> int:
         return length_of(sample, self.length_key)
 
-    def _length_difference(self, sample: Any, index: int) -> str | None:
-        """Clause with the sample's length and its measured length, if they differ."""
+    def _require_length(self, sample: Any, index: int) -> None:
+        """Raises DataError for a sample of another length than its measured one."""
         measured = self._lengths[index].tolist()
         has_sequences = isinstance(measured, list)
         length = [self._length_of(sequence) for sequence in sample] if has_sequences else self._length_of(sample)
-        if length == measured:
-            return None
-        now, before = (" and ".join(map(str, np.atleast_1d(tokens))) for tokens in (length, measured))
-        return f"{now} tokens, and {before} were measured"
+        if length != measured:
+            now, before = (" and ".join(map(str, np.atleast_1d(tokens))) for tokens in (length, measured))
+            raise DataError(
+                f"Sample {index} has {now} tokens, and {before} were measured: pass lengths of this dataset, or remove "
+                "the length_cache of another; a sample must have the same length each time it is read."
+            )
 
     def __len__(self) -> int:
         """Approximate optimizer steps of an epoch: tokens of this rank's share over those of full micro-batches."""
@@ -288,7 +290,7 @@ class _Steps(Iterator[StepBatches]):
             for index in batch:
                 try:
                     sample = read_sample(dataset.base_dataset, index)
-                    self._require_length(sample, index)
+                    dataset._require_length(sample, index)
                     samples.append((index, sample))
                 except DataError as error:
                     if dataset.on_error == "raise":
@@ -300,13 +302,6 @@ class _Steps(Iterator[StepBatches]):
                 step.append([sample for _, sample in samples])
         dataset.skipped += len(step.skipped)
         return step
-
-    def _require_length(self, sample: Any, index: int) -> None:
-        if difference := self._dataset._length_difference(sample, index):
-            raise DataError(
-                f"Sample {index} has {difference}: pass lengths of this dataset, or remove the length_cache of "
-                "another; a sample must have the same length each time it is read."
-            )
 
 
 def _worker() -> tuple[int, int]:

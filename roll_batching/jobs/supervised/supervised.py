@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_batching.distributed import consensus
-from roll_batching.jobs.observe.metrics_file import Metrics
-from roll_batching.jobs.roles.local_reference import make_reference
-from roll_batching.jobs.roles.teacher import Teacher, teacher_of
+from roll_batching.jobs.observe.run_files import Metrics
+from roll_batching.jobs.roles.frozen_models import Teacher, make_reference, teacher_of
 from roll_batching.jobs.rollouts.step_metrics import merge_metrics, update_metrics
 from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.steps.planned_steps import Encoder, PlannedSteps, StepSource, plan_texts
@@ -64,8 +63,6 @@ def train_on_texts(context: JobContext, loss: Any) -> None:
     else:
         steps = PlannedSteps(inputs.corpus, encoder, strategy, size=context.texts_per_step, seed=config.seed)
     if config.task == "kto":
-        from roll_batching.jobs.supervised.supervised import warn_if_labels_are_equal  # other jobs have no labels
-
         data = config.actor_train.data_args
         warn_if_labels_are_equal(inputs.corpus, data.file_name, data.label)
     _train(context, _Phase(name=config.task, training=context.schedule, loss=loss, steps=steps))
@@ -88,7 +85,10 @@ def _train(context: JobContext, phase: _Phase) -> None:
     reference = make_reference(context.config, strategy) if phase.name != WARMUP else None
     teacher = teacher_of(context.config, strategy) if phase.name != WARMUP else None
     completed_steps = context.checkpoints.restore(phase.name, last, phase.steps, reference)
-    validation = _validation(context, phase, reference, teacher)
+    validation = None
+    if context.inputs.validation is not None and phase.name != WARMUP:
+        texts = context.inputs.validation[: context.config.eval_samples]
+        validation = _Validation(texts, _encoder(context), strategy, reference, teacher, phase.loss)
     context.start_phase(phase.name, last, completed_steps, phase.training)
     for step in range(completed_steps + 1, last + 1):
         if phase.steps.ended:
@@ -105,7 +105,14 @@ def _train(context: JobContext, phase: _Phase) -> None:
         taught = {} if teacher is None else teacher.metrics()
         metrics = merge_metrics(update_metrics([update]), skipped, evaluated, taught)
         metrics["seconds"] = time.perf_counter() - started
-        context.record(step, metrics, shown=_shown(metrics), plan=update[0])
+        shown = {
+            "loss": metrics["loss"],
+            "held-out": metrics.get("eval_loss"),
+            "tokens/s": metrics["tokens_per_second"],
+            "packing efficiency": 1 - metrics["padding_share"],
+            "imbalance": metrics["imbalance"],
+        }
+        context.record(step, metrics, shown=shown, plan=update[0])
         context.checkpoints.save_if_due(phase.name, step, step if is_last else last, phase.steps, reference)
 
 
@@ -117,30 +124,10 @@ def _step(
     if teacher is not None:
         local_batch = teacher.add_fields(local_batch, masks)
     if reference is not None:
-        local_batch = with_reference_log_probs(context.strategy, reference, local_batch, lambda: plan, masks)
+        local_batch = with_reference_log_probs(context.strategy, reference, local_batch, masks, lambda: plan)
         if isinstance(phase.steps, PlannedSteps) and phase.steps.mismatched is not None:
             local_batch = with_reference_point(context.strategy, reference, local_batch, phase.steps.mismatched)
     return plan, context.strategy.train_step(distribute(local_batch, plan), plan, phase.loss)
-
-
-def _shown(metrics: Metrics) -> dict[str, float | None]:
-    return {
-        "loss": metrics["loss"],
-        "held-out": metrics.get("eval_loss"),
-        "tokens/s": metrics["tokens_per_second"],
-        "packing efficiency": 1 - metrics["padding_share"],
-        "imbalance": metrics["imbalance"],
-    }
-
-
-def _validation(
-    context: JobContext, phase: _Phase, reference: MegatronInferStrategy | None, teacher: Teacher | None
-) -> _Validation | None:
-    texts = context.inputs.validation
-    if texts is None or phase.name == WARMUP:
-        return None
-    first_texts = texts[: context.config.eval_samples]
-    return _Validation(first_texts, _encoder(context), context.strategy, reference, teacher, phase.loss)
 
 
 class _Validation:
@@ -174,7 +161,7 @@ class _Validation:
         if teacher is not None:
             local_batch = teacher.add_fields(local_batch, masks)
         if reference is not None:
-            local_batch = with_reference_log_probs(strategy, reference, local_batch, lambda: self._plan, masks)
+            local_batch = with_reference_log_probs(strategy, reference, local_batch, masks, lambda: self._plan)
         self._reference, self._local = reference, local_batch
 
     def __call__(self, updates: int) -> Metrics:

@@ -83,17 +83,17 @@ class EpochStream(Iterator[list[T]], Generic[T]):
         Raises:
             DataError: when the state belongs to other texts, another seed or order, or is incomplete.
         """
-        own = self.state_dict()
-        if missing := sorted(own.keys() - state.keys()):
+        current = self.state_dict()
+        if missing := sorted(current.keys() - state.keys()):
             raise DataError(f"The saved data position lacks {', '.join(missing)}.")
         for key, what, cure in (
             ("fingerprint", "other texts", "resume with the same data"),
             ("seed", "another seed", f"set seed: {state['seed']}"),
             ("shuffle", "another order", f"set shuffle to {state['shuffle']}"),
         ):
-            if state[key] != own[key]:
+            if state[key] != current[key]:
                 raise DataError(
-                    f"The saved data position belongs to {what} ({key} {state[key]}, here {own[key]}): "
+                    f"The saved data position belongs to {what} ({key} {state[key]}, here {current[key]}): "
                     f"{cure}, or start a new run under another exp_name"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])

@@ -11,6 +11,14 @@ _SHOWN = 4
 _SHOWN_CHARACTERS = 40
 
 
+class Fault(Exception):
+    """A fault of a file, a line or an image, and its cure."""
+
+    def __init__(self, what: str, cure: str) -> None:
+        super().__init__(what)
+        self.what, self.cure = what, cure
+
+
 @dataclass
 class _Kind:
     """Faults of one file with the same cure."""
@@ -50,11 +58,11 @@ class Faults:
     def merge(self, other: Faults) -> None:
         """Add the faults of `other`."""
         for key, kind in other._kinds.items():
-            own = self._kinds.setdefault(key, _Kind())
-            own.shown += kind.shown[: _SHOWN - len(own.shown)]
-            own.count += kind.count
-            own.longest = max(own.longest, kind.longest)
-            own.characters |= kind.characters
+            merged = self._kinds.setdefault(key, _Kind())
+            merged.shown += kind.shown[: _SHOWN - len(merged.shown)]
+            merged.count += kind.count
+            merged.longest = max(merged.longest, kind.longest)
+            merged.characters |= kind.characters
 
     def check(self) -> None:
         """Raises DataError with all faults, if there are any."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from roll_batching.jobs.texts.faults import Fault
 from roll_batching.registry import printable
 
 MARKER = "<image>"
@@ -31,12 +32,8 @@ _OF_AN_IMAGE = ("bytes", "url", "path")
 """Keys of an object that stands for an image; the first one counts, since a path beside bytes is a mere name."""
 
 
-class ImageError(Exception):
-    """A fault of a record's images, and its cure."""
-
-    def __init__(self, what: str, cure: str) -> None:
-        super().__init__(what)
-        self.what, self.cure = what, cure
+class ImageError(Fault):
+    """A fault of a record's images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class ImageFields:
         inline = {part["image"] for message in messages for part in _parts_of(message) if "image" in part}
         following = iter([image for number, image in enumerate(images) if number not in inline])
         used: list[ImageReference] = []
-        placed = []
+        written = []
         for message in messages:
             content: list[dict[str, Any]] = []
             for part in _parts_of(message):
@@ -120,9 +117,9 @@ class ImageFields:
                         content.append({"type": "text", "text": text})
             has_image = any(part["type"] == "image" for part in content)
             plain = "".join(part["text"] for part in content if not has_image)
-            placed.append({**message, "content": content if has_image else plain})
+            written.append({**message, "content": content if has_image else plain})
         _require_all(following, len(images))
-        return placed, tuple(used)
+        return written, tuple(used)
 
     def write(self, prompt: str, images: Sequence[ImageReference]) -> str:
         """`prompt` with the text of an image for every `<image>`. Raises ImageError unless there are as many images."""

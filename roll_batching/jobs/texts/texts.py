@@ -10,11 +10,10 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.texts.chat import ASSISTANT, ChatTemplate, Message
+from roll_batching.jobs.texts.chat import ASSISTANT, NO_ARGUMENTS, ChatTemplate, Message, TemplateArguments
 from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.image_references import MARKER, ImageError, ImageFields, ImageReference
-from roll_batching.jobs.texts.jsonl import PathLike, Record, iterate_records, value_at
-from roll_batching.jobs.texts.template_arguments import NO_ARGUMENTS, TemplateArguments
+from roll_batching.jobs.texts.records import PathLike, Record, iterate_records, value_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,8 @@ class Pair:
             return tuple(Document(self.prompt, one, source=self.source) for one in (self.chosen, self.rejected))  # type: ignore[return-value]
         before = json.loads(self.prompt)
         answers = ({"role": ASSISTANT, "content": one} for one in (self.chosen, self.rejected))
-        made = (Conversation((*before, one), source=self.source, variables=self.variables) for one in answers)
-        return tuple(made)  # type: ignore[return-value]
+        conversations = (Conversation((*before, one), source=self.source, variables=self.variables) for one in answers)
+        return tuple(conversations)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +168,8 @@ class Instruction:
         The messages end before the assistant's turn; with `answered` its turn is the second text. The first text is
         empty if the user's turn is.
         """
-        (prompt, *answers), own = record.texts[: len(keys)], record.texts[len(keys) :]
-        texts = dict(zip(self.keys, own, strict=True))
+        (prompt, *answers), chat_texts = record.texts[: len(keys)], record.texts[len(keys) :]
+        texts = dict(zip(self.keys, chat_texts, strict=True))
         query, system = texts.get(self.query or "", ""), texts.get(self.system or "", "")
         turns = [("system", system), ("user", "\n".join(filter(None, (prompt, query))))]
         if answered:
@@ -202,14 +201,14 @@ def iterate_texts(
     conversations have images. `arguments` are the template's, beside the messages.
     """
     chat = instruction is None and (kind is Conversation or template is not None)
-    own = () if instruction is None else instruction.keys
-    made: Any = kind
+    chat_keys = () if instruction is None else instruction.keys
+    make: Any = kind
     label = answer = ""
     if kind is Judged:
         *keys, label = keys
     if kind is Prompt:
         keys, answer = keys[:1], "".join(keys[1:])
-    for record in iterate_records(paths, (*keys, *own), faults, read, chat=chat, images=images):
+    for record in iterate_records(paths, (*keys, *chat_keys), faults, read, chat=chat, images=images):
         if instruction is not None:
             record = instruction.chat(record, keys, answered=kind is Conversation)
         if images is not None and record.texts[0]:
@@ -225,14 +224,14 @@ def iterate_texts(
             faults.add(record.source, str(error), "Remove the line, or correct it.")
             continue
         if kind is Conversation and first:
-            yield made(tuple(json.loads(first)), line, record.source, **shown, variables=variables)
+            yield make(tuple(json.loads(first)), line, record.source, **shown, variables=variables)
             continue
         if kind is Pair or kind is Judged:
             faults_before = len(faults)
             _check_pair(record, keys, faults)
             verdict = () if kind is Pair else (_verdict(record, label, faults),)
             if len(faults) == faults_before:
-                yield made(*record.texts, *verdict, template is not None, line, record.source, variables)
+                yield make(*record.texts, *verdict, template is not None, line, record.source, variables)
             continue
         if template is not None and first:
             messages = json.loads(first)
@@ -243,7 +242,7 @@ def iterate_texts(
                 continue
         if first:
             second = value_at(line, answer) if kind is Prompt else record.texts[1]
-            yield made(first, second, line, record.source, **shown)
+            yield make(first, second, line, record.source, **shown)
         else:
             faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
 

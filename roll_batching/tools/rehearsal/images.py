@@ -98,7 +98,7 @@ def image_sizes(config: JobConfig) -> ImageSizes | None:
 def _limits_of(name: str, low: int | None, high: int | None) -> tuple[int, int] | None:
     """Fewest and most pixels of an image by the processor of the directory `name`; None without a directory."""
     from roll_batching.huggingface.directory import find_directory
-    from roll_batching.jobs.texts.image_processor import ImageProcessor
+    from roll_batching.jobs.texts.image_tokenizer import ImageProcessor
 
     folder = find_directory(name)
     return None if folder is None else ImageProcessor(folder, low, high).limits

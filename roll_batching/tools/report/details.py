@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from roll_batching.jobs.observe.numbers import fixed
+from roll_batching.jobs.observe.progress import fixed
 from roll_batching.tools.report.run_files import Row, RunFiles
 from roll_batching.tools.report.sections import Section, Table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from roll_batching.jobs.observe.plan_file import MOST_SAMPLES
+from roll_batching.jobs.observe.run_files import MOST_SAMPLES
 from roll_batching.planning import Plan
 from roll_batching.tools.report.charts import INK, Chart, Trace
 from roll_batching.tools.report.run_files import RunFiles

@@ -13,10 +13,7 @@ import yaml
 
 from roll_batching.errors import PlanError, RollBatchingError
 from roll_batching.files import cause, open_regular
-from roll_batching.jobs.observe.metrics_file import METRICS
-from roll_batching.jobs.observe.plan_file import PLAN, LastPlan, read_plan
-from roll_batching.jobs.observe.rollouts_file import ROLLOUTS
-from roll_batching.jobs.observe.run_info import RUN_INFO
+from roll_batching.jobs.observe.run_files import METRICS, PLAN, ROLLOUTS, RUN_INFO, LastPlan, read_plan
 from roll_batching.jobs.run.folder import CONFIG
 from roll_batching.secret_names import redact
 from roll_batching.tools.report.json_lines import JsonLines, read_json_lines

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_batching.jobs.observe.summary import MODES
+from roll_batching.jobs.observe.closing import MODES
 from roll_batching.tools.report.charts import BLUE, COLORS, DASHES, GREEN, GREY, ORANGE, Chart, Trace, areas, line
 from roll_batching.tools.report.curves import RUN_COLORS
 from roll_batching.tools.report.run_files import Row, RunFiles, phases_of

@@ -11,9 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from roll_batching.jobs.driver.batches import from_columns, to_columns  # noqa: E402
 from roll_batching.jobs.driver.columns import merge_shards, nbytes, replica_samples, take_samples  # noqa: E402
-from roll_batching.jobs.driver.shard_distribution import RankLayout  # noqa: E402
+from roll_batching.jobs.driver.shard_distribution import (  # noqa: E402
+    RankLayout,  # noqa: E402
+    from_columns,
+    to_columns,
+)
 from roll_batching.planning import PlanConstraints, plan_step  # noqa: E402
 from roll_batching.samples import FieldSpec, SampleBatch  # noqa: E402
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.huggingface.test_job import job
 from tests.jobs.engines.test_replicas import order, seen, start
 from tests.support.ranks import run_ranks

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from roll_batching.jobs.engines.prompt_images import images_of_prompts, picture_of
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.engines.routed_experts import images_of_prompts, picture_of
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.texts.encode import encode_prompts
 from roll_batching.jobs.texts.image_references import ImageReference
 from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer, with_images

@@ -8,7 +8,7 @@ import pytest
 
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.jobs.config.engine_rules import server_options
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.jobs.engines.test_replicas import order, seen, start

@@ -119,7 +119,7 @@ def test_sglangs_log_probs_are_at_the_sampling_temperature(folder, sampling, own
 
 def test_sglang_servers_of_the_job_have_log_probs_at_the_sampling_temperature(folder, monkeypatch):
     """Also where the environment of the job says otherwise."""
-    from roll_batching.jobs.engines.started_servers import _make_servers
+    from roll_batching.jobs.engines.servers import _make_servers
 
     for name, value in {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

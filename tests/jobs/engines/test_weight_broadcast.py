@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from roll_batching.errors import EngineError
 from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
 from roll_batching.jobs.engines.sglang import SGLang
-from roll_batching.jobs.engines.weight_broadcast import WeightBroadcast
-from roll_batching.jobs.engines.weight_group import new_store
+from roll_batching.jobs.engines.weight_broadcast import WeightBroadcast, new_store
 from tests.huggingface import tiny
 from tests.jobs.engines.test_replicas import SETTINGS, launched, order, questions, seen, urls_of
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from roll_batching.jobs.config import config_from_dict
-from roll_batching.jobs.engines.weights import weights_folder
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.engines.sampler import weights_folder
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.jobs.observe.rows import TIMES

@@ -7,8 +7,8 @@ import pytest
 from roll_batching.cli import main
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import config_from_dict
-from roll_batching.jobs.launch.environment import check_world_size, rank_info
-from roll_batching.jobs.processes.rank_variables import LAUNCHER
+from roll_batching.jobs.launch.rendezvous import check_world_size, rank_info
+from roll_batching.jobs.processes.child_process import LAUNCHER
 from tests.jobs.launch.commands import ROOT, done
 from tests.support.ranks import _free_port
 
@@ -72,7 +72,7 @@ def test_devices_and_processes_that_differ_are_an_error_under_torchrun(report):
 MEET = """
 import sys
 from roll_batching.errors import LayoutError
-from roll_batching.jobs.launch.environment import rank_info
+from roll_batching.jobs.launch.rendezvous import rank_info
 from roll_batching.jobs.launch.rendezvous import wait_for_ranks
 try:
     wait_for_ranks(rank_info(), float(sys.argv[1]), notice_after=0.5)

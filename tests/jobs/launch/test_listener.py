@@ -13,8 +13,7 @@ import time
 import psutil
 import pytest
 
-from roll_batching.jobs.processes.listener import WorkerListener
-from roll_batching.jobs.processes.role_workers import LocalRoleWorkers, local_store
+from roll_batching.jobs.processes.role_workers import LocalRoleWorkers, WorkerListener, local_store
 
 CALL = """
 import sys

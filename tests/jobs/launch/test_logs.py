@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 TALK = """
 import os, signal, sys
 from pathlib import Path
-from roll_batching.jobs.launch.environment import rank_info
+from roll_batching.jobs.launch.rendezvous import rank_info
 from roll_batching.jobs.launch.logs import keep_log
 
 keep_log(Path(sys.argv[1]), rank_info(), resumes=sys.argv[2] == "resume")

@@ -7,10 +7,9 @@ import os
 import pytest
 
 from roll_batching.jobs.driver.rank import StrategyRank
-from roll_batching.jobs.launch.on_ray.actors import inherited_variables, split_secrets
-from roll_batching.jobs.launch.on_ray.placement import RankPlacement, bundle_size, place_ranks
-from roll_batching.jobs.launch.on_ray.rank import Rank
-from roll_batching.jobs.launch.on_ray.role_workers import RoleRank
+from roll_batching.jobs.launch.on_ray.actors import Rank, inherited_variables, split_secrets
+from roll_batching.jobs.launch.on_ray.cluster import RankPlacement, bundle_size, place_ranks
+from roll_batching.jobs.launch.on_ray.restarts import RoleRank
 
 
 @pytest.mark.parametrize(

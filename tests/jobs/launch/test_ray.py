@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.launch.clusters import cluster, on_ray, ranks
 from tests.jobs.launch.commands import ROOT, done, kill, processes, started, train, trained, wait_for, write_job
 from tests.jobs.run.test_resume import TIMES

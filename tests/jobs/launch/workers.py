@@ -12,7 +12,7 @@ from pathlib import Path
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.launch.worker import run_worker
-from roll_batching.jobs.processes.rank_variables import FAILURES
+from roll_batching.jobs.processes.child_process import FAILURES
 
 RANK = int(os.environ.get("RANK", 0))
 

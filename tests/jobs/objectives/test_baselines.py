@@ -89,7 +89,7 @@ def test_a_step_of_one_response_is_the_response() -> None:
 
 
 def test_pass_at_k_rewards_the_lead_alone() -> None:
-    from roll_batching.jobs.objectives.baselines import pass_at_k
+    from roll_batching.jobs.objectives.advantages import pass_at_k
 
     assert pass_at_k(REWARDS, 4, std=False).tolist() == [0.5, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
 

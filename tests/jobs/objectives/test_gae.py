@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.objectives.gae import generalised_advantages
 from roll_batching.jobs.objectives.stateful import KlCoefficient
-from roll_batching.jobs.objectives.token_rewards import TokenRewards, token_rewards
+from roll_batching.jobs.objectives.token_rewards import TokenRewards, generalised_advantages, token_rewards
 from roll_batching.samples.token_fields import counted_positions
 from tests.losses.waves import batch, wave
 from tests.support.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.jobs.objectives.advantages import shape_rewards
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 from tests.tools.conversion import test_nemo_rl

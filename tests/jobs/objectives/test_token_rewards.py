@@ -22,7 +22,7 @@ from roll_batching.jobs.config.loader import config_from_dict
 from roll_batching.jobs.objectives.from_config import advantages_of
 from roll_batching.jobs.objectives.stateful import CompositeState, KlCoefficient, RunningMoments
 from roll_batching.jobs.objectives.token_rewards import TokenRewards, discounted, token_rewards
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.samples.token_fields import counted_positions
 from tests.jobs.rl.jobs import settings, write_data
 from tests.losses.waves import batch, wave

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_batching.jobs.observe.metrics_file import MetricsWriter, read_metrics
+from roll_batching.jobs.observe.run_files import MetricsWriter, read_metrics
 
 
 def test_each_row_is_on_disk_before_write_returns(tmp_path):
@@ -68,7 +68,7 @@ FULL_DISK = """
 import errno, pathlib, sys
 from tensorboard.summary.writer.record_writer import RecordWriter
 from roll_batching.errors import RollBatchingError
-from roll_batching.jobs.observe.metrics_file import MetricsWriter
+from roll_batching.jobs.observe.run_files import MetricsWriter
 
 def full(self, data):
     raise OSError(errno.ENOSPC, "No space left on device")

@@ -5,9 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from roll_batching.jobs.observe.numbers import fixed
-from roll_batching.jobs.observe.progress import _short
-from roll_batching.jobs.observe.summary import show_summary
+from roll_batching.jobs.observe.closing import show_summary
+from roll_batching.jobs.observe.progress import _short, fixed
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,15 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from roll_batching.jobs.observe.curves import _marks_panel, _padding_panel, _reward_panel, plot_learning_curve
+from roll_batching.jobs.observe.closing import (
+    _marks_panel,
+    _padding_panel,
+    _reward_panel,
+    plot_learning_curve,
+    show_summary,
+    summarize,
+)
 from roll_batching.jobs.observe.progress import ProgressReporter
-from roll_batching.jobs.observe.summary import show_summary, summarize
 from tests.jobs.observe.rows import rl_rows
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roll_batching.errors import ConfigError
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.rewards import Completion, Score
 from roll_batching.jobs.rewards.contract import load_reward
 from roll_batching.jobs.rewards.judge import TEMPLATE, llm_judge
@@ -38,7 +38,7 @@ def pauses(monkeypatch):
     """Seconds between attempts, which are not waited for."""
     waited: list[float] = []
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=waited.append)
-    monkeypatch.setattr("roll_batching.jobs.rewards.judge_client.time", clock)
+    monkeypatch.setattr("roll_batching.jobs.rewards.judge.time", clock)
     return waited
 
 

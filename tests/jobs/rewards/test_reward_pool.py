@@ -14,7 +14,7 @@ import pytest
 
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.rewards import Completion, exact_match
 from roll_batching.jobs.rewards.code import check_run, code_tests
 from roll_batching.jobs.rewards.pool import RewardDomain, RewardPool, reward_of

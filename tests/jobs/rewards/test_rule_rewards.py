@@ -12,11 +12,9 @@ import pytest
 
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.jobs.rewards import Completion
-from roll_batching.jobs.rewards.answers import repeated_share
 from roll_batching.jobs.rewards.choices import multiple_choice
-from roll_batching.jobs.rewards.constraints import CONSTRAINTS
-from roll_batching.jobs.rewards.contract import load_reward
-from roll_batching.jobs.rewards.instructions import ifeval
+from roll_batching.jobs.rewards.contract import load_reward, repeated_share
+from roll_batching.jobs.rewards.instructions import CONSTRAINTS, ifeval
 from roll_batching.jobs.rewards.pool import RewardDomain, RewardPool
 
 OF_ROLL = json.loads((Path(__file__).parent / "data" / "roll_rule_rewards.json").read_text())
@@ -157,7 +155,7 @@ def test_languages():
 
 @pytest.mark.bad_input
 def test_without_the_library_of_languages_the_line_is_an_error(monkeypatch):
-    monkeypatch.setattr("roll_batching.jobs.rewards.constraints.can_detect_languages", lambda: False)
+    monkeypatch.setattr("roll_batching.jobs.rewards.instructions.can_detect_languages", lambda: False)
     monkeypatch.setattr("roll_batching.jobs.rewards.instructions.can_detect_languages", lambda: False)
     with pytest.raises(ValueError, match=r"Install roll-batching\[ifeval\]"):
         follows("The text", "validate_response_language", language="en")

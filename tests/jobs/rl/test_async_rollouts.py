@@ -17,8 +17,8 @@ import pytest
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import ConfigFileError, JobConfig, load_config
 from roll_batching.jobs.launch.devices import role_device_variables
-from roll_batching.jobs.observe.metrics_file import read_metrics
-from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
+from roll_batching.jobs.observe.run_files import read_metrics
+from roll_batching.jobs.processes.child_process import ROLE_DEVICES
 from roll_batching.jobs.rl.async_rollouts import parts_per_step
 from roll_batching.jobs.roles.client import SAMPLER, RoleClient
 from roll_batching.jobs.roles.sampler import Request

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roll_batching.jobs.config import config_from_dict
-from roll_batching.jobs.rl.comparison import ModeComparison
+from roll_batching.jobs.rollouts.step_metrics import ModeComparison
 from roll_batching.planning import ParallelDims
 from tests.jobs.rl.jobs import settings
 

@@ -12,7 +12,7 @@ import torch
 
 from roll_batching.errors import RankError
 from roll_batching.jobs.config import ConfigFileError, JobConfig, config_from_dict
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.rl.dynamic_sampling import sample_full_step, varied_groups
 from roll_batching.jobs.rollouts.rollout import StepScores
 from roll_batching.jobs.texts.epochs import epoch_order

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.tools.conversion import ORIGINS, convert_file
 from tests.jobs.rl.jobs import settings
 from tests.support.ranks import run_ranks

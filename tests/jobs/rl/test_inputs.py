@@ -143,7 +143,7 @@ def test_many_lines_take_little_memory(folder):
 
 
 def test_progress_is_shown_when_reading_takes_its_time(capsys):
-    from roll_batching.jobs.observe.reading import ReadingProgress
+    from roll_batching.jobs.observe.progress import ReadingProgress
 
     with ReadingProgress("checking", 4 * 10**9) as progress:
         progress.read(10**9)

@@ -7,7 +7,7 @@ import yaml
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.objectives.from_config import loss_of
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.observe.rows import PHASES
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks

@@ -13,7 +13,7 @@ import torch
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.config.loader import config_from_dict
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.huggingface import tiny
 from tests.jobs.observe.rows import TIMES
 from tests.jobs.rl.jobs import run_straight_and_resumed

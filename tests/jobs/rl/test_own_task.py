@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from roll_batching.jobs.config import load_config
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.rewards import Completion, load_reward
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,8 +16,8 @@ import torch
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig, load_config
 from roll_batching.jobs.launch.devices import devices_under_torchrun, role_device_variables, role_gpus
-from roll_batching.jobs.observe.metrics_file import read_metrics
-from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
+from roll_batching.jobs.observe.run_files import read_metrics
+from roll_batching.jobs.processes.child_process import ROLE_DEVICES
 from roll_batching.jobs.processes.role_workers import LocalRoleWorkers
 from roll_batching.jobs.roles.client import SAMPLER, RoleClient, RoleKind
 from roll_batching.jobs.roles.remote_reference import REFERENCE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.rl.jobs import settings, write_data
 from tests.jobs.run.test_resume import TIMES, rows_of
 from tests.support.ranks import run_ranks

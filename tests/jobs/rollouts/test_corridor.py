@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.rollouts.examples import run_example
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.observe.rows import TIMES
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
@@ -25,10 +25,11 @@ def roll_out(payload: dict[str, Any]) -> dict[str, Any]:
     from roll_batching.jobs.rewards.pool import RewardPool
     from roll_batching.jobs.rollouts.function_rollouts import function_rollouts_of
     from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts
-    from roll_batching.jobs.steps.update import with_log_probs
+    from roll_batching.jobs.steps.passes import add_results, log_prob_pass
     from roll_batching.jobs.texts import CharTokenizer
     from roll_batching.jobs.texts.texts import Prompt
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
+    from roll_batching.strategy.roles import run_on
 
     config = JobConfig.model_validate(payload)
     strategy = MegatronTrainStrategy(config.actor_train, seed=1)
@@ -44,8 +45,8 @@ def roll_out(payload: dict[str, Any]) -> dict[str, Any]:
         rollouts = generate_rollouts(strategy, prompts, tokenizer, sampling, prompt_length=40, function=function)
         scores = score_rollouts(strategy, rollouts, RewardPool(), shown=-1)
         batch = rollouts.batch
-        plan = strategy.plan(strategy.gather_table(batch), forward=True)
-        batch = with_log_probs(strategy, batch, [plan], "trainer", ("response_mask",))
+        results = run_on(strategy, batch, log_prob_pass(strategy, ("response_mask",)))
+        batch = add_results(batch, results, {"log_probs": "trainer"})
         made.append(
             {
                 "ids": batch.ids.tolist(),

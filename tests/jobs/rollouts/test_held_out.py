@@ -9,7 +9,7 @@ import pytest
 
 from roll_batching.jobs.config import JobConfig, config_from_dict
 from roll_batching.jobs.config.diagnostics import ConfigFileError
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.rl.jobs import settings, write_data
 from tests.jobs.run.test_resume import TIMES
 from tests.support.ranks import run_ranks

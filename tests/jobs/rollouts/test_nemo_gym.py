@@ -15,14 +15,14 @@ from aiohttp import web
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import ConfigFileError, load_config
 from roll_batching.jobs.config.rollout_keys import NEMO_GYM
-from roll_batching.jobs.engines import requests
+from roll_batching.jobs.processes import requests
 from roll_batching.jobs.rollouts import nemo_gym
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, load_rollout_function
 from roll_batching.jobs.rollouts.function_calls import FunctionCalls
 from roll_batching.jobs.rollouts.function_rollouts import _batch
 from roll_batching.jobs.texts import CharTokenizer
 from roll_batching.jobs.texts.faults import Faults
-from roll_batching.jobs.texts.jsonl import iterate_records
+from roll_batching.jobs.texts.records import iterate_records
 from roll_batching.strategy import GenerationSettings
 from tests.campaigns.peer_configs import jobs
 from tests.jobs.rollouts.gym_server import GymServer, item, reply

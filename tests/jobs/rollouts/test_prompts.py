@@ -13,7 +13,7 @@ from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.config.rewards import prompts_of_domains
 from roll_batching.jobs.inputs import check_inputs, load_inputs
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.rollouts.prompts import prompt_stream
 from roll_batching.jobs.texts.epochs import MixedStream
 from roll_batching.jobs.texts.texts import Prompt, PromptDataset

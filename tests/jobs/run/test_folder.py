@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from roll_batching.errors import RollBatchingError
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.run.folder import LOCKED_FOLDER, PreviousRun, lock_folder
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.rl.jobs import settings, write_data
 from tests.jobs.run.test_resume import TIMES
 from tests.support.ranks import run_ranks

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.observe.rows import TIMES
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks

@@ -17,7 +17,7 @@ import pytest
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
 from roll_batching.jobs.config.job_keys import TRACKERS
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.observe.trackers import TrackedRun, tracker_of
 from roll_batching.jobs.rewards.pool import reward_of
 from tests.huggingface import tiny

@@ -15,9 +15,8 @@ from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.encode import encode_documents, encode_prompts
 from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.fit import Fit
-from roll_batching.jobs.texts.image_processor import ImageProcessor
 from roll_batching.jobs.texts.image_references import ImageError, ImageReference
-from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer, image_fields, with_images
+from roll_batching.jobs.texts.image_tokenizer import ImageProcessor, ImageTokenizer, image_fields, with_images
 from roll_batching.jobs.texts.texts import Conversation, Document, Instruction, Prompt, iterate_texts
 from tests.support import vision
 

@@ -303,7 +303,7 @@ def test_a_text_that_does_not_fit_is_named(report):
 
 def _read_all(paths, keys):
     from roll_batching.jobs.texts.faults import Faults
-    from roll_batching.jobs.texts.jsonl import iterate_records
+    from roll_batching.jobs.texts.records import iterate_records
 
     faults = Faults()
     records = list(iterate_records(paths, keys, faults))

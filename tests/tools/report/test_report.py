@@ -15,7 +15,7 @@ import pytest
 
 from roll_batching.cli import main
 from roll_batching.errors import ConfigError, RollBatchingError
-from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.tools.report.charts import smooth, window_of
 from roll_batching.tools.report.page import make_sections
 from roll_batching.tools.report.run_files import read_run

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from roll_batching.errors import PlanError
-from roll_batching.jobs.observe import plan_file
-from roll_batching.jobs.observe.plan_file import read_plan, write_plan
+from roll_batching.jobs.observe import run_files
+from roll_batching.jobs.observe.run_files import read_plan, write_plan
 from roll_batching.planning import PlanConstraints, plan_step
 from roll_batching.planning.pipeline.ordering import pipeline_makespan
 from roll_batching.tools.report.plan_section import _timeline_chart
@@ -94,7 +94,7 @@ def test_a_written_plan_is_read_again_and_a_large_one_is_counted(tmp_path, monke
     write_plan(tmp_path, plan, phase="rl", step=7)
     last = read_plan((tmp_path / "last_plan.json").read_text())
     assert (last.phase, last.step, last.samples) == ("rl", 7, 60) and last.plan == plan
-    monkeypatch.setattr(plan_file, "MOST_SAMPLES", 59)
+    monkeypatch.setattr(run_files, "MOST_SAMPLES", 59)
     write_plan(tmp_path, plan, phase="rl", step=8)
     last = read_plan((tmp_path / "last_plan.json").read_text())
     assert (last.step, last.samples, last.plan) == (8, 60, None)

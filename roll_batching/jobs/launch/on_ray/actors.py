@@ -1,21 +1,100 @@
-"""The ranks of a job as Ray actors: start, remote calls, failures and end."""
+"""The ranks of a job as Ray actors: what each runs, their start, remote calls, failures and end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from roll_batching.jobs.launch.failures import Failure, root_cause
-from roll_batching.jobs.launch.on_ray.cluster import Reservation
-from roll_batching.jobs.launch.on_ray.placement import RankPlacement
-from roll_batching.jobs.launch.on_ray.rank import Rank, RankProcess
-from roll_batching.jobs.processes.rank_variables import rank_variables
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.launch.failures import Failure, describe_failure, root_cause
+from roll_batching.jobs.launch.logs import write_to_log
+from roll_batching.jobs.launch.on_ray.cluster import RankPlacement, Reservation
+from roll_batching.jobs.launch.rendezvous import rank_info
+from roll_batching.jobs.processes.child_process import rank_variables
+from roll_batching.jobs.processes.role_workers import StartRoleWorkers
 from roll_batching.secret_names import is_secret
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProcess:
+    """Machine, process id and GPUs of a rank."""
+
+    address: str
+    """Of its machine, as Ray knows it."""
+    host: str
+    """Name of its machine."""
+    pid: int
+    devices: tuple[str, ...]
+    """The GPUs that Ray gave it, in the format of CUDA_VISIBLE_DEVICES; empty on CPU."""
+
+
+class Rank:
+    """Becomes an actor. Its methods run one at a time on the process's main thread, as signal handlers need it."""
+
+    def __init__(self, number: int, secrets: Mapping[str, str]) -> None:
+        """`secrets`: variables that must not be in the actor's runtime environment, which Ray shows."""
+        os.environ.update(secrets)
+        self.number = number
+        self._store: Any = None
+
+    def __repr__(self) -> str:
+        return f"rank {self.number}"  # Ray's prefix of each line of output
+
+    def enter_folder(self, folder: str) -> RankProcess | Failure:
+        """Changes to the command's working directory, so that relative paths agree. A Failure when it cannot."""
+        import ray
+
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            where = f"machine {socket.gethostname()}, where rank {self.number} is to run, cannot enter {folder}"
+            cure = "Start the command in a folder that all machines share, or with `ray job submit --working-dir`"
+            return Failure(rank=self.number, message=f"{where}: {error.strerror}. {cure}", nanoseconds=0, agreed=True)
+        return RankProcess(
+            address=ray.util.get_node_ip_address(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            devices=tuple(str(device) for device in ray.get_runtime_context().get_accelerator_ids().get("GPU", ())),
+        )
+
+    def open_store(self) -> int:
+        """Opens the rendezvous store in this process, which keeps the port taken; returns the port."""
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
+
+    def can_read(self, file: str, text: str) -> bool:
+        """Whether `file` begins with `text` on this machine; ranks append lines of their own."""
+        path = Path(file)
+        return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(text)
+
+    def run(self, config: JobConfig, variables: Mapping[str, str], start_workers: StartRoleWorkers) -> Failure | None:
+        """Runs this rank's part of the job; a Failure when it failed. `start_workers` as for `run_rank`."""
+        from roll_batching.jobs.launch.worker import run_rank
+
+        os.environ.update(variables)
+        try:
+            info = rank_info()
+            assert info is not None, "the variables name a rank"
+            run_rank(config, info, start_workers=start_workers)
+        except BaseException as error:  # also SystemExit: every failure must reach the driver
+            failure = describe_failure(self.number, error)
+            write_to_log(failure.frames + failure.line)
+            return failure
+        return None
+
+
+# ---- actors
+
 
 _INHERITED = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS")
 _INHERITED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "HF_")
@@ -156,13 +235,15 @@ def _environments(
 ) -> list[dict[str, str]]:
     """The rank variables of each rank. Ranks of a machine see each other's GPUs, as NCCL needs it."""
     environments = []
-    for own in placements:
-        devices = [name for other in placements if other.node == own.node for name in processes[other.rank].devices]
+    for placement in placements:
+        devices = [
+            name for other in placements if other.node == placement.node for name in processes[other.rank].devices
+        ]
         variables = rank_variables(
-            own.rank,
+            placement.rank,
             len(placements),
-            local_rank=own.local_rank,
-            local_size=own.local_size,
+            local_rank=placement.local_rank,
+            local_size=placement.local_size,
             host=processes[0].address,
             port=port,
         )

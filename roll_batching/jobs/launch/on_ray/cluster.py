@@ -1,4 +1,4 @@
-"""The Ray cluster of a job: connection, machines, and the reservation of devices for the ranks."""
+"""The Ray cluster of a job: connection, machines, reservation of devices, and placement of ranks in them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,57 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll_batching.errors import ConfigError, RollBatchingError
-from roll_batching.jobs.launch.on_ray.placement import RankPlacement, bundle_size, place_ranks
+from roll_batching.jobs.processes.child_process import notify
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlacement:
+    """Machine and bundle of one rank."""
+
+    rank: int
+    node: str
+    """Ray's id of the machine."""
+    bundle: int
+    """Index of the placement group's bundle that holds the rank's devices."""
+    local_rank: int
+    local_size: int
+    """Ranks on its machine."""
+
+
+def bundle_size(tp_size: int, largest_machine: int) -> int:
+    """Ranks per bundle: a tensor-parallel group, or where no machine holds one, its largest divisor that fits.
+
+    A bundle lies on one machine. `largest_machine` is the number of ranks that fit on the largest one.
+    """
+    return max(size for size in range(1, tp_size + 1) if tp_size % size == 0 and size <= max(1, largest_machine))
+
+
+def place_ranks(bundle_nodes: Sequence[str], size: int) -> list[RankPlacement]:
+    """Placements of all ranks, `size` per bundle; `bundle_nodes` has the machine of each bundle.
+
+    Consecutive ranks share a machine where possible: bundles are taken machine by machine.
+    """
+    order = {node: number for number, node in enumerate(dict.fromkeys(bundle_nodes))}
+    bundles = sorted(range(len(bundle_nodes)), key=lambda bundle: (order[bundle_nodes[bundle]], bundle))
+    slots = [(bundle_nodes[bundle], bundle) for bundle in bundles for _ in range(size)]
+    local_sizes = {node: sum(other == node for other, _ in slots) for node in order}
+    placements, local_ranks = [], dict.fromkeys(order, 0)
+    for rank, (node, bundle) in enumerate(slots):
+        local_rank = local_ranks[node]
+        placements.append(
+            RankPlacement(rank=rank, node=node, bundle=bundle, local_rank=local_rank, local_size=local_sizes[node])
+        )
+        local_ranks[node] += 1
+    return placements
+
+
+# ---- cluster
+
 
 LOCAL = "local"
 """Address of a Ray that is started on this machine for the job, and ended with it."""
@@ -79,7 +124,7 @@ def connected(address: str, cpus: int) -> Iterator[None]:
     try:
         ray.init(**options)
     except ConnectionError as error:
-        raise _no_ray(address, _first_line(error)) from None
+        raise _no_ray(address, str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__) from None
     except Exception as error:  # Ray raises plain ones, as for processes that did not start within its 30 s
         what = "a local Ray cluster cannot be started" if address == LOCAL else f"the Ray at {address} cannot be joined"
         raise RollBatchingError(f"{what} (--address {address}): {error}") from error
@@ -167,7 +212,7 @@ def reserve_devices(
         if sizes[name] < tp:
             whose = f" of {name}" if name else ""
             problem = f"no machine of this Ray has room for a tensor-parallel group{whose} of {tp}"
-            _notify(f"{problem}: it spans machines, {sizes[name]} each")
+            notify(f"{problem}: it spans machines, {sizes[name]} each")
     bundles = [sizes[name] for name, (ranks, _) in groups.items() for _ in range(ranks // sizes[name])]
     devices = [{"CPU": size, "GPU": size} if on_gpus else {"CPU": size} for size in bundles]
     group = ray.util.placement_group(devices, strategy="PACK")
@@ -177,11 +222,12 @@ def reserve_devices(
             cpus = {machine.node: machine.cpus for machine in machines()}
             placements, first = {}, 0
             for name, (ranks, _) in groups.items():
-                own = [nodes[first + bundle] for bundle in range(ranks // sizes[name])]
+                bundle_nodes = [nodes[first + bundle] for bundle in range(ranks // sizes[name])]
                 placements[name] = [
-                    replace(placement, bundle=first + placement.bundle) for placement in place_ranks(own, sizes[name])
+                    replace(placement, bundle=first + placement.bundle)
+                    for placement in place_ranks(bundle_nodes, sizes[name])
                 ]
-                first += len(own)
+                first += len(bundle_nodes)
             yield Reservation(group=group, ranks=placements.pop(""), on_gpus=on_gpus, cpus=cpus, roles=placements)
         else:
             yield None
@@ -205,14 +251,6 @@ def _wait_until_ready(group: Any, count: int, on_gpus: bool, minutes: float, sto
                 f"there was no {wanted}, for {minutes:g} minutes (actor_train.backend_timeout): end what uses them, "
                 "add machines, or use fewer ranks (--nproc, device_mapping)"
             )
-        _notify(f"waiting {waited:.0f} s so far for {wanted}, for {minutes:g} minutes at most")
+        notify(f"waiting {waited:.0f} s so far for {wanted}, for {minutes:g} minutes at most")
         next_notice *= 2
     return False
-
-
-def _notify(text: str) -> None:
-    print(f"notice: {text}", file=sys.stderr, flush=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,22 +1,131 @@
-"""Runs a job on Ray, again from the last checkpoint after ranks were lost."""
+"""Runs a job on Ray, again from the last checkpoint after ranks were lost.
+
+Workers of roles on separate devices are actors in the job's placement group. Rank 0 of the job starts them, so that
+they end with it, and has a connection to each.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from typing import Any
 
+from roll_batching.errors import DataError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.launch.failures import Failure, report_failure
 from roll_batching.jobs.launch.local import caught_signals
-from roll_batching.jobs.launch.on_ray.actors import start_actors
-from roll_batching.jobs.launch.on_ray.cluster import reserve_devices
-from roll_batching.jobs.launch.on_ray.rank import RankProcess
-from roll_batching.jobs.launch.on_ray.role_workers import StartRayWorkers
-from roll_batching.jobs.processes.rank_variables import RESTARTS
+from roll_batching.jobs.launch.on_ray.actors import Rank, RankActors, RankProcess, failure_reason, start_actors
+from roll_batching.jobs.launch.on_ray.cluster import Reservation, reserve_devices
+from roll_batching.jobs.processes.child_process import RESTARTS
+from roll_batching.jobs.processes.role_workers import RoleWorkers, WorkerListener, start_local_workers
 from roll_batching.jobs.run.folder import read_lock
 from roll_batching.known_warnings import hide_known_warnings
+
+_CONNECT_SECONDS = 120.0
+"""Limit for all actors to connect to rank 0 once they run."""
+_POLL_SECONDS = 0.2
+
+
+class RoleRank(Rank):
+    """One worker of a role. Becomes an actor."""
+
+    def __repr__(self) -> str:
+        return f"role rank {self.number}"  # Ray's prefix of each line of output
+
+    def serve(self, module: str, variables: Mapping[str, str], address: tuple[str, int], key: bytes) -> None:
+        """Calls `serve` of `module` with a connection to the `WorkerListener` at `address` that has `key`."""
+        os.environ.update(variables)
+        connection = Client(address, authkey=key)
+        connection.send(self.number)
+        importlib.import_module(module).serve(connection)
+
+
+class RayRoleWorkers:
+    """Workers of a role as actors on the devices of `reservation`, which must be the role's."""
+
+    def __init__(self, role: str, module: str, reservation: Reservation, variables: Mapping[str, str]) -> None:
+        self._resources = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_failure:
+            self._actors: RankActors = on_failure.enter_context(start_actors(reservation, variables, RoleRank))
+            environments = self._actors.prepare(reservation.ranks, role=role)
+            if self._actors.failure is not None:
+                raise DataError(f"its processes cannot be started: {self._actors.failure.line}")
+            self.connections = self._connect(module, environments)
+            self._resources = on_failure.pop_all()
+
+    def _connect(self, module: str, environments: list[dict[str, str]]) -> list[Connection]:
+        """Has all actors serve `module`; returns their connections, by rank."""
+        import ray
+
+        with WorkerListener() as listener:
+            address = (ray.util.get_node_ip_address(), listener.port)
+            pairs = zip(self._actors.actors, environments, strict=True)
+            self._calls = [
+                actor.serve.remote(module, environment, address, listener.key) for actor, environment in pairs
+            ]
+            connections: dict[int, Connection] = {}
+            deadline = time.monotonic() + _CONNECT_SECONDS
+            while len(connections) < len(environments):
+                if (accepted := listener.accept(_POLL_SECONDS)) is not None:
+                    rank, connection = accepted
+                    connections[rank] = connection
+                missing = sorted({*range(len(environments))} - connections.keys())
+                ended = [reason for rank, reason in self.exits().items() if rank in missing]
+                if ended or (missing and time.monotonic() > deadline):
+                    why = f"ended {ended[0]}" if ended else f"did not connect within {_CONNECT_SECONDS:g} s"
+                    raise DataError(f"rank {missing[0]} of its {len(environments)} processes {why}")
+        return [connections[rank] for rank in range(len(environments))]
+
+    def exits(self) -> dict[int, str]:
+        """Exit descriptions of actors, by rank; empty while all run."""
+        import ray
+
+        done, _ = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+        return {self._calls.index(call): _exit_reason(call) for call in done}
+
+    def kill(self) -> None:
+        """Ends all actors."""
+        self._resources.close()
+
+
+class StartRayWorkers:
+    """Starts a role's workers as actors where `reservation` has devices for it, else on this machine.
+
+    A `StartRoleWorkers` for the actor of rank 0.
+    """
+
+    def __init__(self, reservation: Reservation, variables: Mapping[str, str]) -> None:
+        self.reservation, self.variables = reservation, variables
+
+    def __call__(self, role: str, module: str, count: int, variables: Mapping[str, str]) -> RoleWorkers:
+        """See `StartRoleWorkers`."""
+        if role not in self.reservation.roles:
+            return start_local_workers(role, module, count, variables)
+        of_role = replace(self.reservation, ranks=self.reservation.roles[role])
+        return RayRoleWorkers(role, module, of_role, {**self.variables, **variables})
+
+
+def _exit_reason(call: Any) -> str:
+    """Exit description of the process of a finished call."""
+    import ray
+
+    try:
+        ray.get(call)
+    except ray.exceptions.RayActorError as error:
+        return f"with its process: {failure_reason(error)}"
+    except ray.exceptions.RayError as error:
+        return f"with an error: {error}"
+    return "by itself"
+
+
+# ---- restarts
 
 
 def run_on_ray(config: JobConfig, count: int, variables: Mapping[str, str], *, max_restarts: int) -> str | None:
@@ -67,7 +176,11 @@ def _attempt(
     tp_size = {
         name: role.strategy_args.strategy_config.tensor_model_parallel_size for name, role in config.roles.items()
     }
-    roles = {name: (len(own), tp_size[name]) for name in config.roles if (own := config.own_devices(name)) is not None}
+    roles = {
+        name: (len(devices), tp_size[name])
+        for name in config.roles
+        if (devices := config.own_devices(name)) is not None
+    }
     with reserve_devices(count, tp_size["actor_train"], minutes, lambda: bool(caught), roles) as reservation:
         if reservation is None:
             return None
@@ -77,7 +190,7 @@ def _attempt(
                 return _folder_not_shared(shared[0], ranks.processes[0])
             start_workers = StartRayWorkers(reservation, variables)
             if environments and ranks.failure is None and not caught:
-                ranks.call("run", [(config, own, start_workers) for own in environments], caught)
+                ranks.call("run", [(config, devices, start_workers) for devices in environments], caught)
             return ranks.failure
 
 

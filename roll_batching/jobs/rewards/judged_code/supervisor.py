@@ -24,13 +24,13 @@ def main(parent: int, command: list[str]) -> int:
     prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != parent:
         return 1
-    own = os.getpid()
+    supervisor = os.getpid()
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
         prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == own:
+        if os.getppid() == supervisor:
             os.execv(command[0], command)
         os._exit(1)
     for stream in range(2):  # else the reader would not get EOF when the command ends
@@ -60,12 +60,12 @@ def kill_descendants(group: int) -> None:
 
 
 def _children() -> list[int]:
-    own, children = os.getpid(), []
+    parent, children = os.getpid(), []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    if int(file.read().rpartition(b")")[2].split()[1]) == own:
+                    if int(file.read().rpartition(b")")[2].split()[1]) == parent:
                         children.append(int(name))
     return children
 

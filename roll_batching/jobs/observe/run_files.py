@@ -1,25 +1,47 @@
-"""metrics.jsonl and TensorBoard events: one row per step, written when the step is over."""
+"""Files of a run's folder, written after every step: metrics and TensorBoard events, sample log, last plan.
+
+run_info.json, written once, tells when and where the run started, and with which versions.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import math
+import os
+import platform
 import shutil
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from roll_batching.errors import RollBatchingError
+import roll_batching
+from roll_batching.errors import PlanError, RollBatchingError
 from roll_batching.files import atomic_file, cause
+from roll_batching.planning import Plan
 
 METRICS = "metrics.jsonl"
 EVENTS = "tensorboard"
 
 Metrics = dict[str, Any]
 """One row: column -> number, text, or None. A written row has `step` (from 1 in each phase) and `phase`."""
+
+
+@contextlib.contextmanager
+def _name_write_errors(path: Path, cure: str = "repair the folder, then resume the run") -> Iterator[None]:
+    """Raises RollBatchingError for an OSError in the block, which writes `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise RollBatchingError(
+            f"{error.filename or path} cannot be written: {cause(error)}. Free some space, or {cure}"
+        ) from error
 
 
 class Tracker(Protocol):
@@ -63,7 +85,7 @@ class MetricsWriter:
         self._events: Any = None
         if not enabled:
             return
-        with self._name_write_errors():
+        with _name_write_errors(self.path):
             folder.mkdir(parents=True, exist_ok=True)
             if resume_after is not None and self.path.exists():
                 self.rows = rows_until(read_metrics(self.path), *resume_after)
@@ -82,23 +104,13 @@ class MetricsWriter:
                 for row in self.rows:
                     self._add_events(row)
 
-    @contextlib.contextmanager
-    def _name_write_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RollBatchingError(
-                f"{error.filename or self.path} cannot be written: {cause(error)}. Free some space or repair the "
-                "folder, then resume the run"
-            ) from error
-
     def write(self, row: Mapping[str, Any]) -> None:
         """Add one row. It is flushed before this returns."""
         if self._file is None:
             return
         plain = {key: _to_plain(value) for key, value in row.items()}
         self.rows.append(plain)
-        with self._name_write_errors():
+        with _name_write_errors(self.path):
             self._file.write(_to_line(plain))
             self._file.flush()
             if self._events is not None:
@@ -179,3 +191,141 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+# ---- rollouts file
+
+
+ROLLOUTS = "rollouts.jsonl"
+
+
+class RolloutsFile:
+    """Appends lines to `folder`/rollouts.jsonl, each with `step`. The file is created by the first line.
+
+    Raises RollBatchingError when the file cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ROLLOUTS
+        self._file: TextIO | None = None
+
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write one line per mapping, flushed before this returns."""
+        with _name_write_errors(self.path, "log fewer responses (rollout_samples)"):
+            for line in lines:
+                if self._file is None:
+                    self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+                self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+            if self._file is not None:
+                self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file. Safe to call twice."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # flushed after every step
+                self._file.close()
+            self._file = None
+
+
+def end_of_step(path: Path, step: int) -> int:
+    """Bytes of `path` before its first line of a later step than `step`, or its first incomplete line."""
+    end = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, TypeError, KeyError):
+                break
+            end += len(line)
+    return end
+
+
+def cut_after(path: Path, end: int) -> None:
+    """Truncate `path` to its first `end` bytes. Raises RollBatchingError when it cannot be written."""
+    with _name_write_errors(path):
+        os.truncate(path, end)
+
+
+# ---- plan file
+
+
+PLAN = "last_plan.json"
+MOST_SAMPLES = 20_000
+"""Most samples of a plan that is written: a larger one would take longer to write than it is worth after each step."""
+
+
+@dataclass(frozen=True)
+class LastPlan:
+    """A plan as the file holds it."""
+
+    phase: str
+    step: int
+    samples: int
+    plan: Plan | None
+    """None where it has more than `MOST_SAMPLES` samples."""
+
+
+def write_plan(folder: Path, plan: Plan, *, phase: str, step: int) -> None:
+    """Replace `folder`/last_plan.json. Raises RollBatchingError when it cannot be written."""
+    samples = len(plan.lengths)
+    content = {
+        "phase": phase,
+        "step": step,
+        "samples": samples,
+        "plan": plan.to_dict() if samples <= MOST_SAMPLES else None,
+    }
+    path = folder / PLAN
+    with _name_write_errors(path), atomic_file(path) as partial:
+        partial.write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_plan(text: str) -> LastPlan:
+    """The content of a last_plan.json. Raises PlanError when it is not one, or holds no valid plan."""
+    try:
+        content: Any = json.loads(text)
+        values = content["plan"]
+        plan = None if values is None else Plan.from_dict(values)
+        return LastPlan(str(content["phase"]), int(content["step"]), int(content["samples"]), plan)
+    except PlanError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+        raise PlanError(f"it holds no plan ({type(error).__name__}: {error})") from None
+
+
+# ---- run info
+
+
+RUN_INFO = "run_info.json"
+_PACKAGES = (
+    *("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4", "transformers"),
+    *("numpy", "numba", "ray", "vllm", "sglang"),
+)
+"""Distributions whose versions change results or speed."""
+
+
+def write_run_info(folder: Path, notices: Sequence[str]) -> None:
+    """Replace `folder`/run_info.json. Raises OSError when it cannot be written."""
+    environment: dict[str, Any] = {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "device": _device(),
+        "cpu_count": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "roll-batching": roll_batching.__version__,
+    }
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            environment[name] = importlib.metadata.version(name)
+    content = json.dumps({"environment": environment, "notices": list(notices)}, indent=1)
+    with atomic_file(folder / RUN_INFO) as partial:
+        partial.write_text(content + "\n", encoding="utf-8")
+
+
+def _device() -> str:
+    """Name of the device of this process, without importing torch."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"CPU ({platform.machine()})"

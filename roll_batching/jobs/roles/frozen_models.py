@@ -1,4 +1,4 @@
-"""The teacher of distillation: a frozen model on the student's ranks, which names likely tokens of each position."""
+"""Frozen models on the ranks of training: the reference, and the teacher of distillation."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ import time
 from collections.abc import Sequence
 
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.teacher_rules import uses_teacher
-from roll_batching.jobs.observe.metrics_file import Metrics
-from roll_batching.jobs.steps.plan_consensus import prefix_errors
-from roll_batching.jobs.steps.update import layout_exchange_between
+from roll_batching.jobs.observe.run_files import Metrics
+from roll_batching.jobs.steps.passes import add_results, prefix_errors
 from roll_batching.losses.distillation import TEACHER_IDS, TEACHER_LOG_PROBS
-from roll_batching.samples import FieldSpec, SampleBatch, collect, distribute
+from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.offload import OffloadStats
-from roll_batching.strategy.roles import agree_on_plan, top_log_probs
+from roll_batching.strategy.roles import run_on, top_log_probs
+
+
+def make_reference(config: JobConfig, policy: MegatronInferStrategy) -> MegatronInferStrategy | None:
+    """The reference that the loss needs, or None: a copy of `policy` as it is now. Collective."""
+    if config.reference is None or not wants_reference(config):
+        return None
+    if policy.state.adapters is not None:
+        from roll_batching.strategy.roles import BaseReference  # few jobs have adapters
+
+        return BaseReference(policy, config.reference)
+    reference = MegatronInferStrategy(config.reference, seed=config.seed, temperature=policy.temperature)
+    with prefix_errors("reference"):
+        reference.initialize(weights=False)
+        reference.copy_weights_from(policy)
+    return reference
+
+
+# ---- teacher
 
 
 class Teacher:
@@ -64,19 +82,13 @@ def with_top_tokens(
 
     The fields `teacher_log_probs` and `teacher_ids` are next_token, [tokens, k].
     """
-    exchange, sent = layout_exchange_between(student, teacher), batch.only(("input_ids", *masks))
-    table = teacher.gather_table(sent)
-    if exchange is None:
-        ordered = table.select(table.ids.argsort())
-        plan = agree_on_plan(teacher, lambda: teacher.plan(ordered, forward=True))
-        results = collect(top_log_probs(teacher, distribute(sent, plan), plan, k, masks), plan, like=sent)
-        results = results.select_ids(batch.ids)
-    else:
-        plan = agree_on_plan(teacher, lambda: teacher.plan(exchange.in_target(table), forward=True))
-        placed = exchange.distribute(sent, plan, table)
-        results = exchange.collect(top_log_probs(teacher, placed, plan, k, masks), plan, table, like=sent)
-    fields = {TEACHER_LOG_PROBS: results["top_log_probs"], TEACHER_IDS: results["top_ids"]}
-    return batch.with_fields(fields, dict.fromkeys(fields, FieldSpec("next_token")))
+    results = run_on(
+        teacher,
+        batch.only(("input_ids", *masks)),
+        lambda samples, plan: top_log_probs(teacher, samples, plan, k, masks),
+        home=student,
+    )
+    return add_results(batch, results, {"top_log_probs": TEACHER_LOG_PROBS, "top_ids": TEACHER_IDS})
 
 
 def teacher_of(config: JobConfig, student: MegatronInferStrategy) -> Teacher | None:

@@ -1,20 +1,34 @@
-"""HTTP requests to servers."""
+"""HTTP requests to servers: one client for engines and agents, and one rule of retries, for judges as well."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.engines.protocol import excerpt
-from roll_batching.jobs.engines.server_api import Call
 
 HEALTH_SECONDS = 5.0
 _LARGEST_REPLY = 32 << 20
 """Bytes, uncompressed; a reply of 100,000 tokens has 10 MB."""
-_BUSY = (408, 429)
-"""Statuses below 500 that do not depend on the request, which is retried."""
+_RETRIED = frozenset({408, 409, 425, 429})
+"""Statuses below 500 that another attempt may change."""
+_jitter = random.Random()
+"""Not the module's own generator, whose state belongs to the job's results."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One POST request."""
+
+    path: str
+    body: Any = None
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    extra_bytes: int = 0
+    """Bytes by which its reply may exceed the usual limit."""
 
 
 class RequestFailed(Exception):
@@ -23,6 +37,24 @@ class RequestFailed(Exception):
 
 class ReplyTooLarge(RequestFailed):
     """A reply with more bytes than are read."""
+
+
+def excerpt(reply: Any, length: int = 200) -> str:
+    """The beginning of a server's reply, without control characters, which would change a terminal."""
+    return "".join(character if character.isprintable() else " " for character in str(reply)[:length])
+
+
+def is_temporary(status: int) -> bool:
+    """Whether another attempt may have another status than this one, which reports an error."""
+    return status >= 500 or status in _RETRIED
+
+
+def retry_pause(attempt: int, first: float = 1.0, *, most: float = 60.0, asked: float | None = None) -> float:
+    """Seconds to wait after attempt `attempt`, from 1: about `first`, then twice as long each time, up to `most`.
+
+    `asked` are the seconds that the server asks for instead. Half of a pause is random, so that clients spread.
+    """
+    return min(most, first * 2.0 ** (attempt - 1) * _jitter.uniform(0.5, 1.0) if asked is None else asked)
 
 
 def open_session(seconds: float) -> Any:
@@ -61,7 +93,7 @@ async def _reply(request: Any, url: str, path: str, most_bytes: int = _LARGEST_R
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         raise RequestFailed(f"{path}: {type(error).__name__} {error}".strip()) from None
     text = body.decode(errors="replace")
-    if status >= 500 or status in _BUSY:
+    if is_temporary(status):
         raise RequestFailed(f"{path}: status {status}: {excerpt(text, 200)}")
     if status >= 300:
         raise EngineError(f"{url}{path} refuses the request with status {status}: {excerpt(text, 500)}")
