@@ -176,7 +176,7 @@ def describe_layout(
     )
 
 
-# ---- context groups
+# ---- context-parallel sizes of single packs
 
 
 _groups: dict[tuple[Any, tuple[int, ...], int], Any] = {}

@@ -74,7 +74,7 @@ def hybrid_layer(family: Family, architecture: Any, layer: int) -> list[TensorRu
     return [rule.at(layer, expert) for rule in rules for expert in (experts if "{expert}" in rule.ours else range(1))]
 
 
-# ---- minimax m2
+# ---- MiniMax-M2
 
 
 _HEAD_DIM = 128

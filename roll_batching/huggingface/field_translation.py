@@ -8,6 +8,20 @@ from typing import Any
 
 from roll_batching.huggingface.families import Family
 
+
+@dataclass
+class Translation:
+    """The architecture that a `config.json` describes, and what is wrong with it."""
+
+    family: Family | None = None
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """Settings of `model_args.architecture`; complete only without problems."""
+    problems: list[str] = field(default_factory=list)
+    """One error per field that is missing or not supported; each names its field."""
+
+
+# ---- RoPE
+
 _ORIGINAL = "original_max_position_embeddings"
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -99,7 +113,7 @@ def translate_two_ropes(config: Mapping[str, Any], values: Mapping[str, Any], re
     result.architecture["rotary_local_base"] = local["rope_theta"]
 
 
-# ---- expert fields
+# ---- mixtures of experts
 
 
 def translate_experts(values: Mapping[str, Any], family: Family, result: Translation) -> None:
@@ -205,7 +219,7 @@ def translate_groups(values: Mapping[str, Any], moe: dict[str, Any], result: Tra
     moe |= {"router_num_groups": groups, "router_group_topk": chosen}
 
 
-# ---- hybrid fields
+# ---- layers with one part each
 
 
 _LETTERS = {
@@ -335,17 +349,3 @@ def _mixture(hybrid: Mapping[str, Any], pattern: str, result: Translation) -> di
         )
     translate_groups(hybrid, moe, result)
     return moe
-
-
-# ---- translation
-
-
-@dataclass
-class Translation:
-    """The architecture that a `config.json` describes, and what is wrong with it."""
-
-    family: Family | None = None
-    architecture: dict[str, Any] = field(default_factory=dict)
-    """Settings of `model_args.architecture`; complete only without problems."""
-    problems: list[str] = field(default_factory=list)
-    """One error per field that is missing or not supported; each names its field."""

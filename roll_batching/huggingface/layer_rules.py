@@ -311,7 +311,7 @@ LATENT_EXPERTS = (
 PLAIN_MLP = (_PLAIN_NORM, *_plain("mlp", "mixer", inputs="hidden", width="ffn"))
 
 
-# ---- mtp layer
+# ---- heads of multi-token prediction
 
 
 _NUMBERED = {

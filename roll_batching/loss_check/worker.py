@@ -162,7 +162,7 @@ def _run(
     return Outcome(loss=value, metrics=metrics, gradients=whole_gradients(strategy.chunks, vocabulary, place.tp_group))
 
 
-# ---- model
+# ---- the tiny model
 
 
 ARCHITECTURE = {

@@ -183,7 +183,7 @@ def _holds_names(value: Any) -> bool:
     return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(x, str) for x in value)
 
 
-# ---- metric kinds
+# ---- metrics on the host
 
 
 Kind = Literal["sum", "mean", "max", "min"]

@@ -52,7 +52,7 @@ class SFTLoss(SFTSettings):
         return LossOutput(resolve_aggregation(self.aggregation)(tokens, nll), {"nll": tokens.mean_metric(nll)})
 
 
-# ---- preference
+# ---- pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class IPOLoss(PreferenceLoss):
         return (margin - 1 / (2 * self.beta)).square()
 
 
-# ---- unpaired
+# ---- KTO
 
 
 def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:

@@ -160,7 +160,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-# ---- candidates
+# ---- candidate tokens
 
 
 def labels_with_candidates(pack: PackedBatch, field: str) -> torch.Tensor:

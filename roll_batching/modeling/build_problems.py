@@ -95,7 +95,7 @@ def _indivisible(architecture: ArchitectureConfig, tp_size: int, cp_size: int) -
     ]
 
 
-# ---- fp8 requirements
+# ---- FP8
 
 
 def fp8_build_problems(

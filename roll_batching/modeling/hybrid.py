@@ -92,7 +92,7 @@ def _layer_spec(config: Any, kind: str, norm: type[torch.nn.Module], core: Any) 
     return layer
 
 
-# ---- latent mixture
+# ---- experts in a latent
 
 
 class _Projection(torch.nn.Linear):

@@ -64,7 +64,7 @@ class ReplicatedKVAttention(GatedSelfAttention):
         return query, key, value, *gates
 
 
-# ---- all heads norm
+# ---- a norm over all heads
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
@@ -101,7 +101,7 @@ def normalise_all_heads(model: torch.nn.Module, ranks: Any) -> None:
                 setattr(layer, f"{name}_layernorm", norm)
 
 
-# ---- sandwich layer
+# ---- Gemma
 
 
 Residual = tuple[torch.Tensor, torch.Tensor | None]
@@ -159,7 +159,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-# ---- value head
+# ---- the value head
 
 
 class ValueHead(torch.nn.Module):

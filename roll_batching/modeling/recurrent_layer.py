@@ -205,7 +205,7 @@ def _split_tokens_gather_heads(x: torch.Tensor, group: Any) -> torch.Tensor:
     return parts.transpose(0, 1).reshape(tokens, -1)
 
 
-# ---- delta net
+# ---- gated delta nets
 
 
 class RuleInputs(NamedTuple):

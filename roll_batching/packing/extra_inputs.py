@@ -129,7 +129,7 @@ class BatchImages:
         )
 
 
-# ---- mtp inputs
+# ---- heads of multi-token prediction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ def _difference(batch: SampleBatch, first: int, second: int) -> str:
     )
 
 
-# ---- token masks
+# ---- masks
 
 
 def sample_of(batch: SampleBatch) -> torch.Tensor:

@@ -161,7 +161,7 @@ def system_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-# ---- checkpoint pickles
+# ---- unpickling
 
 
 _DCP = "torch.distributed.checkpoint"

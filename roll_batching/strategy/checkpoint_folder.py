@@ -145,7 +145,7 @@ def write_text(file: Path, text: str) -> None:
         raise CheckpointError(f"{file} cannot be written: {cause(error)}") from None
 
 
-# ---- checkpoint manifest
+# ---- manifests
 
 
 MANIFEST = "manifest.json"

@@ -89,7 +89,7 @@ class RecomputingDecoder:
         return self.prefill()
 
 
-# ---- cache budget
+# ---- room in the cache
 
 
 def cache_positions(prompt_length: int, settings: GenerationSettings, layout: ParallelDims) -> int:

@@ -72,7 +72,7 @@ def _non_finite_and_largest(state: ModelState) -> tuple[list[tuple[str, int]], t
     return non_finite, largest
 
 
-# ---- out of memory
+# ---- memory that ran out
 
 
 _KEYS = {

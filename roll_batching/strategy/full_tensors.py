@@ -175,7 +175,7 @@ def cast_to_file_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> t
     return converted
 
 
-# ---- tensor stream
+# ---- all tensors to rank 0
 
 
 _LISTING = "listing the model's tensors"

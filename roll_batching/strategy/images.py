@@ -84,7 +84,7 @@ class SequenceImages:
         return place >= before.repeat_interleave(sequences.lengths)
 
 
-# ---- image batches
+# ---- images of packs
 
 
 def images_of(local: SampleBatch, state: ModelState, plan: Plan) -> BatchImages | None:

@@ -72,7 +72,7 @@ def gather_table(state: ModelState, local_batch: SampleBatch) -> LengthTable:
     return table
 
 
-# ---- context sizes
+# ---- context-parallel sizes
 
 
 def pack_times_of(state: ModelState) -> PackTimes | None:

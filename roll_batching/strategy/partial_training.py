@@ -93,7 +93,7 @@ def freeze_modules(state: ModelState, prefixes: Sequence[str]) -> None:
             raise LayoutError("freeze_module_prefix freezes every parameter, so that nothing is trained: name fewer")
 
 
-# ---- peft directory
+# ---- adapters as a directory
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -138,7 +138,7 @@ def _plan_with_timeout(strategy: MegatronInferStrategy, make_plan: Callable[[], 
         ) from None
 
 
-# ---- base reference
+# ---- the reference of a policy with adapters
 
 
 class BaseReference(MegatronInferStrategy):
@@ -181,7 +181,7 @@ class BaseReference(MegatronInferStrategy):
             return super()._run(plan, packs, bind, **options)
 
 
-# ---- top tokens
+# ---- a teacher's tokens
 
 
 def top_log_probs(
@@ -215,7 +215,7 @@ def top_log_probs(
     )
 
 
-# ---- trunk
+# ---- a critic's first weights
 
 
 @torch.no_grad()

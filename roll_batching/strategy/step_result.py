@@ -199,7 +199,7 @@ def share_columns(
     return outputs.cpu()
 
 
-# ---- clock
+# ---- phases
 
 
 Phase = Literal["plan", "pack", "forward_backward", "loss", "wait", "optimizer"]

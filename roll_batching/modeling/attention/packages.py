@@ -74,7 +74,7 @@ class FlashBackend(VarlenBackend):
         return FlashCore(rotation=rotation, **arguments)
 
 
-# ---- flash 4
+# ---- flash-attn-4
 
 
 _ARGUMENTS = (
@@ -195,7 +195,7 @@ class FlashFourBackend(VarlenBackend):
         return FlashFourCore(rotation=rotation, **arguments)
 
 
-# ---- engine
+# ---- TransformerEngine
 
 
 class EngineBackend(AttentionBackend):

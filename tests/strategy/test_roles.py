@@ -77,7 +77,7 @@ def passes(other_layout: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("other_layout", OTHER_LAYOUTS, ids=["same layout", "TP2", "PP2"])
 def test_results_of_any_layout_come_back_in_the_callers_order(other_layout: dict[str, Any], values_by_id: Any) -> None:
-    ranks = run_ranks(2, "tests.strategy.test_frozen_passes:passes", other_layout)
+    ranks = run_ranks(2, "tests.strategy.test_roles:passes", other_layout)
     for outcome in ranks:
         assert outcome["ids"] and outcome["computed"]
         assert outcome["size"] > 1 and outcome["log_probs"] < 2e-5
