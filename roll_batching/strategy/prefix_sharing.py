@@ -10,7 +10,7 @@ import torch.distributed as dist
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.layers import recurrent_layers
-from roll_batching.planning.role_planner import SMALLEST_SAVING
+from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
 from roll_batching.strategy.compatibility import random_settings
 from roll_batching.strategy.model_state import ModelState
