@@ -43,7 +43,7 @@ from benchmarks.table import Table
 from roll_batching.planning import PlanConstraints, plan_step
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
-from roll_batching.planning.dynamic_cp.pipelines import joint_makespan
+from roll_batching.planning.dynamic_cp.joint import joint_makespan
 from roll_batching.planning.dynamic_cp.planner import plan_fixed
 from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.problem import build_problem

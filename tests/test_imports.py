@@ -155,7 +155,7 @@ def test_one_driver_calls_the_algorithms():
     assert outside == {
         planning,  # pack_bins, for callers
         f"{planning}.dynamic_cp.nested",  # first fit, as a tool
-        f"{planning}.forming",
+        f"{planning}.placement",
         f"{planning}.load_balance.pools",  # first fit, as a tool
         f"{planning}.partition",
     }

@@ -106,8 +106,9 @@ def observe(case: Case) -> dict[str, Any]:
 
 def moved(policy: Any, case: Case) -> float:
     """Difference of log-probs between the policy and a second layout that took its weights; relative. Collective."""
-    from roll_batching.jobs.steps.passes import log_prob_pass, run_on
+    from roll_batching.jobs.steps.passes import log_prob_pass
     from roll_batching.strategy import MegatronInferStrategy
+    from roll_batching.strategy.roles import run_on
     from tests.support.models import random_batch
 
     assert case.other is not None

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from roll_batching.commands.checkpoints import Checkpoint, Pretrain, Prompts, require_torch
 from roll_batching.commands.generate import check_responses, write_lines
+from roll_batching.commands.options import Checkpoint, Pretrain, Prompts, require_torch
 from roll_batching.jobs.observe.progress import fixed
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from roll_batching.commands.checkpoints import Pretrain, require_torch
+from roll_batching.commands.options import Pretrain, require_torch
 
 
 def export(

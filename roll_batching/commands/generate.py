@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from roll_batching.commands.checkpoints import Checkpoint, Pretrain, Prompts, require_torch
+from roll_batching.commands.options import Checkpoint, Pretrain, Prompts, require_torch
 from roll_batching.errors import ConfigError
 from roll_batching.files import atomic_file, cause, check_replaceable
 

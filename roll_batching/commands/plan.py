@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from roll_batching.commands.options import MOST_RANKS, MOST_SPLITS, Clusters, print_table
 from roll_batching.commands.plan_sizes import compare_sizes, show_sizes
 from roll_batching.errors import ConfigError, DataError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes, plan_step
@@ -65,9 +66,6 @@ TABLE_ROWS = (
     ("dropped", "dropped", "{:,}", "sequences above the cap that were dropped (--oversize drop)"),
 )
 """Printed table: label, key of the report, format, and meaning."""
-
-MOST_RANKS = 65_536
-MOST_SPLITS = 1024
 
 ALGORITHMS_OF_MODES = "\n\n".join(
     [
@@ -133,16 +131,11 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="--dynamic-cp: Hugging Face model directory whose shape predicts the times. Default: Qwen3-8B's shape."
+            help="--dynamic-cp: model whose shape predicts the times: qwen3-1.7b, qwen3-8b (default), qwen3-32b, a "
+            "Hugging Face model directory, or a YAML file."
         ),
     ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="--dynamic-cp: rate of the cluster as KEY=VALUE, such as matmul_rate=4e14; may be repeated. Defaults: "
-            "estimates for H100s, those of strategy_config.cluster in docs/configuration.md."
-        ),
-    ] = None,
+    cluster: Clusters = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Plan one step for the sequence lengths in LENGTHS, and print its padding and balance."""
@@ -211,7 +204,11 @@ def plan(
     typer.echo(f"length = {' + '.join(table.columns)}")
     for name, reason in table.left_out.items():
         typer.echo(f"left out: {name or 'a column without a name'} ({reason})")
-    _print_table({name: reports[name] for name in ("padded", "dynamic", "packed") if name in reports}, chosen)
+    modes = [name for name in ("padded", "dynamic", "packed") if name in reports]
+    rows = [(label, *(form.format(reports[name][key]) for name in modes)) for label, key, form, _ in TABLE_ROWS]
+    print_table(("", *modes), rows, f"{chosen.report.samples:,} sequences on {dp} ranks", first="left")
+    for label, _, _, meaning in TABLE_ROWS:
+        typer.echo(f"{label}: {meaning}")
     if plot is not None:
         typer.echo(f"picture: {plot}")
 
@@ -239,18 +236,3 @@ def _with_mode(packed: PlanConstraints, mode: str, algorithm: str | None, width:
     """`packed` in another mode; in mode padded, rows are as long as the longest sequence (`width`)."""
     changes: dict[str, Any] = {"mode": mode, "algorithm": algorithm}
     return replace(packed, **changes, padded_length=width if mode == "padded" else None)
-
-
-def _print_table(reports: dict[str, dict[str, Any]], plan: Plan) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{plan.report.samples:,} sequences on {plan.constraints.dp_size} ranks")
-    table.add_column("")
-    for name in reports:
-        table.add_column(name, justify="right")
-    for label, key, form, _ in TABLE_ROWS:
-        table.add_row(label, *(form.format(report[key]) for report in reports.values()))
-    Console().print(table)
-    for label, _, _, meaning in TABLE_ROWS:
-        typer.echo(f"{label}: {meaning}")

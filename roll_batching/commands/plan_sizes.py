@@ -11,26 +11,17 @@ from typing import Any
 import numpy as np
 import typer
 
-from roll_batching.errors import ConfigError, PlanError
+from roll_batching.commands.options import print_table
+from roll_batching.errors import PlanError
 from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes, plan_step
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.lengths_io import LengthFile
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.planning.planner import plan_single_sizes
-from roll_batching.settings.model import ArchitectureConfig, describe_model
-from roll_batching.settings.model_cost import architecture_pack_times
-from roll_batching.tools.simulation.clusters import cluster_of
+from roll_batching.tools.simulation.models import architecture_times, read_architecture, read_cluster
 
 ASSUMED_NAME = "Qwen3-8B"
-ASSUMED = ArchitectureConfig(
-    vocab_size=151936,
-    hidden_size=4096,
-    num_layers=36,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    ffn_hidden_size=12288,
-)
+ASSUMED = read_architecture("qwen3-8b")
 """The shape that predicts times where no model is given."""
 
 
@@ -81,8 +72,8 @@ def compare_sizes(
             "them; give --dp an even number, and --max-cp 2 or more"
         )
     rules = replace(constraints, max_cp_size=largest)
-    shape = ASSUMED if model is None else _shape_of(model)
-    times = architecture_pack_times(shape, tp_size=rules.tp_size, pp_size=rules.pp_size, cluster=_cluster_of(rates))
+    shape = ASSUMED if model is None else read_architecture(model)
+    times = architecture_times(shape, rules, read_cluster(*rates))
     return ComparedSizes(
         model=ASSUMED_NAME if model is None else model,
         is_assumed=model is None,
@@ -90,29 +81,6 @@ def compare_sizes(
         per_pack=plan_step(lengths, rules, times=times, prefixes=prefixes),
         one_size=plan_single_sizes(lengths, rules, times=times, prefixes=prefixes),
     )
-
-
-def _shape_of(name: str) -> ArchitectureConfig:
-    found = describe_model(name)
-    if found is None:
-        raise ConfigError(f"--model {name!r} is neither a model directory here nor in Hugging Face's cache")
-    if found.problems:
-        raise ConfigError(f"--model {name}: {'; '.join(found.problems)}")
-    return ArchitectureConfig.model_validate(found.architecture)
-
-
-def _cluster_of(rates: Sequence[str]) -> Cluster:
-    """The cluster of `KEY=VALUE` texts. Raises `ConfigError`."""
-    values: dict[str, float] = {}
-    for rate in rates:
-        key, separator, text = rate.partition("=")
-        if not separator:
-            raise ConfigError(f"--cluster {rate!r}: write KEY=VALUE, such as matmul_rate=5.9e14")
-        try:
-            values[key] = int(text) if text.isdecimal() else float(text)
-        except ValueError:
-            raise ConfigError(f"--cluster {rate!r}: {text!r} is not a number") from None
-    return cluster_of(values, "--cluster")
 
 
 def show_sizes(compared: ComparedSizes, file: Path, table: LengthFile, *, plot: Path | None, as_json: bool) -> None:
@@ -128,7 +96,11 @@ def show_sizes(compared: ComparedSizes, file: Path, table: LengthFile, *, plot: 
     for name, reason in table.left_out.items():
         typer.echo(f"left out: {name or 'a column without a name'} ({reason})")
     _print_table(compared)
-    typer.echo(_source_of_times(compared))
+    times = compared.times
+    shape = f"the shape of {compared.model} ({times.num_layers} layers, hidden size {times.hidden_size:,})"
+    assumed = ", which is assumed: give --model for another" if compared.is_assumed else ""
+    rates = "default rates, estimates for H100s" if times.cluster == Cluster() else "the rates of --cluster"
+    typer.echo(f"times are predicted, not measured: {shape}{assumed}; {rates}")
     if plot is not None:
         typer.echo(f"picture: {plot}")
 
@@ -160,26 +132,19 @@ def _packs_by_size(plan: Plan) -> dict[int, int]:
 
 
 def _print_table(compared: ComparedSizes) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     plan, best = compared.per_pack, compared.best_size
     rules = plan.constraints
-    table = Table(title=f"{plan.report.samples:,} sequences on {rules.dp_size} ranks, {rules.max_tokens:,} tokens each")
-    for name in ("size", "predicted s", "/ best", "tokens", "padding", "micro-batches"):
-        table.add_column(name, justify="left" if name == "size" else "right")
     least = compared.seconds(compared.one_size[best]) if best is not None else None
-
-    def add(name: str, row: Plan) -> None:
+    names = {size: f"{size}, best single" if size == best else str(size) for size in compared.one_size}
+    rows = []
+    for name, row in [*((names[size], row) for size, row in compared.one_size.items()), ("per pack", plan)]:
         seconds, report = compared.seconds(row), row.report
         ratio = "" if least is None else f"{seconds / least:.3f}"
         figures = (f"{report.computed_tokens:,}", f"{report.padding_share:.1%}", f"{report.num_micro_batches:,}")
-        table.add_row(name, f"{seconds:.4g}", ratio, *figures)
-
-    for size, row in compared.one_size.items():
-        add(f"{size}, best single" if size == best else str(size), row)
-    add("per pack", plan)
-    Console().print(table)
+        rows.append((name, f"{seconds:.4g}", ratio, *figures))
+    header = ("size", "predicted s", "/ best", "tokens", "padding", "micro-batches")
+    title = f"{plan.report.samples:,} sequences on {rules.dp_size} ranks, {rules.max_tokens:,} tokens each"
+    print_table(header, rows, title, first="left")
     if missing := [str(size) for size in rules.legal_cp_sizes if size not in compared.one_size]:
         typer.echo(f"sizes that do not hold every sequence: {', '.join(missing)}")
     packs = _packs_by_size(plan)
@@ -187,15 +152,3 @@ def _print_table(compared: ComparedSizes) -> None:
     typer.echo("size: context-parallel size of every pack; per pack: each has its own")
     typer.echo("predicted s: seconds of a step without the optimizer; / best: over those of the best single size")
     typer.echo("tokens: computed by all ranks, padding and fillers included; micro-batches: the most of a rank")
-
-
-def _source_of_times(compared: ComparedSizes) -> str:
-    times = compared.times
-    shape = f"{times.num_layers} layers, hidden size {times.hidden_size:,}"
-    model = (
-        f"the shape of {compared.model} ({shape}), which is assumed: give --model for another"
-        if compared.is_assumed
-        else f"the shape of {compared.model} ({shape})"
-    )
-    rates = "default rates, estimates for H100s" if times.cluster == Cluster() else "the rates of --cluster"
-    return f"times are predicted, not measured: {model}; {rates}"

@@ -21,7 +21,7 @@ def report(
 
     The page holds its script and data, and loads nothing. An existing file is replaced only if it is a report.
     """
-    from roll_batching.tools.report.write import write_report
+    from roll_batching.tools.report.page import write_report
 
     path, read = write_report(runs, output)
     for run in read:

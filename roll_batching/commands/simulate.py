@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from roll_batching.commands.plan import MOST_RANKS, MOST_SPLITS
+from roll_batching.commands.options import MOST_RANKS, MOST_SPLITS, Clusters, print_table
 from roll_batching.errors import ConfigError, DataError, LayoutError, PlanError
 from roll_batching.files import atomic_file, cause, check_replaceable
 from roll_batching.jobs.config import load_config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from roll_batching.planning.arrays import Ints
     from roll_batching.planning.pack_times import Cluster
     from roll_batching.tools.simulation import Scenario, SimulatedStep
-    from roll_batching.tools.simulation.sweep import Swept
+    from roll_batching.tools.simulation.scenario import Swept
 
 _MARK = {"written_by": "roll-batching simulate"}
 """First key of the file of --json."""
@@ -78,7 +78,7 @@ def simulate(
         int | None, typer.Option(min=2, max=MOST_RANKS, help="Largest size of a pack with --dynamic-cp.")
     ] = None,
     oversize: Annotated[str | None, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = None,
-    cluster: Annotated[str, typer.Option(help="h100, a100, or a YAML file with rates.")] = "h100",
+    cluster: Clusters = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(help="Sizes to try, such as pp=1,2,4; repeated: all combinations. max_tokens, cp, tp, pp, vpp."),
@@ -89,7 +89,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict the time of one optimizer step: passes, exchange, bubbles. Nothing is run, memory is not counted."""
-    from roll_batching.tools.simulation.clusters import read_cluster
+    from roll_batching.tools.simulation.models import read_cluster
 
     if plot is not None:
         from roll_batching.jobs.observe.plan_picture import check_picture
@@ -112,7 +112,7 @@ def simulate(
         "model": model,
     }
     given = {name: value for name, value in layout.items() if value is not None}
-    rates = read_cluster(cluster)
+    rates = read_cluster(*(cluster or ()))
     if lengths is None:
         raise ConfigError("--lengths is missing: give a file with the sample lengths of one step, such as a CSV")
     notes: list[str] = []
@@ -126,12 +126,12 @@ def simulate(
             raise ConfigError(f"{overrides[0]!r} changes a setting of a job: add --config, or use options")
         if world_size is not None:
             raise ConfigError("--world-size is read with --config only: without it, ranks are dp x tp x cp x pp")
-        sizes = _as_config_error(_read, lengths, column or (), first)
+        sizes = _as_config_error(read_lengths, Path(lengths), column or ())[:first]
         scenario = _as_config_error(_of_options, sizes, given, rates)
     if sweep:
         _show_sweep(scenario, sweep, plot, json_file)
     else:
-        _show_step(scenario, cluster, plot, json_file)
+        _show_step(scenario, ", ".join(cluster or ("h100",)), plot, json_file)
     for note in notes:
         typer.echo(f"note: {note}")
 
@@ -142,10 +142,6 @@ def _as_config_error(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
     except (DataError, PlanError, LayoutError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _read(lengths: str, columns: Sequence[str], first: int | None) -> Ints:
-    return read_lengths(Path(lengths), columns)[:first]
 
 
 def _of_options(lengths: Ints, given: dict[str, Any], cluster: Cluster) -> Scenario:
@@ -191,7 +187,7 @@ def _of_job(
     cluster: Cluster,
 ) -> tuple[Scenario, list[str]]:
     """The step of a job, and notes on it."""
-    from roll_batching.tools.simulation.job import notes_of_job, scenario_of_job
+    from roll_batching.tools.simulation.scenario import notes_of_job, scenario_of_job
 
     job = load_config(config, list(overrides))
     if lengths == "data":
@@ -202,13 +198,9 @@ def _of_job(
         world = world_size or job.world_size or megatron.model_size
         sizes = as_lengths(lengths_of_data(job, job.dp_size(world)))[:first]
     else:
-        sizes = _as_config_error(_read, lengths, columns, first)
-    scenario = _as_config_error(_scenario_of_job, scenario_of_job, job, sizes, world_size, cluster)
+        sizes = _as_config_error(read_lengths, Path(lengths), columns)[:first]
+    scenario = _as_config_error(scenario_of_job, job, sizes, world_size, cluster)
     return scenario, notes_of_job(job, scenario)
-
-
-def _scenario_of_job(make: Any, job: Any, sizes: Ints, world_size: int | None, cluster: Cluster) -> Any:
-    return make(job, sizes, world_size=world_size, cluster=cluster)
 
 
 def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: Path | None) -> None:
@@ -233,7 +225,7 @@ def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: P
             typer.echo(line)
         result["single_cp_sizes"] = {size: figures_of(other) for size, other in single.items()}
     rows, left_out = rank_rows(step)
-    _print_table(RANK_HEADER, rows, "data-parallel ranks; shares of the step")
+    print_table(RANK_HEADER, rows, "data-parallel ranks; shares of the step")
     if left_out:
         typer.echo(f"{left_out:,} ranks between the slowest and the fastest are not shown")
     typer.echo(LEFT_OUT)
@@ -247,14 +239,14 @@ def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: P
 
 def _show_sweep(scenario: Scenario, texts: Sequence[str], plot: Path | None, json_file: Path | None) -> None:
     from roll_batching.tools.simulation.report import LEFT_OUT, SWEEP_FIGURES, figures_of, sweep_rows
-    from roll_batching.tools.simulation.sweep import parse_sweep, run_sweep
+    from roll_batching.tools.simulation.scenario import parse_sweep, run_sweep
 
     if plot is not None:
         raise ConfigError("--plot draws one step: leave --sweep out, and give the sizes to draw")
     values = parse_sweep(texts)
     swept: list[Swept] = run_sweep(scenario, values)
     title = f"{len(scenario.lengths):,} sequences on {scenario.constraints.world_size:,} devices, predicted"
-    _print_table((*values, *SWEEP_FIGURES), sweep_rows(swept), title)
+    print_table((*values, *SWEEP_FIGURES), sweep_rows(swept), title)
     impossible = [one for one in swept if one.step is None]
     for one in impossible:
         typer.echo(f"impossible: {one.name}: {one.reason}")
@@ -267,21 +259,6 @@ def _show_sweep(scenario: Scenario, texts: Sequence[str], plot: Path | None, jso
     _write(json_file, {"sweep": result})
     if len(impossible) == len(swept):
         raise ConfigError("no combination of the sweep is possible; the reasons are above")
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for name in header:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 130  # of a file or pipe rich assumes 80 columns, and would cut figures
-    console.print(table)
 
 
 def _write(file: Path | None, value: dict[str, Any]) -> None:

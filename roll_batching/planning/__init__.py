@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roll_batching.planning.batching_spec import BatchingSpec
-from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.constraints import ParallelDims, PlanConstraints
 from roll_batching.planning.cost_model import (
     DEFAULT_COST,
     CostModel,
@@ -39,14 +39,12 @@ from roll_batching.planning.cost_model import (
     quadratic_cost,
     token_cost,
 )
-from roll_batching.planning.parallel_dims import ParallelDims
 from roll_batching.planning.partition import batch_balance, karmarkar_karp
 from roll_batching.planning.plan import MicroBatch, Plan
 from roll_batching.planning.plan_arrays import DroppedSample
-from roll_batching.planning.planner import plan_step
+from roll_batching.planning.planner import RolePlanner, plan_step
 from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.planning.report import PlanReport
-from roll_batching.planning.role_planner import RolePlanner
 
 if TYPE_CHECKING:
     from roll_batching.planning.packers.bin_packing import pack_bins, packing_metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +10,12 @@ from typing import Any
 import numpy as np
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrays import Ints, as_ints, largest_of, offsets_of, round_up, sums_of
+from roll_batching.planning.arrays import Ints, as_ints, kind_of, largest_of, offsets_of, round_up, sums_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.invariants import check_plan
-from roll_batching.planning.pack_blocks import PackBlocks, blocks_of_bins
-from roll_batching.planning.pipeline.num_micro_batches import check_count, group_size_of
+from roll_batching.planning.pipeline.schedule import check_count, group_size_of
 from roll_batching.planning.placement import Placement
-from roll_batching.planning.plain_values import kind_of
-from roll_batching.planning.plan_arrays import PlanArrays
+from roll_batching.planning.plan_arrays import PackBlocks, PlanArrays, blocks_of_bins
 from roll_batching.planning.problem import PlanProblem
 
 
@@ -59,12 +58,10 @@ def _assemble_samples(
         shared = problem.prefixes.shared(samples, offsets)
         costs = np.zeros(len(problem.lengths), dtype=np.int64)
         costs[samples] = problem.prefixes.own_cost(problem.used[samples], shared)
-    if blocks is not None:
-        slots, tokens = _block_shapes(constraints, problem.used[samples] - shared, offsets, blocks.cp_sizes)
+    if constraints.mode == "packed":
+        sizes = np.full(len(offsets) - 1, constraints.cp_size) if blocks is None else blocks.cp_sizes
+        slots, tokens = _pack_shapes(constraints, problem.used[samples] - shared, offsets, sizes)
         rows = np.ones(len(tokens), dtype=np.int64)
-    elif constraints.mode == "packed":
-        slots = round_up(problem.used[samples] - shared, constraints.sequence_alignment)
-        tokens, rows = _pack_shapes(constraints, slots, offsets)
     else:
         tokens, rows = _rectangle_shapes(problem, samples, offsets, row_length)
         slots = np.repeat(tokens // rows, np.diff(offsets))
@@ -96,29 +93,22 @@ def _assemble_samples(
     return plan
 
 
-def _block_shapes(constraints: PlanConstraints, computed: Ints, offsets: Ints, cp_sizes: Ints) -> tuple[Ints, Ints]:
+def _pack_shapes(constraints: PlanConstraints, computed: Ints, offsets: Ints, cp_sizes: Ints) -> tuple[Ints, Ints]:
     """Slots of samples (int64[placed]) and tokens of packs (int64[packs]), aligned for each pack's size."""
     slots, tokens = np.empty_like(computed), np.empty(len(cp_sizes), dtype=np.int64)
     size_of = np.repeat(cp_sizes, np.diff(offsets))
-    for size in np.unique(cp_sizes).tolist():
-        of_size = size_of == size
-        slots[of_size] = round_up(computed[of_size], constraints.sequence_alignment_of(size))
+    sizes = np.unique(cp_sizes).tolist()
+    for size in sizes:
+        slots[size_of == size] = round_up(computed[size_of == size], constraints.sequence_alignment_of(size))
     sums = sums_of(slots, offsets)
-    for size in np.unique(cp_sizes).tolist():
+    for size in sizes:
         alignment = constraints.pack_alignment_of(size)
         tokens[cp_sizes == size] = round_up(sums[cp_sizes == size], alignment)
         fillers = (cp_sizes == size) & (np.diff(offsets) == 0)
         tokens[fillers] = math.lcm(alignment, constraints.sequence_alignment_of(size))
-    return slots, tokens
-
-
-def _pack_shapes(constraints: PlanConstraints, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
-    """Tokens and rows of each pack, int64[dp*K]."""
-    tokens = round_up(sums_of(slots, offsets), constraints.pack_alignment)
-    tokens[np.diff(offsets) == 0] = constraints.micro_batch_alignment  # fillers
     if constraints.shared_shapes:
         tokens = _largest_of_ranks(tokens, constraints.dp_size)
-    return tokens, np.ones(len(tokens), dtype=np.int64)
+    return slots, tokens
 
 
 def _rectangle_shapes(problem: PlanProblem, samples: Ints, offsets: Ints, row_length: Ints | None) -> tuple[Ints, Ints]:
@@ -151,8 +141,15 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
         raise PlanError(f"bins has {len(bins)} ranks, dp_size={constraints.dp_size}")
     for number, rank in enumerate(bins):
         _require_list(f"bins[{number}]", rank)
+    indices = [
+        [_as_indices(f"bins[{number}][{k}]", members) for k, members in enumerate(rank)]
+        for number, rank in enumerate(bins)
+    ]
     if constraints.has_cp_per_pack:
-        return _assemble_block_bins(problem, bins)
+        packs, first_ranks, cp_sizes = blocks_of_bins(indices)
+        samples, offsets = _checked_members(problem, packs)
+        blocks = PackBlocks(first_ranks, cp_sizes, np.zeros(len(cp_sizes), dtype=np.int64))
+        return _assemble_samples(problem, samples, offsets, max(map(len, indices)), blocks=blocks)
     per_rank = [len(rank) for rank in bins]
     if len(set(per_rank)) != 1:
         raise PlanError(
@@ -161,25 +158,8 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
         )
     count = per_rank[0]
     check_count(count, constraints)
-    flat = [
-        _as_indices(f"bins[{number}][{k}]", members)
-        for number, rank in enumerate(bins)
-        for k, members in enumerate(rank)
-    ]
-    samples, offsets = _checked_members(problem, flat)
+    samples, offsets = _checked_members(problem, list(itertools.chain.from_iterable(indices)))
     return _assemble_samples(problem, samples, offsets, count)
-
-
-def _assemble_block_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]]) -> PlanArrays:
-    """`assemble_bins` with a context-parallel size per pack."""
-    rows = [
-        [_as_indices(f"bins[{number}][{k}]", members) for k, members in enumerate(rank)]
-        for number, rank in enumerate(bins)
-    ]
-    members, first_ranks, cp_sizes = blocks_of_bins(rows)
-    samples, offsets = _checked_members(problem, members)
-    blocks = PackBlocks(first_ranks, cp_sizes, np.zeros(len(cp_sizes), dtype=np.int64))
-    return _assemble_samples(problem, samples, offsets, max(map(len, rows)), blocks=blocks)
 
 
 def _checked_members(problem: PlanProblem, members: Sequence[Ints]) -> tuple[Ints, Ints]:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from roll_batching.checked_fields import CheckedFields, NotNegative
 from roll_batching.errors import PlanError
-from roll_batching.planning.plain_values import kind_of
+from roll_batching.planning.arrays import kind_of
 
 TOTAL_BITS = 53
 """Totals stay below 2^53, which float64 represents exactly."""
@@ -163,31 +163,16 @@ def sequence_costs(lengths: NDArray[np.int64], cost: Any) -> ScaledCosts:
     """
     require_cost(cost)
     if isinstance(cost, LinearQuadraticCost):
-        unscaled = _in_int64(lengths, cost)
-        if unscaled is not None:
-            return unscaled
+        largest = cost.sequence(int(lengths.max(initial=0)))
+        if max(largest * len(lengths), cost.fixed) < 1 << TOTAL_BITS:
+            values = cost.linear * lengths + cost.quadratic * lengths * lengths
+            return ScaledCosts(values=values, fixed=cost.fixed, shift=0)
     distinct, inverse, counts = _distinct(lengths)
-    exact = _exact_costs(distinct, cost)
+    exact = [_checked(cost, length) for length in distinct.tolist()]
     total = sum(value * int(count) for value, count in zip(exact, counts, strict=True))
     shift = max(0, max(total, int(cost.fixed)).bit_length() - TOTAL_BITS)
     scaled = np.array([max(value >> shift, 1) if value else 0 for value in exact], dtype=np.int64)
     return ScaledCosts(values=scaled[inverse], fixed=int(cost.fixed) >> shift, shift=shift)
-
-
-def _in_int64(lengths: NDArray[np.int64], cost: LinearQuadraticCost) -> ScaledCosts | None:
-    """Costs of `lengths` by array arithmetic; None if they need scaling."""
-    largest = cost.sequence(int(lengths.max(initial=0)))
-    if max(largest * len(lengths), cost.fixed) >= 1 << TOTAL_BITS:
-        return None
-    values = cost.linear * lengths + cost.quadratic * lengths * lengths
-    return ScaledCosts(values=values, fixed=cost.fixed, shift=0)
-
-
-def _exact_costs(distinct: NDArray[np.int64], cost: Any) -> list[int]:
-    if isinstance(cost, LinearQuadraticCost):
-        linear, quadratic = cost.linear, cost.quadratic
-        return [(linear + quadratic * length) * length for length in distinct.tolist()]
-    return [_checked(cost, length) for length in distinct.tolist()]
 
 
 def _distinct(

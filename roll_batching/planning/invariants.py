@@ -9,9 +9,8 @@ import numpy as np
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
-from roll_batching.planning.pack_blocks import check_blocks
-from roll_batching.planning.pipeline.num_micro_batches import check_count, is_admissible
-from roll_batching.planning.plan_arrays import PlanArrays
+from roll_batching.planning.pipeline.schedule import check_count, is_admissible
+from roll_batching.planning.plan_arrays import PlanArrays, check_blocks
 
 
 def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, home: Ints | None = None) -> None:

@@ -50,7 +50,13 @@ def choose_columns(table: Mapping[str, Column], wanted: Sequence[str] = ()) -> C
         return Choice(tuple(dict.fromkeys(wanted)), {})
     left_out = {name: "not integers" for name, values in table.items() if values is None or isinstance(values, str)}
     integers = {name: values for name, values in table.items() if isinstance(values, np.ndarray)}
-    named = [name for name in table if _is_length(name) and table[name] is not None]
+    named = [
+        name
+        for name, values in table.items()
+        if values is not None
+        and not (_ID_WORDS | _OTHER_WORDS) & set(_words(name))
+        and any(word.endswith(_LENGTH_ENDINGS) for word in _words(name))
+    ]
     _check_columns(table, named or [name for name in table if not _named_like_an_id(name)])
     if not integers:
         raise DataError(f"there is no column of integers; there are {known}")
@@ -84,11 +90,6 @@ def _words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
-def _is_length(name: str) -> bool:
-    words = _words(name)
-    return not (_ID_WORDS | _OTHER_WORDS) & set(words) and any(word.endswith(_LENGTH_ENDINGS) for word in words)
-
-
 def _are_parts(names: Sequence[str]) -> bool:
     """Whether all columns are parts of a sequence; in a sum with a total, a part would count twice.
 
@@ -100,15 +101,12 @@ def _are_parts(names: Sequence[str]) -> bool:
 
 def _without_repeats(columns: Mapping[str, Ints]) -> tuple[list[str], dict[str, str]]:
     """The column that is the sum of the others (prompt, response, total), or all columns."""
-    total = np.sum(list(columns.values()), axis=0, dtype=object if _may_overflow(columns) else None)
+    may_overflow = any(max(abs(int(v.max())), abs(int(v.min()))) >= 2**56 for v in columns.values())
+    total = np.sum(list(columns.values()), axis=0, dtype=object if may_overflow else None)
     for name, values in columns.items():
         if len(columns) > 1 and np.array_equal(total - values, values):
             return [name], {other: f"part of {name}" for other in columns if other != name}
     return list(columns), {}
-
-
-def _may_overflow(columns: Mapping[str, Ints]) -> bool:
-    return any(int(values.max()) >= 2**56 or int(values.min()) <= -(2**56) for values in columns.values())
 
 
 def _without_ids(columns: Mapping[str, Ints]) -> tuple[list[str], dict[str, str]]:

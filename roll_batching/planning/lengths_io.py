@@ -151,7 +151,8 @@ def _read_csv(file: Path) -> Table:
             for place, value in enumerate(row):
                 integer = _integer(value)
                 if integer is None and place not in faults:
-                    fault = f"{file}:{number}: {_short(value)} is not an {_kind(value)} (column {names[place]!r})"
+                    kind = "integer within 64 bits" if value.strip().removeprefix("-").isdecimal() else "integer"
+                    fault = f"{file}:{number}: {_short(value)} is not an {kind} (column {names[place]!r})"
                     faults[place] = fault if len(columns[place]) else _fault_of_first(value, fault)
                 columns[place].append(0 if integer is None else integer)
     except csv.Error as error:
@@ -316,10 +317,6 @@ def _read_parquet(file: Path) -> Table:
 def _fault_of_first(value: Any, fault: str) -> str | None:
     """None for text or a list, which begin a column of other values; `fault` for a faulty number."""
     return None if isinstance(value, str | list | dict) and not _is_number(value) else fault
-
-
-def _kind(text: str) -> str:
-    return "integer within 64 bits" if text.strip().removeprefix("-").isdecimal() else "integer"
 
 
 def _short(text: str) -> str:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from roll_batching.checked_fields import CheckedFields, Count, NotNegative
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrays import Ints
+from roll_batching.planning.arrays import Ints, kind_of
+from roll_batching.planning.constraints import ParallelDims
 from roll_batching.planning.cost_model import LinearQuadraticCost
-from roll_batching.planning.pack_blocks import NANOSECONDS
-from roll_batching.planning.plain_values import kind_of
+from roll_batching.planning.plan_arrays import NANOSECONDS
 
 Floats = NDArray[np.float64]
 
@@ -111,6 +111,15 @@ class PackTimes(CheckedFields, error=PlanError):
             overlapped_exchange=overlapped_exchange,
             cluster=Cluster() if cluster is None else cluster,
         )
+
+    def require_layout(self, dims: ParallelDims) -> None:
+        """Raise `PlanError` unless these are times of the layout `dims`."""
+        for name in ("tp_size", "pp_size"):
+            if getattr(self, name) != getattr(dims, name):
+                raise PlanError(
+                    f"times are predicted for {name}={getattr(self, name)}, and the plan is for {getattr(dims, name)}: "
+                    "make both from one layout"
+                )
 
     @property
     def stage_layers(self) -> float:

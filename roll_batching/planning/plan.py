@@ -17,14 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrays import Ints, as_ints
+from roll_batching.planning.arrays import Ints, as_ints, kind_of
 from roll_batching.planning.assemble import assemble_bins
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.invariants import check_plan
-from roll_batching.planning.pack_blocks import PackBlocks
-from roll_batching.planning.plain_values import kind_of
-from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PlanArrays
+from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PackBlocks, PlanArrays
 from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.planning.problem import build_problem
 from roll_batching.planning.report import PlanReport, make_report

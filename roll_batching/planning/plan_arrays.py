@@ -1,14 +1,17 @@
-"""Flat arrays of a plan, with one entry per sample, placed sample or micro-batch."""
+"""Flat arrays of a plan, with one entry per sample, placed sample or micro-batch; and the blocks of its packs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from roll_batching.planning.arrays import Flags, Ints
+from roll_batching.errors import PlanError
+from roll_batching.planning.arrays import Flags, Ints, as_ints
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.pack_blocks import PackBlocks
 
 
 @dataclass(frozen=True)
@@ -108,3 +111,135 @@ class PlanArrays:
 
 ARRAYS = ("lengths", "ids", "used", "samples", "shared", "slots", "offsets", "tokens", "rows", "costs", "sample_costs")
 """Names of the arrays, without `location`, which may be None."""
+
+
+# ---- blocks of ranks
+#
+# A block is `cp_size` consecutive DP ranks, from a multiple of `cp_size` on. Blocks are nested: two of them are
+# disjoint, or one contains the other. All ranks of a block compute a pack at the same index of their lists. So every
+# list follows one global order (by index, then by first rank): ranks never wait for each other in a circle, also in
+# pipelines.
+
+
+NANOSECONDS = 1e9
+
+
+@dataclass(frozen=True, eq=False)
+class PackBlocks:
+    """Ranks of each pack, int64[packs], in the order of (index, first rank), and predicted times of the step."""
+
+    first_ranks: Ints
+    cp_sizes: Ints
+    times: Ints
+    """Predicted nanoseconds of each pack on one pipeline stage, forward and backward; 0: not predicted."""
+    step_time: int = 0
+    """Predicted nanoseconds of the step, without the optimizer; 0: not predicted."""
+    fixed_cp_size: int = 1
+    """The single context-parallel size with the shortest predicted step."""
+    fixed_step_time: int = 0
+    """Predicted nanoseconds of the step with `fixed_cp_size`; 0: not predicted."""
+
+    def __post_init__(self) -> None:
+        for name in BLOCK_ARRAYS:
+            getattr(self, name).setflags(write=False)
+
+    def __len__(self) -> int:
+        return len(self.first_ranks)
+
+    @cached_property
+    def lists(self) -> list[list[int]]:
+        """Packs of each rank, in the order of execution; ranks after the last pack's are not listed."""
+        lists: list[list[int]] = [[] for _ in range(int((self.first_ranks + self.cp_sizes).max(initial=0)))]
+        for pack, (first, size) in enumerate(zip(self.first_ranks.tolist(), self.cp_sizes.tolist(), strict=True)):
+            for rank in range(first, first + size):
+                lists[rank].append(pack)
+        return lists
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Context-parallel sizes above 1 that occur, ascending."""
+        return [int(size) for size in np.unique(self.cp_sizes) if size > 1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by field name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {name: values[name].tolist() for name in BLOCK_ARRAYS}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> PackBlocks:
+        """Blocks from `to_dict`; raises `PlanError` for other values."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, dict) or sorted(values) != sorted(names):
+            raise PlanError(f"the blocks of this plan must have {', '.join(names)}")
+        restored: dict[str, Any] = {
+            name: as_ints(values[name], f"blocks.{name}", np.size(values[name]))
+            if name in BLOCK_ARRAYS
+            else int(as_ints([values[name]], f"blocks.{name}", 1)[0])
+            for name in names
+        }
+        return cls(**restored)
+
+
+BLOCK_ARRAYS = ("first_ranks", "cp_sizes", "times")
+"""Names of the arrays."""
+
+
+def sort_blocks(first_ranks: Ints, cp_sizes: Ints) -> Ints:
+    """Order of packs by (index, first rank), int64[packs], from packs in any order that their ranks follow."""
+    ends = np.zeros(int((first_ranks + cp_sizes).max(initial=0)), dtype=np.int64)
+    index = np.zeros(len(first_ranks), dtype=np.int64)
+    for pack, (first, size) in enumerate(zip(first_ranks.tolist(), cp_sizes.tolist(), strict=True)):
+        index[pack] = ends[first : first + size].max()
+        ends[first : first + size] = index[pack] + 1
+    order: Ints = np.lexsort((first_ranks, index)).astype(np.int64)
+    return order
+
+
+def check_blocks(blocks: PackBlocks, ranks: int, largest: int) -> None:
+    """Raise `PlanError` unless all ranks have a pack, and blocks are aligned and at one index of all their ranks."""
+    sizes, firsts = blocks.cp_sizes, blocks.first_ranks
+    if not (len(firsts) == len(sizes) == len(blocks.times)):
+        raise PlanError("the arrays of the plan's blocks have different lengths")
+    legal = (sizes >= 1) & (sizes <= largest) & (sizes & (sizes - 1) == 0)
+    wrong = np.flatnonzero(~legal | (firsts < 0) | (firsts % np.maximum(sizes, 1) != 0) | (firsts + sizes > ranks))
+    if len(wrong):
+        pack = int(wrong[0])
+        raise PlanError(
+            f"a pack is on {sizes[pack]} ranks from rank {firsts[pack]} on: context-parallel sizes are powers of two "
+            f"up to max_cp_size={largest}, and a block begins at a multiple of its size below dp_size={ranks}"
+        )
+    lists = blocks.lists
+    idle = [rank for rank in range(ranks) if rank >= len(lists) or not lists[rank]]
+    if idle:
+        raise PlanError(f"ranks {idle[:8]} have no micro-batch: give them fillers")
+    position = [{pack: index for index, pack in enumerate(packs)} for packs in lists]
+    for pack, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
+        places = {position[rank][pack] for rank in range(first, first + size)}
+        if len(places) > 1:
+            raise PlanError(
+                f"the pack of ranks {first} to {first + size - 1} is micro-batch {min(places)} of one of them and "
+                f"{max(places)} of another: all ranks of a pack compute it at the same index"
+            )
+
+
+def blocks_of_bins(bins: Sequence[Sequence[Ints]]) -> tuple[list[Ints], Ints, Ints]:
+    """(members, first rank, size) of each pack of `bins[dp_rank][k]`, by index, then by first rank.
+
+    Consecutive ranks with the same samples at an index compute one pack together.
+    """
+    members: list[Ints] = []
+    firsts: list[int] = []
+    sizes: list[int] = []
+    for k in range(max(map(len, bins))):
+        previous: Ints | None = None
+        for rank, row in enumerate(bins):
+            if k >= len(row):
+                previous = None
+            elif previous is not None and len(row[k]) and np.array_equal(row[k], previous):
+                sizes[-1] += 1
+            else:
+                previous = row[k]
+                members.append(previous)
+                firsts.append(rank)
+                sizes.append(1)
+    return members, np.array(firsts, dtype=np.int64), np.array(sizes, dtype=np.int64)

@@ -11,26 +11,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
+from roll_batching.planning.arrays import Ints, kind_of
 from roll_batching.planning.assemble import assemble, assemble_blocks
 from roll_batching.planning.batching_spec import load_algorithm
 from roll_batching.planning.compiled import compiled_once
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.cost_model import DEFAULT_COST
-from roll_batching.planning.forming import PositionPool, pools_of_units
-from roll_batching.planning.pipeline.num_micro_batches import legal_count
+from roll_batching.planning.cost_model import DEFAULT_COST, CostModel
+from roll_batching.planning.partition import batch_balance
+from roll_batching.planning.pipeline.schedule import legal_count
 from roll_batching.planning.placement import (
     Placement,
+    PositionPool,
     align_costs,
     order_in_pipeline,
+    pools_of_units,
     raise_count,
     spread_fillers,
 )
-from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan import Plan
 from roll_batching.planning.plan_arrays import PlanArrays
 from roll_batching.planning.prefixes import SharedPrefixes, part_sizes
@@ -40,6 +43,7 @@ from roll_batching.planning.report import step_time
 
 if TYPE_CHECKING:
     from roll_batching.planning.pack_times import PackTimes
+
 
 B = TypeVar("B", bound=Sized)
 
@@ -83,19 +87,15 @@ def plan_step(
         return build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=largest_part, **given)
 
     if isinstance(constraints, PlanConstraints) and constraints.has_cp_per_pack:
-        return Plan.of(_plan_blocks(problem(), times))
+        from roll_batching.planning.dynamic_cp.planner import place_blocks  # only such plans need the search
+
+        checked = problem()
+        pack_times = _times_of(checked, times)
+        with compiled_once(_kind(checked)):
+            packs = place_blocks(checked, pack_times)
+        return Plan.of(assemble_blocks(checked, *packs))
     has_trees = prefixes is not None and group_ids is None
     return Plan.of(_plan_trees(problem) if has_trees else _plan(problem()))
-
-
-def _plan_blocks(problem: PlanProblem, times: PackTimes | None) -> PlanArrays:
-    """Checked arrays of a plan with a context-parallel size per pack."""
-    from roll_batching.planning.dynamic_cp.planner import place_blocks  # only such plans need the search
-
-    checked = _times_of(problem, times)
-    with compiled_once(_kind(problem)):
-        units, offsets, blocks = place_blocks(problem, checked)
-    return assemble_blocks(problem, units, offsets, blocks)
 
 
 def plan_single_sizes(
@@ -124,12 +124,7 @@ def _times_of(problem: PlanProblem, times: PackTimes | None) -> PackTimes:
             f"max_cp_size={problem.constraints.max_cp_size} chooses sizes by predicted times of packs, and times is "
             f"{kind_of(times)}: pass PackTimes.of_model(FlopsCost.from_model(...), ...)"
         )
-    for name in ("tp_size", "pp_size"):
-        if getattr(times, name) != getattr(problem.constraints, name):
-            raise PlanError(
-                f"times are predicted for {name}={getattr(times, name)}, and the plan is for "
-                f"{getattr(problem.constraints, name)}: make both from one layout"
-            )
+    times.require_layout(problem.constraints)
     return times
 
 
@@ -232,3 +227,81 @@ def _form_bins(pools: Sequence[_Pool[B]], constraints: PlanConstraints) -> tuple
         for pool, bins in zip(pools, formed, strict=True)
     ]
     return raised, count
+
+
+# ---- steps of one role
+
+
+SMALLEST_SAVING = 0.05
+"""Share of the tokens below which "auto" shares nothing: more runs of keys and uneven parts cost about as much."""
+
+
+class Table(Protocol):
+    """Ids, lengths and locations of samples, such as `samples.LengthTable`."""
+
+    @property
+    def ids(self) -> Ints:
+        """int64 `[n]`: global ids."""
+        ...
+
+    @property
+    def lengths(self) -> Ints:
+        """int64 `[n]`: tokens per sample."""
+        ...
+
+    @property
+    def location(self) -> Ints:
+        """int64 `[n]`: DP rank that holds each sample."""
+        ...
+
+    @property
+    def prefixes(self) -> SharedPrefixes | None:
+        """What the samples share; None: nothing is shared."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlanner:
+    """Planner with the settings of a role and the cost model of its model; can be pickled."""
+
+    train: PlanConstraints
+    """Constraints of passes with gradients."""
+    infer: PlanConstraints
+    """Constraints of passes without gradients."""
+    cost: CostModel
+    share_prefixes: bool | Literal["auto"] = False
+    """Whether packs share the prefixes that the table names; "auto": where that saves at least 5% of the tokens."""
+    times: PackTimes | None = None
+    """Predicted times of packs, for constraints with a context-parallel size per pack."""
+
+    def plan(self, table: Table, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
+        """Plan the samples of `table`; `forward`: for a pass without gradients. See `plan_step`.
+
+        Raises `PlanError` if `table` is not a length table.
+        """
+        constraints, lengths, prefixes = self.infer if forward else self.train, _checked(table).lengths, None
+        if self.share_prefixes and constraints.mode == "packed" and (shared := table.prefixes) is not None:
+            pays = int(shared.shared.sum()) >= SMALLEST_SAVING * int(lengths.sum())
+            prefixes = shared if pays or self.share_prefixes is True else None
+        return plan_step(
+            lengths,
+            constraints,
+            cost=self.cost,
+            ids=table.ids,
+            group_ids=group_ids,
+            home_rank=home_rank,
+            location=table.location,
+            prefixes=prefixes,
+            times=self.times,
+        )
+
+    def balanced_homes(self, table: Table) -> Ints:
+        """`home_rank` for `plan`, as in ROLL: see `batch_balance`."""
+        return batch_balance(_checked(table).lengths, self.train.dp_size, cost=self.cost)
+
+
+def _checked(table: Table) -> Table:
+    """`table`; raises `PlanError` if it is not a length table."""
+    if not all(hasattr(table, name) for name in ("ids", "lengths", "location", "prefixes")):
+        raise PlanError(f"table is a {type(table).__name__}: pass a LengthTable, as gather_lengths(batch) returns it")
+    return table

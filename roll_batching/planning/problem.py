@@ -10,10 +10,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrays import Flags, Ints, as_ints, as_lengths, largest_of, offsets_of, round_up, sums_of
+from roll_batching.planning.arrays import (
+    Flags,
+    Ints,
+    as_ints,
+    as_lengths,
+    kind_of,
+    largest_of,
+    offsets_of,
+    round_up,
+    sums_of,
+)
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import chunk_shares, sequence_costs
-from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import DroppedSample
 from roll_batching.planning.prefixes import Chain, PricedPrefixes, SharedPrefixes, cut_chain
 
@@ -108,25 +117,24 @@ def build_problem(
     holder = _ranks(location, "location", len(sizes), constraints.dp_size)
     _check_prefixes(prefixes, len(sizes), constraints)
     groups = _group(len(sizes), identifiers, group_ids, home)
-    fit = _fit_under_cap(sizes, identifiers, groups, constraints)
-    groups, alone, dropped = _without_dropped(groups, fit, sizes, identifiers)
-    scaled = sequence_costs(fit.used, cost)
-    priced = None if prefixes is None else PricedPrefixes.of(prefixes, fit.used, cost)
+    groups, used, alone, dropped = _fit_under_cap(sizes, identifiers, groups, constraints)
+    scaled = sequence_costs(used, cost)
+    priced = None if prefixes is None else PricedPrefixes.of(prefixes, used, cost)
     if priced is not None and group_ids is None:
         groups, alone = _join_trees(groups, alone, priced, constraints, largest_part)
-    units, costs = _make_units(groups, alone, fit.used, scaled.values, priced, constraints)
+    units, costs = _make_units(groups, alone, used, scaled.values, priced, constraints)
     return PlanProblem(
         constraints=constraints,
         lengths=sizes,
         ids=identifiers,
         location=holder,
-        used=fit.used,
+        used=used,
         costs=costs,
         fixed_cost=int(cost.fixed) >> (scaled if priced is None else priced).shift,
         units=units,
         dropped=dropped,
         prefixes=priced,
-        chunk_shares=chunk_shares(cost, fit.used, constraints.pp_size, constraints.vpp_size),
+        chunk_shares=chunk_shares(cost, used, constraints.pp_size, constraints.vpp_size),
     )
 
 
@@ -237,18 +245,6 @@ class _Groups:
     """Home rank of each group, or -1."""
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """Groups after the oversize policy."""
-
-    used: Ints
-    """int64[n]: tokens used of each sample."""
-    alone: Flags
-    """bool[groups]: groups that share their micro-batch with no other."""
-    dropped: dict[int, str]
-    """Groups that are left out, with the reason."""
-
-
 def _group(count: int, ids: Ints, group_ids: ArrayLike | None, home: Ints | None) -> _Groups:
     if group_ids is None:
         single = np.arange(count + 1, dtype=np.int64)
@@ -274,7 +270,10 @@ def _group(count: int, ids: Ints, group_ids: ArrayLike | None, home: Ints | None
     return _Groups(members, offsets, unit_home)
 
 
-def _fit_under_cap(lengths: Ints, ids: Ints, groups: _Groups, constraints: PlanConstraints) -> _Fit:
+def _fit_under_cap(
+    lengths: Ints, ids: Ints, groups: _Groups, constraints: PlanConstraints
+) -> tuple[_Groups, Ints, Flags, tuple[DroppedSample, ...]]:
+    """(Groups, tokens used of each sample, groups that share their micro-batch with no other, dropped samples)."""
     cap = constraints.usable_tokens if constraints.max_tokens is not None else None
     used = lengths
     alone = np.zeros(len(groups.home), dtype=bool)
@@ -296,7 +295,24 @@ def _fit_under_cap(lengths: Ints, ids: Ints, groups: _Groups, constraints: PlanC
         else:
             last = '"truncate" or "drop"' if constraints.has_cp_per_pack else '"truncate", "drop" or "alone"'
             raise PlanError(f"{excess}; raise the cap, shorten it, or set oversize={last}")
-    return _Fit(used, alone, dropped)
+    if not dropped:
+        return groups, used, alone, ()
+    members, offsets = groups.members, groups.offsets
+    records = tuple(
+        DroppedSample(int(i), int(ids[i]), int(lengths[i]), reason)
+        for unit, reason in dropped.items()
+        for i in members[offsets[unit] : offsets[unit + 1]]
+    )
+    keep = np.ones(len(groups.home), dtype=bool)
+    keep[list(dropped)] = False
+    if not keep.any():
+        raise PlanError(
+            f'oversize="drop" leaves no sample: all {len(lengths)} exceed the cap '
+            f"(first: {records[0].reason}); raise max_tokens"
+        )
+    sizes = np.diff(offsets)
+    remaining = _Groups(members[np.repeat(keep, sizes)], offsets_of(sizes[keep]), groups.home[keep])
+    return remaining, used, alone[keep], records
 
 
 def _too_long(lengths: Ints, groups: _Groups, constraints: PlanConstraints, cap: int | None) -> Flags:
@@ -326,30 +342,6 @@ def _too_long(lengths: Ints, groups: _Groups, constraints: PlanConstraints, cap:
     if constraints.rows is not None:
         too_long |= sizes > constraints.rows
     return too_long
-
-
-def _without_dropped(
-    groups: _Groups, fit: _Fit, lengths: Ints, ids: Ints
-) -> tuple[_Groups, Flags, tuple[DroppedSample, ...]]:
-    """Remaining groups, which of them are alone, and the dropped samples."""
-    if not fit.dropped:
-        return groups, fit.alone, ()
-    members, offsets = groups.members, groups.offsets
-    dropped = tuple(
-        DroppedSample(int(i), int(ids[i]), int(lengths[i]), reason)
-        for unit, reason in fit.dropped.items()
-        for i in members[offsets[unit] : offsets[unit + 1]]
-    )
-    keep = np.ones(len(groups.home), dtype=bool)
-    keep[list(fit.dropped)] = False
-    if not keep.any():
-        raise PlanError(
-            f'oversize="drop" leaves no sample: all {len(lengths)} exceed the cap '
-            f"(first: {dropped[0].reason}); raise max_tokens"
-        )
-    sizes = np.diff(offsets)
-    remaining = _Groups(members[np.repeat(keep, sizes)], offsets_of(sizes[keep]), groups.home[keep])
-    return remaining, fit.alone[keep], dropped
 
 
 def _describe_excess(inside: Ints, lengths: Ints, ids: Ints, constraints: PlanConstraints) -> str:

@@ -29,11 +29,6 @@ class Algorithm(Entry):
         return self.forms == "order"
 
 
-def _packers(*named: tuple[str, str]) -> list[Algorithm]:
-    where = f"{_HERE}.packers.bin_packing"
-    return [Algorithm(name=name, target=f"{where}:{name}", summary=summary) for name, summary in named]
-
-
 ALGORITHMS: dict[str, Registry[Algorithm]] = {
     "packed": Registry(
         "packing algorithm",
@@ -49,35 +44,38 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
             summary="samples in the given order, next-fit under the cap",
             keeps_order=True,
         ),
-        *_packers(
-            ("concatenative", "NeMo-RL's next-fit in the given order"),
-            ("first_fit_decreasing", "NeMo-RL's first-fit by falling length"),
-            ("first_fit_shuffle", "NeMo-RL's first-fit in an order drawn from the seed"),
-            ("modified_first_fit_decreasing", "NeMo-RL's modified first-fit-decreasing (Johnson and Garey 1985)"),
+        *(
+            Algorithm(name=name, target=f"{_HERE}.packers.bin_packing:{name}", summary=summary)
+            for name, summary in (
+                ("concatenative", "NeMo-RL's next-fit in the given order"),
+                ("first_fit_decreasing", "NeMo-RL's first-fit by falling length"),
+                ("first_fit_shuffle", "NeMo-RL's first-fit in an order drawn from the seed"),
+                ("modified_first_fit_decreasing", "NeMo-RL's modified first-fit-decreasing (Johnson and Garey 1985)"),
+            )
         ),
     ),
     "dynamic": Registry(
         "algorithm of dynamic batching",
         Algorithm(
             name="roll",
-            target=f"{_HERE}.packers.sorted_buckets:rising",
+            target=f"{_HERE}.packers.rectangles:rising",
             summary="ROLL's: rows by rising length, cut at the same positions on all ranks",
             forms="order",
         ),
         Algorithm(
             name="nemo_rl",
-            target=f"{_HERE}.packers.sorted_buckets:falling",
+            target=f"{_HERE}.packers.rectangles:falling",
             summary="NeMo-RL's: rows by falling length, cut at the same positions on all ranks",
             forms="order",
         ),
         Algorithm(
             name="prefer_closest",
-            target=f"{_HERE}.packers.prefer:closest",
+            target=f"{_HERE}.packers.rectangles:closest",
             summary="cosmos-rl's: the oldest sample opens a rectangle, and samples that keep it smallest join",
         ),
         Algorithm(
             name="prefer_first",
-            target=f"{_HERE}.packers.prefer:first",
+            target=f"{_HERE}.packers.rectangles:first",
             summary="cosmos-rl's: as prefer_closest, but among equals the oldest sample joins",
         ),
     ),
@@ -85,7 +83,7 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
         "algorithm of padded batching",
         Algorithm(
             name="none",
-            target=f"{_HERE}.packers.sorted_buckets:as_given",
+            target=f"{_HERE}.packers.rectangles:as_given",
             summary="rows in the given order, in blocks from rank to rank",
             forms="order",
             keeps_order=True,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roll_batching.planning.arrays import Ints
-from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.pack_blocks import NANOSECONDS
-from roll_batching.planning.pipeline.ordering import slowest_makespan
-from roll_batching.planning.plan_arrays import PlanArrays
+from roll_batching.planning.partition import lockstep_bound, rank_total_bound
+from roll_batching.planning.pipeline.ordering import step_cost
+from roll_batching.planning.plan_arrays import NANOSECONDS, PlanArrays
 
 
 @dataclass(frozen=True)
@@ -114,32 +112,8 @@ def make_report(plan: PlanArrays) -> PlanReport:
 
 def step_time(plan: PlanArrays, fixed_cost: int) -> int:
     """Cost of the slowest block of ranks, in a pipeline its makespan; `fixed_cost` per micro-batch."""
-    constraints = plan.constraints
-    costs = plan.costs.reshape(-1, constraints.lockstep_ranks, plan.num_micro_batches) + fixed_cost
-    maxima = costs.max(axis=1)
-    if constraints.pp_size == 1:
-        return int(maxima.sum(axis=1).max())
-    return _makespan(plan, maxima)
-
-
-def _makespan(plan: PlanArrays, maxima: Ints) -> int:
-    """Makespan of the slowest block of ranks; `maxima` (int64[blocks, K]) has the largest cost at each index."""
-    constraints = plan.constraints
-    return slowest_makespan(
-        maxima,
-        stages=constraints.pp_size,
-        chunks=constraints.vpp_size,
-        group_size=plan.group_size,
-        shares=plan.chunk_shares,
-    )
-
-
-def _largest_stage_share(plan: PlanArrays) -> float:
-    """Cost of the costliest pipeline stage over the mean of all."""
-    shares, constraints = plan.chunk_shares, plan.constraints
-    if shares is None:
-        return 1.0
-    return max(sum(shares[stage :: constraints.pp_size]) for stage in range(constraints.pp_size)) / constraints.vpp_size
+    costs = plan.costs.reshape(plan.constraints.dp_size, -1) + fixed_cost
+    return step_cost(costs, plan.constraints, plan.chunk_shares, group_size=plan.group_size)
 
 
 def _meeting(constraints: PlanConstraints) -> str:
@@ -159,7 +133,9 @@ def _objective(plan: PlanArrays) -> tuple[str, int, int]:
     bound = rank_total_bound(units, slots, ranks, count * constraints.usable_tokens if limited else None)
     if width == ranks:
         bound = max(bound, lockstep_bound(units, slots, ranks, cap))
-    maxima = plan.costs.reshape(ranks // width, width, count).max(axis=1)
+    value = step_time(plan, 0)
     if constraints.pp_size > 1:
-        return _meeting(constraints), _makespan(plan, maxima) // 3, int(bound * _largest_stage_share(plan))
-    return _meeting(constraints), int(maxima.sum(axis=1).max()), bound
+        shares = plan.chunk_shares or (1.0,) * (constraints.pp_size * constraints.vpp_size)
+        costliest = max(sum(shares[stage :: constraints.pp_size]) for stage in range(constraints.pp_size))
+        value, bound = value // 3, int(bound * (costliest / constraints.vpp_size))
+    return _meeting(constraints), value, bound

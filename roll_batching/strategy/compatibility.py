@@ -22,7 +22,7 @@ from roll_batching.modeling.experts import expert_problems
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.requirements import ModelDemands, recomputed_modules
 from roll_batching.packing.attention_backend import AttentionBackend
-from roll_batching.planning.plain_values import kind_of
+from roll_batching.planning.arrays import kind_of
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.optimizer_step import has_loss_scale, optimizer_parts

@@ -21,8 +21,8 @@ from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head as defer
 from roll_batching.modeling.head import gpt_of
 from roll_batching.planning import CostModel
+from roll_batching.planning.arrays import integer_of, kind_of
 from roll_batching.planning.cost_model import require_cost
-from roll_batching.planning.plain_values import integer_of, kind_of
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy.compatibility import attention_backends, check_compatibility
 from roll_batching.strategy.model_state import ModelState, StepSettings, TrainingState

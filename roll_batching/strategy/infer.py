@@ -19,7 +19,7 @@ from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.cost import model_cost
 from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
-from roll_batching.planning.plain_values import integer_of
+from roll_batching.planning.arrays import integer_of
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.samples.fields import ROUTED_EXPERTS
 from roll_batching.settings import BatchingConfig, RoleSettings

@@ -13,8 +13,8 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import BatchingSpec, CostModel, PlanConstraints
+from roll_batching.planning.arrays import kind_of
 from roll_batching.planning.pack_times import Cluster
-from roll_batching.planning.plain_values import kind_of
 from roll_batching.settings import ArchitectureConfig, BatchingConfig, RoleSettings
 
 SchedulerUnit = Literal["steps", "samples"]

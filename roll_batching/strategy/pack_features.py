@@ -12,7 +12,7 @@ from roll_batching.modeling.cost import model_pack_times
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.planning.pack_times import PackTimes
-from roll_batching.planning.role_planner import SMALLEST_SAVING
+from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
 from roll_batching.strategy.compatibility import random_settings
 from roll_batching.strategy.model_state import ModelState

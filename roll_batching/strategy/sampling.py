@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 
 from roll_batching.checked_fields import LARGEST, CheckedFields, Count, Positive, PositiveShare, Seed
 from roll_batching.errors import DataError
-from roll_batching.planning.plain_values import integer_of
+from roll_batching.planning.arrays import integer_of
 
 
 @dataclass(frozen=True, kw_only=True)

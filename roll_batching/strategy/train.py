@@ -25,7 +25,7 @@ from roll_batching.modeling.cost import device_rate, plan_flops
 from roll_batching.modeling.experts import expert_biases_kept
 from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan
-from roll_batching.planning.plain_values import kind_of
+from roll_batching.planning.arrays import kind_of
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.samples.length_table import require_batch
 from roll_batching.settings import BatchingConfig, RoleSettings, TrainingArgs

@@ -225,7 +225,7 @@ def test_a_broken_image_ends_the_job_before_it_starts(folder, tmp_path, report):
 
 
 def test_a_rehearsal_reads_the_sizes_of_images_and_samples(folder):
-    from roll_batching.tools.rehearsal.images import image_sizes
+    from roll_batching.tools.rehearsal.fake_data import image_sizes
     from roll_batching.tools.rehearsal.lengths import lengths_of_data
 
     limited = {"actor_train__data_args__image_max_pixels": 1280}

@@ -10,7 +10,7 @@ import pytest
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import LinearQuadraticCost, Plan, PlanConstraints, plan_step
-from roll_batching.planning.role_planner import RolePlanner
+from roll_batching.planning.planner import RolePlanner
 
 pytestmark = pytest.mark.planning
 

@@ -18,9 +18,14 @@ from roll_batching.planning import (
 )
 from roll_batching.planning.assemble import assemble
 from roll_batching.planning.load_balance.planner import _warn_of_assumed_fixed_cost, balance
-from roll_batching.planning.pipeline.num_micro_batches import is_admissible, legal_count, smallest_group
 from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan, small_at_ends
-from roll_batching.planning.pipeline.schedule import schedule_table, stage_operations
+from roll_batching.planning.pipeline.schedule import (
+    is_admissible,
+    legal_count,
+    schedule_table,
+    smallest_group,
+    stage_operations,
+)
 from roll_batching.planning.problem import build_problem
 from tests.planning.pipeline_simulation import simulate_pipeline, simulate_plan
 

@@ -13,7 +13,7 @@ import pytest
 from roll_batching.errors import PlanError
 from roll_batching.planning import FlopsCost, LinearQuadraticCost, Plan, PlanConstraints, plan_step
 from roll_batching.planning.cost_model import ChunkCosts
-from roll_batching.planning.dynamic_cp.pipelines import joint_makespan
+from roll_batching.planning.dynamic_cp.joint import joint_makespan
 from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan
 from tests.planning.pipeline_simulation import simulate_pipeline
 

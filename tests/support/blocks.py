@@ -15,7 +15,7 @@ def random_block_plan(
     `location`, `prefixes` to `Plan.from_bins`.
     """
     from roll_batching.planning import Plan, PlanConstraints
-    from roll_batching.planning.pipeline.num_micro_batches import legal_count
+    from roll_batching.planning.pipeline.schedule import legal_count
 
     given = {name: options.pop(name) for name in ("ids", "location", "prefixes") if name in options}
     largest = largest or ranks

@@ -28,7 +28,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.rollouts.contract import Generation, LoadedRolloutFunction, RolloutPrompt
 from roll_batching.jobs.rollouts.sample_checks import CheckedSample, SampleFault, check_sample
 from roll_batching.jobs.texts.tokenizers import Tokenizer
-from roll_batching.planning.plain_values import integer_of
+from roll_batching.planning.arrays import integer_of
 from roll_batching.registry import describe_error, printable
 from roll_batching.strategy.sampling import GenerationSettings
 

@@ -17,7 +17,7 @@ from roll_batching.jobs.streams import LoadBalancedDataset, StepBatches
 from roll_batching.jobs.texts.texts import TextDataset
 from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints
-from roll_batching.planning.pipeline.num_micro_batches import legal_count
+from roll_batching.planning.pipeline.schedule import legal_count
 from roll_batching.samples import SampleBatch, gather_bins, gather_lengths, number_globally
 from roll_batching.samples.length_table import LengthTable
 from roll_batching.strategy import MegatronInferStrategy

@@ -1,4 +1,4 @@
-"""What each unit of samples costs and needs at each context-parallel size."""
+"""What each unit of samples costs and needs at each context-parallel size; packs of units on blocks of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from roll_batching.planning.arrays import Flags, Ints, offsets_of, round_up, sums_of
-from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.problem import PlanProblem
 
@@ -80,3 +79,17 @@ class SizeChoices:
     def pack_times(self, packs: PlacedPacks) -> Ints:
         """int64[packs]: nanoseconds of each pack."""
         return self.times_of(packs.units, np.array(packs.levels, dtype=np.int64))
+
+
+# ---- packs on blocks of ranks
+
+
+@dataclass(frozen=True)
+class PlacedPacks:
+    """Units of each pack, its first rank and its level (its size is 2^level), in an order that every rank follows."""
+
+    units: list[list[int]]
+    first_ranks: list[int]
+    levels: list[int]
+    step_time: int
+    """Predicted nanoseconds of the step."""

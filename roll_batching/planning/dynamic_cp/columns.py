@@ -1,19 +1,22 @@
-"""Packs in columns, where all ranks wait for each other at every micro-batch.
+"""Packs in columns: all ranks have the same number of packs.
 
-A column is the micro-batches of one index: blocks of several sizes that cover all ranks. The step takes the sum of the
-slowest blocks, so the blocks of a column should take equally long.
+A column is the micro-batches of one index: blocks of several sizes that cover all ranks. Where all ranks wait for each
+other at every micro-batch, the step takes the sum of the slowest blocks, so the blocks of a column should take equally
+long. In a pipeline columns serve where every rank needs the same number of packs (virtual stages, experts, sharded
+parameters), and compete with other placements elsewhere; short columns at the ends fill and drain it quickly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.dynamic_cp.choices import SizeChoices
+from roll_batching.planning.dynamic_cp.choices import PlacedPacks, SizeChoices
 from roll_batching.planning.dynamic_cp.column_search import search_columns
 from roll_batching.planning.dynamic_cp.column_state import (
     ColumnState,
@@ -25,9 +28,8 @@ from roll_batching.planning.dynamic_cp.column_state import (
     tables_of,
 )
 from roll_batching.planning.dynamic_cp.joint import assign_ranks, columns_makespan
-from roll_batching.planning.dynamic_cp.placed import PlacedPacks
-from roll_batching.planning.pipeline.num_micro_batches import group_size_of
-from roll_batching.planning.pipeline.schedule import StaticSchedule, static_schedule
+from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan
+from roll_batching.planning.pipeline.schedule import StaticSchedule, group_size_of, legal_count, static_schedule
 
 TARGET_RATIO = 106
 """Times of a column that are tried grow by this many percent of each other."""
@@ -35,12 +37,14 @@ FULL_PERCENTS = (105, 100, 90, 75, 60, 50)
 """Times of a column that are tried, in percent of a full pack of the longest sequence left."""
 MOST_STEPS = 150_000_000
 """Comparisons of units with blocks in all tries; with more units and ranks fewer times are tried."""
-STARTS = 4
+STARTS, PIPELINE_STARTS = 4, 6
 """Placements, with different numbers of columns, that a short search improves."""
-SHORT_STEPS, LONG_STEPS = 20_000, 100_000
+SHORT_STEPS, LONG_STEPS, PIPELINE_LONG_STEPS = 20_000, 100_000, 150_000
 """Most steps of the search from each of them, and from the best."""
 SHORT_STEPS_PER_UNIT, LONG_STEPS_PER_UNIT = 80, 600
 """The same per unit, where units are few."""
+START_ORDERS = 500
+"""Orders of columns that are tried for each start in a pipeline."""
 
 
 @dataclass
@@ -54,23 +58,37 @@ class Columns:
 
 
 def place_columns(choices: SizeChoices, constraints: PlanConstraints) -> PlacedPacks:
-    """The fastest of several placements in columns, which differ in the time of a column."""
+    """The fastest of several placements in columns, which differ in the number and the times of columns."""
     tables, order = tables_of(choices, constraints.dp_size)
-    best: Columns | None = None
-    for number, start in enumerate(starts(tables)[:STARTS]):
-        found = search(tables, start, min(SHORT_STEPS, SHORT_STEPS_PER_UNIT * len(order)), seed=number)
-        if best is None or found.time < best.time:
-            best = found
-    assert best is not None
-    best = search(tables, best, min(LONG_STEPS, LONG_STEPS_PER_UNIT * len(order)), seed=STARTS)
+    if constraints.pp_size == 1:
+        candidates, long_steps = starts(tables)[:STARTS], LONG_STEPS
+    else:
+        candidates, long_steps = _starts_in_pipeline(tables, constraints)[:PIPELINE_STARTS], PIPELINE_LONG_STEPS
+    short_steps = min(SHORT_STEPS, SHORT_STEPS_PER_UNIT * len(order))
+    searched = [_search(tables, start, constraints, short_steps, seed) for seed, start in enumerate(candidates)]
+    best = min(searched, key=lambda columns: columns.time)
+    seed = STARTS if constraints.pp_size == 1 else PIPELINE_STARTS
+    best = _search(tables, best, constraints, min(long_steps, LONG_STEPS_PER_UNIT * len(order)), seed)
     return packs_of(best, order, choices, constraints)
 
 
-def search(tables: UnitTables, start: Columns, steps: int, seed: int) -> Columns:
-    """Columns after a search that lowers the sum of their times."""
+def _search(tables: UnitTables, start: Columns, constraints: PlanConstraints, steps: int, seed: int) -> Columns:
+    """Columns after a search that lowers the sum of their times, or the makespan of a pipeline."""
     state = state_of(tables, start.pack_of, start.level, start.count)
-    time, pack_of, level = search_columns(tables, state, None, steps, seed)
+    schedule = schedule_of(start.count, constraints) if constraints.pp_size > 1 else None
+    time, pack_of, level = search_columns(tables, state, schedule, steps, seed)
     return Columns(time, start.count, pack_of, level)
+
+
+def _starts_in_pipeline(tables: UnitTables, constraints: PlanConstraints) -> list[Columns]:
+    """Placements without a search in an order with a short makespan, the fastest of each legal number of columns."""
+    candidates = [_with_legal_count(tables, start, constraints) for start in starts(tables)]
+    more = [_with_legal_count(tables, start, constraints, extra) for start in candidates[:4] for extra in (2, 4, 8)]
+    candidates = sorted((_ordered(tables, start, constraints) for start in candidates + more), key=lambda c: c.time)
+    by_count: dict[int, Columns] = {}
+    for start in candidates:
+        by_count.setdefault(start.count, start)
+    return list(by_count.values())
 
 
 def starts(tables: UnitTables) -> list[Columns]:
@@ -182,3 +200,23 @@ def packs_of(columns: Columns, order: Ints, choices: SizeChoices, constraints: P
 def schedule_of(count: int, constraints: PlanConstraints) -> StaticSchedule:
     """Megatron's schedule of `count` micro-batches."""
     return static_schedule(constraints.pp_size, count, constraints.vpp_size, group_size_of(count, constraints))
+
+
+def _with_legal_count(tables: UnitTables, start: Columns, constraints: PlanConstraints, extra: int = 0) -> Columns:
+    """Columns with empty ones added, to a legal number."""
+    count = legal_count(start.count + extra, constraints)
+    level = np.concatenate([start.level, np.zeros((count - start.count) * tables.ranks, dtype=np.int64)])
+    return Columns(start.time, count, start.pack_of, level)
+
+
+def _ordered(tables: UnitTables, start: Columns, constraints: PlanConstraints) -> Columns:
+    """Columns in an order with a short makespan, and three times that."""
+    maxima = state_of(tables, start.pack_of, start.level, start.count).maxima
+    group_size = group_size_of(start.count, constraints)
+    sizes: dict[str, Any] = {"stages": constraints.pp_size, "chunks": constraints.vpp_size, "group_size": group_size}
+    order = order_for_pipeline(maxima, **sizes, tries=START_ORDERS)
+    position = np.empty(start.count, dtype=np.int64)
+    position[order] = np.arange(start.count)
+    pack_of = position[start.pack_of // tables.ranks] * tables.ranks + start.pack_of % tables.ranks
+    level = start.level.reshape(start.count, -1)[order].reshape(-1)
+    return Columns(pipeline_makespan(maxima[order], **sizes), start.count, pack_of, level)

@@ -6,6 +6,7 @@ import numpy as np
 
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled
+from roll_batching.planning.pipeline.ordering import Shares, times_of_chunks
 from roll_batching.planning.pipeline.schedule import StaticSchedule
 
 
@@ -131,3 +132,85 @@ def _part_columns(
         part_time[made - 1] = max(times[pack], part_time[made - 1])
         parts[columns[pack] + 1] = made
     return parts
+
+
+def joint_makespan(
+    first_ranks: Ints, sizes: Ints, times: Ints, ranks: int, stages: int, shares: Shares | None = None
+) -> int:
+    """Nanoseconds of 1F1B over all ranks, int64[packs] each, in an order that every rank follows.
+
+    `times` are those of a stage of mean cost, of which each stage takes its share. A third of a pack's time is its
+    forward pass. Ranks of a block start a pass together; transfers between stages are free. Ranks without a pack are
+    left out.
+    """
+    counts = np.zeros(ranks, dtype=np.int64)
+    for first, size in zip(first_ranks.tolist(), sizes.tolist(), strict=True):
+        counts[first : first + size] += 1
+    lists = np.full((ranks, int(counts.max(initial=0))), -1, dtype=np.int64)
+    filled = np.zeros(ranks, dtype=np.int64)
+    for pack, (first, size) in enumerate(zip(first_ranks.tolist(), sizes.tolist(), strict=True)):
+        for rank in range(first, first + size):
+            lists[rank, filled[rank]] = pack
+            filled[rank] += 1
+    by_stage = times_of_chunks(times, shares if shares is not None else (1.0,) * stages)
+    return int(_run_joint(lists, counts, first_ranks, sizes, by_stage))
+
+
+@compiled
+def _run_joint(lists: Ints, counts: Ints, first_ranks: Ints, sizes: Ints, times: Ints) -> int:
+    """Makespan of the passes of all ranks and stages; -1 if ranks wait for each other in a circle."""
+    ranks, stages = len(counts), len(times)
+    position = np.zeros((ranks, stages), dtype=np.int64)
+    free = np.zeros((ranks, stages), dtype=np.int64)
+    ends = np.full((2, times.shape[1], stages), -1, dtype=np.int64)
+    left = 2 * stages * counts.sum()
+    while left > 0:
+        before = left
+        for rank in range(ranks):
+            for stage in range(stages):
+                while position[rank, stage] < 2 * counts[rank]:
+                    is_backward, index = _pass_at(position[rank, stage], counts[rank], stages - stage - 1)
+                    pack = lists[rank, index]
+                    first, last = first_ranks[pack], first_ranks[pack] + sizes[pack]
+                    start, ready = 0, True
+                    for member in range(first, last):
+                        if position[member, stage] >= 2 * counts[member]:
+                            ready = False
+                            break
+                        other, place = _pass_at(position[member, stage], counts[member], stages - stage - 1)
+                        if other != is_backward or lists[member, place] != pack:
+                            ready = False
+                            break
+                        start = max(start, free[member, stage])
+                    if not ready:
+                        break
+                    awaited = 0
+                    if is_backward == 0 and stage > 0:
+                        awaited = ends[0, pack, stage - 1]
+                    elif is_backward == 1:
+                        awaited = ends[1, pack, stage + 1] if stage < stages - 1 else ends[0, pack, stage]
+                    if awaited < 0:
+                        break
+                    forward = times[stage, pack] // 3
+                    end = max(start, awaited) + (times[stage, pack] - forward if is_backward else forward)
+                    ends[is_backward, pack, stage] = end
+                    for member in range(first, last):
+                        free[member, stage] = end
+                        position[member, stage] += 1
+                        left -= 1
+        if left == before:
+            return -1
+    latest: int = free.max()
+    return latest
+
+
+@compiled
+def _pass_at(position: int, count: int, most_warm_up: int) -> tuple[int, int]:
+    """(whether backward, index) of a pass of a 1F1B stage with `count` micro-batches."""
+    warm_up = min(most_warm_up, count)
+    if position < warm_up:
+        return 0, position
+    steady = position - warm_up
+    if steady < 2 * (count - warm_up):
+        return (0, warm_up + steady // 2) if steady % 2 == 0 else (1, steady // 2)
+    return 1, position - count

@@ -1,15 +1,20 @@
-"""Packs on nested blocks of ranks, where ranks wait for each other inside a block and at the end of the step."""
+"""Packs on nested blocks of ranks, where ranks wait for each other inside a block and at the end of the step.
+
+In a pipeline without virtual stages they wait for the stages of their block.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 
 from roll_batching.planning.arrays import Flags, Ints
 from roll_batching.planning.compiled import compiled
-from roll_batching.planning.dynamic_cp.choices import SizeChoices
-from roll_batching.planning.dynamic_cp.leveling import level_ranks
-from roll_batching.planning.dynamic_cp.placed import PlacedPacks
-from roll_batching.planning.packers.first_fit import descending, first_fit
+from roll_batching.planning.dynamic_cp.choices import PlacedPacks, SizeChoices
+from roll_batching.planning.dynamic_cp.joint import joint_makespan
+from roll_batching.planning.packers.items import descending, first_fit
+from roll_batching.planning.pipeline.ordering import Shares
 
 TARGETS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.12)
 """Longest times of a unit that are tried, in parts of the time of a rank: longer units get more ranks."""
@@ -81,7 +86,7 @@ def place_levels(
         cap = max(int(choices.caps[level]) * cap_percent // 100, int(slots[members].max()))
         of_block = loads.reshape(-1, size).max(axis=1)
         if level >= full_from:
-            packs = _first_fit(members, slots, cap)
+            packs = _split(members, first_fit(slots[members], descending(slots[members]), cap))
             if fill:
                 _fill(packs, np.flatnonzero(waiting), slots, cap, waiting)
             times = choices.times_of(packs, np.full(len(packs), level))
@@ -179,16 +184,141 @@ def _first_fit_inside(sizes: Ints, order: Ints, block_of: Ints, blocks: int, cap
     return block_of_pack[:packs].copy()
 
 
-def _first_fit(units: Ints, slots: Ints, cap: int) -> list[list[int]]:
-    """First-fit-decreasing packs of at most `cap` tokens."""
-    sizes = slots[units]
-    place_of = first_fit(sizes, descending(sizes), cap)
-    return _split(units, place_of)
-
-
 def _split(units: Ints, place_of: Ints) -> list[list[int]]:
     """Units by place, 0 to the largest."""
     by_pack = np.argsort(place_of, kind="stable")
     ends = np.cumsum(np.bincount(place_of))[:-1].tolist()
     listed = units[by_pack].tolist()
     return [listed[start:end] for start, end in zip([0, *ends], [*ends, len(listed)], strict=True)]
+
+
+PIPELINE_CAPS = (100, 50, 25)
+"""Caps of packs that are tried, in percent: smaller packs fill the pipeline better and pay more fixed costs."""
+PIPELINE_TARGETS = (None, 0.3, 0.12)
+"""Longest times of a unit that are tried, in parts of the time of a rank."""
+PIPELINE_ORDERS = (1, -1)
+"""Packs of a block by rising or falling time."""
+
+
+def place_in_pipeline(choices: SizeChoices, ranks: int, stages: int, shares: Shares | None = None) -> PlacedPacks:
+    """The placement with the shortest makespan among several caps, sizes and orders, without virtual stages.
+
+    A block computes a pack jointly on each stage. Its ranks may have different numbers of packs: the packs of a block
+    stand before those of smaller blocks, so all its ranks compute them at the same index.
+    """
+    candidates = []
+    for target in PIPELINE_TARGETS:
+        levels_of_units = choices.smallest if target is None else levels_by_target(choices, ranks, target)
+        for percent, (full_from, fill) in itertools.product(PIPELINE_CAPS, FORMS):
+            packs = place_levels(choices, ranks, levels_of_units, full_from, fill, cap_percent=percent)
+            times = choices.pack_times(packs)
+            firsts, levels = np.array(packs.first_ranks, dtype=np.int64), np.array(packs.levels, dtype=np.int64)
+            for direction in PIPELINE_ORDERS:
+                order = np.lexsort((direction * times, firsts, -levels))
+                span = joint_makespan(firsts[order], choices.sizes[levels[order]], times[order], ranks, stages, shares)
+                candidates.append(
+                    PlacedPacks(
+                        units=[packs.units[pack] for pack in order.tolist()],
+                        first_ranks=firsts[order].tolist(),
+                        levels=levels[order].tolist(),
+                        step_time=span,
+                    )
+                )
+    return min(candidates, key=lambda packs: packs.step_time)
+
+
+# ---- levelling of ranks
+
+
+MOST_MOVES = 1500
+"""Moves and swaps of a search; it ends earlier where none shortens the slowest rank."""
+MOST_PARTNERS = 6
+"""Ranks, from the fastest on, with which the slowest tries to exchange units."""
+
+
+def level_ranks(packs: PlacedPacks, choices: SizeChoices, ranks: int) -> PlacedPacks:
+    """`packs` with units moved and swapped between packs of size 1; never slower."""
+    single = [pack for pack, level in enumerate(packs.levels) if level == 0]
+    if not single:
+        return packs
+    loads = rank_loads(packs, choices, ranks)
+    pack_of = np.full(choices.times.shape[1], -1, dtype=np.int64)
+    for place, pack in enumerate(single):
+        pack_of[packs.units[pack]] = place
+    rank_of = np.array([packs.first_ranks[pack] for pack in single], dtype=np.int64)
+    members = np.flatnonzero(pack_of >= 0).astype(np.int64)
+    cap = int(choices.caps[0])
+    _exchange(members, pack_of, rank_of, choices.times[0], choices.slots[0], loads, cap)
+    units = [list(pack) for pack in packs.units]
+    for place, pack in enumerate(single):
+        units[pack] = members[pack_of[members] == place].tolist()
+    kept = [pack for pack, inside in enumerate(units) if inside]
+    levelled = PlacedPacks(
+        units=[units[pack] for pack in kept],
+        first_ranks=[packs.first_ranks[pack] for pack in kept],
+        levels=[packs.levels[pack] for pack in kept],
+        step_time=0,
+    )
+    time = int(rank_loads(levelled, choices, ranks).max())
+    return PlacedPacks(levelled.units, levelled.first_ranks, levelled.levels, time) if time < packs.step_time else packs
+
+
+def rank_loads(packs: PlacedPacks, choices: SizeChoices, ranks: int) -> Ints:
+    """int64[ranks]: nanoseconds of each rank."""
+    loads = np.zeros(ranks, dtype=np.int64)
+    for first, level, time in zip(packs.first_ranks, packs.levels, choices.pack_times(packs).tolist(), strict=True):
+        loads[first : first + (1 << level)] += time
+    return loads
+
+
+@compiled
+def _exchange(members: Ints, pack_of: Ints, rank_of: Ints, times: Ints, slots: Ints, loads: Ints, cap: int) -> None:
+    """Exchanges units between the slowest rank and fast ones, in place, while that shortens the slowest rank."""
+    packs = len(rank_of)
+    used = np.zeros(packs, dtype=np.int64)
+    for unit in members:
+        used[pack_of[unit]] += slots[unit]
+    for _ in range(MOST_MOVES):
+        slow = int(np.argmax(loads))
+        order = np.argsort(loads)
+        best_time, best_unit, best_other, best_pack = loads[slow], -1, -1, -1
+        for partner in order[:MOST_PARTNERS]:
+            if partner == slow or loads[partner] >= best_time:
+                continue
+            for unit in members:
+                if rank_of[pack_of[unit]] != slow:
+                    continue
+                lighter = loads[slow] - times[unit]
+                for pack in range(packs):  # a move
+                    if rank_of[pack] == partner and used[pack] + slots[unit] <= cap:
+                        time = max(lighter, loads[partner] + times[unit])
+                        if time < best_time:
+                            best_time, best_unit, best_other, best_pack = time, unit, -1, pack
+                for other in members:  # a swap
+                    pack = pack_of[other]
+                    if rank_of[pack] != partner or times[other] >= times[unit]:
+                        continue
+                    if used[pack] + slots[unit] - slots[other] > cap:
+                        continue
+                    if used[pack_of[unit]] + slots[other] - slots[unit] > cap:
+                        continue
+                    time = max(lighter + times[other], loads[partner] + times[unit] - times[other])
+                    if time < best_time:
+                        best_time, best_unit, best_other, best_pack = time, unit, other, pack
+            if best_unit >= 0:
+                break
+        if best_unit < 0:
+            return
+        own = pack_of[best_unit]
+        partner = rank_of[best_pack]
+        loads[slow] -= times[best_unit]
+        loads[partner] += times[best_unit]
+        used[own] -= slots[best_unit]
+        used[best_pack] += slots[best_unit]
+        pack_of[best_unit] = best_pack
+        if best_other >= 0:
+            loads[slow] += times[best_other]
+            loads[partner] -= times[best_other]
+            used[own] += slots[best_other]
+            used[best_pack] -= slots[best_other]
+            pack_of[best_other] = own

@@ -14,17 +14,13 @@ import numpy as np
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.dynamic_cp.choices import SizeChoices
+from roll_batching.planning.dynamic_cp.choices import PlacedPacks, SizeChoices
 from roll_batching.planning.dynamic_cp.columns import place_columns
-from roll_batching.planning.dynamic_cp.nested import place_nested
-from roll_batching.planning.dynamic_cp.pipeline_columns import place_pipeline_columns
-from roll_batching.planning.dynamic_cp.pipelines import place_in_pipeline
-from roll_batching.planning.dynamic_cp.placed import PlacedPacks
+from roll_batching.planning.dynamic_cp.nested import place_in_pipeline, place_nested
 from roll_batching.planning.load_balance.planner import balance
-from roll_batching.planning.pack_blocks import PackBlocks, sort_blocks
 from roll_batching.planning.pack_times import PackTimes
-from roll_batching.planning.pipeline.num_micro_batches import group_size_of
-from roll_batching.planning.pipeline.ordering import slowest_makespan
+from roll_batching.planning.pipeline.ordering import step_cost
+from roll_batching.planning.plan_arrays import PackBlocks, sort_blocks
 from roll_batching.planning.problem import PlanProblem
 
 FAR_ABOVE = 25
@@ -91,7 +87,7 @@ def _search(problem: PlanProblem, choices: SizeChoices) -> PlacedPacks | None:
     if constraints.pp_size > 1:
         if shares is not None:
             return None if needs_columns else place_in_pipeline(choices, ranks, constraints.pp_size, shares)
-        columns = place_pipeline_columns(choices, constraints)
+        columns = place_columns(choices, constraints)
         if needs_columns:
             return columns
         nested = place_in_pipeline(choices, ranks, constraints.pp_size)
@@ -151,28 +147,16 @@ def plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> Placed
         placement.units[placement.offsets[m] : placement.offsets[m + 1]].tolist()
         for m in range(len(placement.offsets) - 1)
     ]
-    table = choices.times_of(members, np.full(len(members), level)).reshape(-1, count)
+    times = choices.times_of(members, np.full(len(members), level)).reshape(-1, count)
+    step_time = step_cost(times, one_size, problem.chunk_shares)
+    if constraints.pp_size > 1:
+        step_time = step_time // 3 // constraints.vpp_size  # of a pack's time a third is the forward pass
     return PlacedPacks(
         units=members,
         first_ranks=[m // count * size for m in range(len(members))],
         levels=[level] * len(members),
-        step_time=_step_time(table, one_size, problem.chunk_shares),
+        step_time=step_time,
     )
-
-
-def _step_time(table: Ints, constraints: PlanConstraints, shares: tuple[float, ...] | None) -> int:
-    """Nanoseconds of a step from those of micro-batches by DP rank and index."""
-    maxima = table.reshape(-1, constraints.lockstep_ranks, table.shape[1]).max(axis=1)
-    if constraints.pp_size == 1:
-        return int(maxima.sum(axis=1).max())
-    makespan = slowest_makespan(
-        maxima,
-        stages=constraints.pp_size,
-        chunks=constraints.vpp_size,
-        group_size=group_size_of(table.shape[1], constraints),
-        shares=shares,
-    )
-    return makespan // 3 // constraints.vpp_size  # of a pack's time a third is the forward pass
 
 
 def _with_fillers(packs: PlacedPacks, choices: SizeChoices, ranks: int) -> PlacedPacks:

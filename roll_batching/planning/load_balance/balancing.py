@@ -9,11 +9,17 @@ from functools import cached_property
 import numpy as np
 
 from roll_batching.planning.arrays import Ints
-from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
 from roll_batching.planning.load_balance.exchange_search import level_totals, lower_lockstep
 from roll_batching.planning.load_balance.pools import Packing, Pool, fill_empty_packs
-from roll_batching.planning.load_balance.refinement import refine_lockstep, refine_totals
-from roll_batching.planning.load_balance.search_state import SearchState, begin_search, lockstep_cost, pack_costs
+from roll_batching.planning.load_balance.search_state import (
+    SearchState,
+    begin_search,
+    lockstep_cost,
+    pack_costs,
+    refine_lockstep,
+    refine_totals,
+)
+from roll_batching.planning.partition import lockstep_bound, rank_total_bound
 from roll_batching.planning.placement import group_by_cost, sort_on_home_ranks
 from roll_batching.planning.problem import PlanProblem
 from roll_batching.planning.search_budget import SEARCH_BUDGET

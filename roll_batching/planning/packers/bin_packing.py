@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, as_lengths, round_up
 from roll_batching.planning.compiled import compiled, next_random, seed_state
-from roll_batching.planning.packers.first_fit import continue_first_fit, descending, first_fit
-from roll_batching.planning.packers.items import Items, group_by_bin
+from roll_batching.planning.packers.items import Items, continue_first_fit, descending, first_fit, group_by_bin
 
 
 def pack_bins(lengths: ArrayLike, capacity: int, algorithm: str = "best", *, seed: int = 0) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Input and output of packers."""
+"""Input and output of packers, and first-fit with a tree of free space, O(log bins) per item."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, largest_of, offsets_of, sums_of
+from roll_batching.planning.compiled import compiled
 
 Bins = Sequence[Sequence[int]]
 """Item indices of each bin, in the order of computation."""
@@ -60,7 +61,11 @@ def check_bins(bins: Bins, items: Items, name: str, *, rectangles: bool) -> list
     if len(flat) != len(items) or len(wrong):
         fault = f"item {wrong[0]} is in {times[wrong[0]]} bins" if len(wrong) else "an index is not one of an item"
         raise PlanError(f"algorithm={name!r} must put each of {len(items)} items into exactly one bin: {fault}")
-    loads = _loads(items, flat, offsets_of(sizes), rectangles)
+    offsets = offsets_of(sizes)
+    if rectangles:
+        loads = largest_of(items.longest[flat], offsets) * sums_of(items.rows[flat], offsets)
+    else:
+        loads = sums_of(items.slots[flat], offsets)
     if np.any(loads > items.capacity) or np.any(sizes == 0):
         over = int(np.argmax((loads > items.capacity) | (sizes == 0)))
         raise PlanError(
@@ -70,14 +75,68 @@ def check_bins(bins: Bins, items: Items, name: str, *, rectangles: bool) -> list
     return [members.tolist() for members in arrays]
 
 
-def _loads(items: Items, flat: Ints, offsets: Ints, rectangles: bool) -> Ints:
-    if not rectangles:
-        return sums_of(items.slots[flat], offsets)
-    return largest_of(items.longest[flat], offsets) * sums_of(items.rows[flat], offsets)
-
-
 def group_by_bin(bins: Ints, order: Ints) -> list[list[int]]:
     """Items of each bin as lists, in the order of placement; `bins` (int64[n]) is the bin of each item."""
     by_bin = order[np.argsort(bins[order], kind="stable")]
     counts = np.bincount(bins, minlength=int(bins.max(initial=-1)) + 1)
     return [part.tolist() for part in np.split(by_bin, np.cumsum(counts)[:-1])]
+
+
+# ---- first-fit
+
+
+def first_fit(sizes: Ints, order: Ints, capacity: int) -> Ints:
+    """Bin of each item (int64[n]) when items are placed in `order` into the first bin with room.
+
+    An item above the capacity gets a bin by itself.
+    """
+    bins = np.full(len(sizes), -1, dtype=np.int64)
+    continue_first_fit(sizes, order, capacity, np.empty(0, dtype=np.int64), bins)
+    return bins
+
+
+@compiled
+def continue_first_fit(sizes: Ints, order: Ints, capacity: int, free: Ints, bins: Ints) -> None:
+    """Write the bins of the items in `order` into `bins`; bins with room `free` (int64[open]) are open already."""
+    count = len(order)
+    leaves = 1
+    while leaves < len(free) + count:
+        leaves *= 2
+    # tree[1] is the root; a leaf is a bin's free space, an inner node the largest below it.
+    tree = np.full(2 * leaves, capacity, dtype=np.int64)
+    for bin_ in range(len(free)):  # a slice assignment takes numba a second to compile
+        tree[leaves + bin_] = free[bin_]
+    if len(free):
+        for node in range(leaves - 1, 0, -1):
+            tree[node] = max(tree[2 * node], tree[2 * node + 1])
+    overflow = 0
+    opened = len(free)
+    for position in range(count):
+        item = order[position]
+        size = sizes[item]
+        if size > capacity:
+            overflow += 1
+            continue
+        node = 1
+        while node < leaves:
+            node *= 2
+            if tree[node] < size:
+                node += 1
+        bins[item] = node - leaves
+        opened = max(opened, node - leaves + 1)
+        tree[node] -= size
+        node //= 2
+        while node >= 1:
+            tree[node] = max(tree[2 * node], tree[2 * node + 1])
+            node //= 2
+    if overflow:
+        for position in range(count):
+            item = order[position]
+            if sizes[item] > capacity:
+                bins[item] = opened
+                opened += 1
+
+
+def descending(values: Ints) -> Ints:
+    """Indices by falling value, equal values in the given order."""
+    return np.argsort(-values, kind="stable").astype(np.int64)

@@ -71,9 +71,9 @@ def stage_program(
 def _send(one: Pass, stage: int, stages: int, chunks: int) -> Transfers:
     """Call that passes on the output of a pass; empty at the ends of the model."""
     if one.is_backward:
-        return Transfers() if stage == one.chunk == 0 else Transfers(send_prev=one.index)
+        return Transfers() if stage == one.chunk == 0 else Transfers(send_prev=one.micro_batch)
     is_model_end = stage == stages - 1 and one.chunk == chunks - 1
-    return Transfers() if is_model_end else Transfers(send_next=one.index)
+    return Transfers() if is_model_end else Transfers(send_next=one.micro_batch)
 
 
 def _plain_program(passes: Sequence[Pass], stage: int, stages: int, chunks: int) -> list[Instruction]:
@@ -293,8 +293,10 @@ class _Execution:
             goes_on = True
             while goes_on and process.place < len(process.program):
                 instruction = process.program[process.place]
-                compute = isinstance(instruction, Pass)
-                goes_on = self._compute(process, instruction) if compute else self._call(process, instruction)
+                if isinstance(instruction, Pass):
+                    goes_on = self._compute(process, instruction)
+                else:
+                    goes_on = self._call(process, instruction)
         for process in (process for of_rank in self.processes for process in of_rank):
             if process.place < len(process.program):
                 raise PlanError(
@@ -304,7 +306,7 @@ class _Execution:
 
     def _compute(self, process: _Process, one: Pass) -> bool:
         """Whether `process` went through a pass; the last rank to reach it takes the others along."""
-        number, stage = self.lists[process.rank][one.index], process.stage
+        number, stage = self.lists[process.rank][one.micro_batch], process.stage
         joint = self.passes[number]
         members = [process]
         if len(joint.ranks) > 1:
@@ -316,7 +318,7 @@ class _Execution:
         start = max(member.clock for member in members)
         share = self.shares[one.chunk * len(self.processes[process.rank]) + stage]
         end = start + (joint.backward if one.is_backward else joint.forward) * share
-        event = PassEvent(one.is_backward, one.index, one.chunk, start, end)
+        event = PassEvent(one.is_backward, one.micro_batch, one.chunk, start, end)
         for member in members:
             member.events.append(event)
             member.clock = end

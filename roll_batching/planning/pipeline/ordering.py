@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled, draw, next_random, seed_state
-from roll_batching.planning.pipeline.schedule import StaticSchedule, static_schedule
+from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.pipeline.schedule import StaticSchedule, group_size_of, static_schedule
 from roll_batching.planning.search_budget import SEARCH_BUDGET
 
 Shares = tuple[float, ...]
@@ -41,6 +42,27 @@ def slowest_makespan(
     """Largest `pipeline_makespan` of several pipelines; `table` (int64[n, K]) has the costs of one per row."""
     schedule = static_schedule(stages, table.shape[1], chunks, group_size)
     return int(_slowest(times_of_chunks(table, shares), *_operations(schedule, shares)))
+
+
+def block_maxima(costs: Ints, width: int) -> Ints:
+    """Largest of each `width` ranks (int64[dp / width, K]) of costs by rank and index (int64[dp, K])."""
+    maxima: Ints = costs.reshape(-1, width, costs.shape[1]).max(axis=1)
+    return maxima
+
+
+def step_cost(
+    costs: Ints, constraints: PlanConstraints, shares: Shares | None, *, group_size: int | None = None
+) -> int:
+    """Cost of a step by those of its micro-batches, int64[dp, K]: of the slowest block of ranks that meet at an index.
+
+    In a pipeline `slowest_makespan`, where `costs` are forward times; else the sum of the largest cost at each index.
+    """
+    maxima = block_maxima(costs, constraints.lockstep_ranks)
+    if constraints.pp_size == 1:
+        return int(maxima.sum(axis=1).max())
+    group_size = group_size or group_size_of(costs.shape[1], constraints)
+    stages, chunks = constraints.pp_size, constraints.vpp_size
+    return slowest_makespan(maxima, stages=stages, chunks=chunks, group_size=group_size, shares=shares)
 
 
 def times_of_chunks(costs: Ints, shares: Shares | None) -> Ints:
@@ -86,6 +108,27 @@ def order_for_pipeline(
         return _try_all(times_of_chunks(values, shares), start, *_operations(schedule, shares))
     threshold = int(values.sum()) // (SEARCH_BUDGET.order_threshold_divisor * len(values))
     return _search_order(times_of_chunks(values, shares), start, *_operations(schedule, shares), tries, threshold, seed)
+
+
+def order_of_indices(
+    maxima: Ints,
+    constraints: PlanConstraints,
+    shares: Shares | None,
+    *,
+    tries: int = SEARCH_BUDGET.max_orders,
+    start: Ints | None = None,
+) -> Ints:
+    """`order_for_pipeline` of the indices of a plan (int64[K]), given the largest cost at each."""
+    return order_for_pipeline(
+        maxima,
+        stages=constraints.pp_size,
+        chunks=constraints.vpp_size,
+        group_size=group_size_of(len(maxima), constraints),
+        seed=constraints.seed,
+        tries=tries,
+        start=start,
+        shares=shares,
+    )
 
 
 def small_at_ends(costs: Ints) -> Ints:

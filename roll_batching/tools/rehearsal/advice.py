@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.layout_rules import differing_keys, model_fits
+from roll_batching.jobs.config.rl_rules import uses_critic
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.planning import ParallelDims
+from roll_batching.settings.fields import Pass
 from roll_batching.tools.rehearsal.job import Rehearsal
-from roll_batching.tools.rehearsal.variants import Cap, Change, candidate_changes, caps_of
+from roll_batching.tools.rehearsal.lengths import longest_sample
+from roll_batching.tools.rehearsal.rollout import has_local_rollouts, sizes_of
+from roll_batching.tools.rehearsal.task import (
+    CRITIC_GRADIENTS,
+    GRADIENTS,
+    LOG_PROBS,
+    MISMATCHED,
+    MISMATCHED_REFERENCE,
+    REFERENCE,
+    ROLLOUT,
+    TEACHER,
+    VALUES,
+    with_value,
+)
 
 Rehearse = Callable[[JobConfig], Rehearsal]
 _PROBES = 6
@@ -136,3 +156,152 @@ def try_changes(
     least = {cap.key: cap.least for cap in caps_of(changed, dims) if cap.least < cap.value}
     both = Change(settings={**nearest.change.settings, **least})
     return [*tried, TriedChange(change=both, need=rehearse(both.of(rehearsal.config)).worst.need)] if least else tried
+
+
+# ---- changed copies of a job
+
+
+_LAYOUT = "actor_train.strategy_args.strategy_config."
+_ROWS = "training_args.per_device_train_batch_size"
+_STEPS = "training_args.gradient_accumulation_steps"
+_KEYS: dict[tuple[str, Pass], str] = {
+    ("packed", "train"): "sequence_packing_args.max_packed_sequence_length_train",
+    ("packed", "infer"): "sequence_packing_args.max_packed_sequence_length_forward",
+    ("dynamic", "train"): "max_tokens_per_microbatch_in_train",
+    ("dynamic", "infer"): "max_tokens_per_microbatch_in_infer",
+    ("padded", "train"): _ROWS,
+    ("padded", "infer"): "infer_batch_size",
+}
+"""Key of the cap on a micro-batch by mode and kind of pass: tokens, or rows in padded mode."""
+_COARSE, _FINE = 1024, 64
+"""Granularity of caps in tokens: of large caps, and of the smallest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Settings of a job by dotted path. A parallel layout is set for every role."""
+
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        """As overrides on the command line."""
+        texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.settings.items()}
+        return " ".join(f"{path}={text}" for path, text in texts.items())
+
+    def of(self, config: JobConfig) -> JobConfig:
+        """Copy of `config` with this change. Roles with a layout of their own keep it."""
+        followers = [name for name in config.roles if name != "actor_train" and follows(config, name)]
+        for path, value in self.settings.items():
+            config = with_value(config, path, value)
+            for role in followers if path.startswith(_LAYOUT) else ():
+                config = with_value(config, path.replace("actor_train", role, 1), value)
+        return config
+
+
+def follows(config: JobConfig, name: str) -> bool:
+    """Whether the role `name` has the layout of the policy."""
+    return not differing_keys(config.roles[name], config.actor_train)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cap:
+    """Key that bounds the memory of some phases."""
+
+    key: str
+    """Dotted path in the job."""
+    value: int
+    """Value in the job."""
+    least: int
+    """Smallest value that still holds the longest sample."""
+    step: int
+    """Granularity of the search."""
+    phases: tuple[str, ...]
+    """Phases whose memory the cap bounds."""
+
+
+def caps_of(config: JobConfig, dims: ParallelDims) -> list[Cap]:
+    """Caps of all passes of a step, the training cap first."""
+    plan = config.actor_train.logprob_plan
+    in_training = (*GRADIENTS, *((LOG_PROBS,) if plan == "train" else ()))
+    taught = [_cap(config, "teacher", "infer", (TEACHER,))] if uses_teacher(config) else []
+    if supervised(config):
+        caps = [_cap(config, "actor_train", "train", (*in_training, REFERENCE)), *taught]
+        if config.reference is not None and not follows(config, "reference"):  # else it runs on the plans of training
+            caps[0] = _cap(config, "actor_train", "train", in_training)
+            caps.append(_cap(config, "reference", "infer", (REFERENCE,)))
+        if config.task == "kto":
+            caps.append(_cap(config, "actor_train", "infer", (MISMATCHED,)))
+            caps.append(_cap(config, "reference", "infer", (MISMATCHED_REFERENCE,)))
+        return caps
+    caps = [_cap(config, "actor_train", "train", in_training), *taught]
+    if plan == "own":
+        caps.append(_cap(config, "actor_train", "infer", (LOG_PROBS,)))
+    if has_local_rollouts(config) and dims.pp_size == dims.cp_size == 1:
+        sizes, key = sizes_of(config, dims), "actor_infer.generating_args.max_tokens_in_cache"
+        value = config.actor_infer.generating_args.max_tokens_in_cache or sizes.rows * sizes.room
+        caps.append(Cap(key=key, value=value, least=sizes.room, step=sizes.room, phases=ROLLOUT))
+    if config.reference is not None:
+        caps.append(_cap(config, "reference", "infer", (REFERENCE,)))
+    if uses_critic(config):
+        caps += [_cap(config, "critic", "train", CRITIC_GRADIENTS), _cap(config, "critic", "infer", (VALUES,))]
+    return caps
+
+
+def _cap(config: JobConfig, name: str, kind: Pass, phases: tuple[str, ...]) -> Cap:
+    role = getattr(config, name)
+    spec = role.batching_spec(kind, train_rows=role.training_args.per_device_train_batch_size)
+    unit = 2 if config.task == "dpo" else 1
+    key = f"{name}.{_KEYS[spec.mode, kind]}"
+    if spec.mode == "padded":
+        return Cap(key=key, value=spec.rows or 1, least=unit, step=unit, phases=phases)
+    value = spec.max_tokens or 1
+    step = max(_FINE, min(_COARSE, value // 16 // _FINE * _FINE))
+    least = -(-unit * longest_sample(config) // step) * step
+    return Cap(key=key, value=value, least=least, step=step, phases=phases)
+
+
+def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Change]]:
+    """Changes that save memory without changing results, by kind from cheap to expensive, each kind in growing size.
+
+    Layouts with fewer data-parallel ranks accumulate more micro-batches, so that the mini-batch stays the same.
+    """
+    train = config.actor_train
+    megatron, model = train.strategy_args.strategy_config, train.model_args.architecture
+    assert model is not None
+    if not megatron.use_distributed_optimizer:
+        yield [_layout({"use_distributed_optimizer": True})]
+    full = {"recompute_granularity": "full"} if megatron.recompute_granularity != "full" else {}
+    if full:
+        yield [_layout(full)]
+    roles = ("actor_train", *(("critic",) if uses_critic(config) else ()))
+    steps = {f"{role}.{_STEPS}": getattr(config, role).training_args.gradient_accumulation_steps for role in roles}
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    teacher = config.teacher if uses_teacher(config) and follows(config, "teacher") else None
+    other = None if teacher is None else teacher.model_args.architecture
+    shapes = [model] if other is None else [model, other]
+    factors = [factor for factor in (2, 4, 8, 16) if world_size % (factor * megatron.model_size) == 0]
+    divided = {
+        factor: {"tensor_model_parallel_size": factor * tensor, "sequence_parallel": True, **full} for factor in factors
+    }
+    yield [
+        _layout(sizes, _times(factor, steps))
+        for factor, sizes in divided.items()
+        if not any(list(model_fits("actor_train", one, megatron.model_copy(update=sizes))) for one in shapes)
+    ]
+    if has_local_rollouts(config) and pipeline == 1:
+        return  # without a KV cache, rollouts under a pipeline recompute the whole sequence for every token
+    if megatron.has_uneven_stages:
+        return  # another number of stages needs another split
+    yield [
+        _layout({"pipeline_model_parallel_size": factor * pipeline, **full}, _times(factor, steps))
+        for factor in factors
+        if model.num_layers % (factor * pipeline * megatron.vpp_size) == 0
+    ]
+
+
+def _times(factor: int, steps: Mapping[str, int]) -> dict[str, int]:
+    return {key: factor * count for key, count in steps.items()}
+
+
+def _layout(settings: Mapping[str, Any], steps: Mapping[str, int] | None = None) -> Change:
+    return Change(settings={_LAYOUT + key: value for key, value in settings.items()} | dict(steps or {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,9 @@ def rehearse_encoders(device: str) -> None:
             config._attn_implementation = _ATTENTION
             with _NoDraws(), where:  # real weights would fill the host's memory
                 super().__init__(config, settings)
-            self.get_submodule("rotary_pos_emb").register_forward_pre_hook(_moved_to(where))
+            self.get_submodule("rotary_pos_emb").register_forward_pre_hook(
+                lambda _, args: tuple(value.to(where) if isinstance(value, torch.Tensor) else value for value in args)
+            )
             for number in range(settings.depth):
                 attention = self.get_submodule(f"blocks.{number}.attn")
                 attention.register_forward_pre_hook(_join_windows, with_kwargs=True)
@@ -62,13 +63,6 @@ class _HostFactories(TorchDispatchMode):
                 with _disable_current_modes():
                     return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _moved_to(device: torch.device) -> Callable[..., Any]:
-    def move(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in args)
-
-    return move
 
 
 def _join_windows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -110,7 +110,8 @@ def _patch_kernels() -> None:
     from roll_batching.registry import module_with
 
     functional: Any = torch.nn.functional
-    for name, kernel in (("rms_norm", _rms_norm), ("scaled_dot_product_attention", _attention)):
+    rms_norm: Any = lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight)  # noqa: E731
+    for name, kernel in (("rms_norm", rms_norm), ("scaled_dot_product_attention", _attention)):
         setattr(functional, name, _on_cuda(kernel, getattr(functional, name)))
     with _triton():
         for kernels in ("roll_batching.losses.tile_kernels", "roll_batching.modeling.rotary_kernel"):
@@ -218,13 +219,6 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
-
-
-def _rms_norm(
-    x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    out: torch.Tensor = _RMSNorm.apply(x, weight)
-    return out
 
 
 def _attention(

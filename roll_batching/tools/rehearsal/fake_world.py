@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,9 +21,10 @@ from torch.utils._pytree import tree_iter
 
 from roll_batching.distributed import Facts, groups, parallel_layout
 from roll_batching.distributed.team import Team
+from roll_batching.jobs.config import JobConfig
+from roll_batching.planning.arrays import Ints
 from roll_batching.samples import SampleBatch
 from roll_batching.tools.rehearsal import fake_cuda
-from roll_batching.tools.rehearsal.experts import RouterSelectionMode
 
 
 def join(rank: int, world_size: int) -> None:
@@ -37,9 +39,11 @@ def join(rank: int, world_size: int) -> None:
     team: Any = Team
     team.agree = _agree_alone
     # Operators without a meta implementation; they write into tensors that they are given.
+    from torch._C._distributed_c10d import FakeWork
+
     library = torch.library.Library("c10d", "IMPL")
     for name in ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"):
-        library.impl(name, _completed_work, "Meta")
+        library.impl(name, lambda *args, **kwargs: FakeWork().boxed(), "Meta")
     _LIBRARIES.append(library)
 
 
@@ -51,12 +55,6 @@ def _agree_alone(team: Team, what: str) -> Iterator[Facts]:
     facts = Facts()
     yield facts
     facts.total = facts.counted
-
-
-def _completed_work(*args: Any, **kwargs: Any) -> Any:
-    from torch._C._distributed_c10d import FakeWork
-
-    return FakeWork().boxed()
 
 
 def _replace_gloo() -> None:
@@ -182,3 +180,93 @@ def fake_device(device: str) -> Iterator[None]:
         modes.enter_context(RouterSelectionMode())
         modes.enter_context(_RealHostMode(device))
         yield
+
+
+# ---- mixtures of experts
+#
+# Routing depends on tensor values, and fake tensors have none. Every expert gets the same number of tokens. With an
+# imbalance, the experts of this rank get that multiple of their share, but no token twice. Megatron's router,
+# dispatcher and experts run; only the counts that Megatron would read from the device are replaced.
+
+
+def assume_balanced_routing(imbalance: float) -> None:
+    """Patch Megatron so that tokens go to experts as assumed, for the rest of the process."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    kind: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
+    construct, preprocess, permute = kind.__init__, kind.preprocess, token_dispatcher.permute
+
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():  # reads the chunk order as Python numbers
+            construct(self, *args, **kwargs)
+
+    def patched_preprocess(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        counts = preprocess(self, routing_map)
+        counts[0].item()  # stands for the device-to-host copies that are skipped here
+        with _disable_current_modes():
+            return _set_counts(self, len(routing_map), imbalance)
+
+    def patched_permute(tokens: torch.Tensor, *args: Any, num_out_tokens: Any = None, **kwargs: Any) -> Any:
+        with RouterSelectionMode.selecting(num_out_tokens):
+            return permute(tokens, *args, num_out_tokens=num_out_tokens, **kwargs)
+
+    kind.__init__, kind.preprocess = patched_init, patched_preprocess
+    token_dispatcher.permute = patched_permute
+
+
+def routing_notes(config: JobConfig, imbalance: float) -> tuple[str, ...]:
+    """Notes on the assumed routing of `config`; empty without experts."""
+    model = config.actor_train.model_args.architecture
+    if model is None or model.moe is None:
+        return ()
+    size = config.actor_train.strategy_args.strategy_config.expert_model_parallel_size
+    experts = f"{model.moe.num_experts // size} of {model.moe.num_experts} experts on a rank"
+    share = "an equal share of the tokens" if imbalance == 1 else f"{imbalance:g} times an equal share of the tokens"
+    return (f"{experts} get {share}: assumed (--expert-imbalance), because routing depends on tensor values",)
+
+
+def balanced_counts(tokens: int, topk: int, experts: int) -> Ints:
+    """int64 `[experts]`: tokens per expert under balanced routing of `tokens` tokens to `topk` experts each."""
+    whole, rest = divmod(tokens * topk, experts)
+    return whole + (np.arange(experts) < rest).astype(np.int64)
+
+
+def _set_counts(dispatcher: Any, tokens: int, imbalance: float) -> torch.Tensor:
+    """Set the split sizes of `dispatcher`; returns int64 `[local experts]`, the tokens of this rank's experts.
+
+    All ranks of the group route `tokens` tokens, because the micro-batches of a rehearsal are equal.
+    """
+    chosen = balanced_counts(tokens, dispatcher.config.moe_router_topk, dispatcher.num_experts)
+    ep_size, tp_size = dispatcher.ep_size, dispatcher.tp_size
+    local = chosen[dispatcher.local_expert_indices]
+    if ep_size == tp_size == 1:  # all tokens are this rank's
+        received = local[None]
+    else:
+        received = np.tile(np.minimum(np.ceil(local * imbalance).astype(np.int64), tokens), (tp_size * ep_size, 1))
+        dispatcher.input_splits = chosen.reshape(ep_size, -1).sum(1)
+        by_rank = received.sum(1).reshape(tp_size, ep_size)
+        dispatcher.output_splits, dispatcher.output_splits_tp = by_rank[dispatcher.tp_rank], by_rank.sum(1)
+    if dispatcher.num_local_experts > 1:
+        dispatcher.num_global_tokens_per_local_expert = torch.from_numpy(received)
+    return torch.from_numpy(received.sum(0))
+
+
+class RouterSelectionMode(TorchDispatchMode):
+    """Gives `masked_select` by a router's map the known number of entries; enter above a FakeTensorMode."""
+
+    _entries: int | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def selecting(cls, entries: int) -> Iterator[None]:
+        """Inside, masked selections have `entries` entries."""
+        cls._entries = entries
+        try:
+            yield
+        finally:
+            cls._entries = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.masked_select.default and self._entries is not None:
+            return args[0].new_empty(self._entries)
+        return func(*args, **(kwargs or {}))

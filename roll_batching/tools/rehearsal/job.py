@@ -14,9 +14,7 @@ from roll_batching.jobs.objectives.from_config import critic_mini_batch_size
 from roll_batching.planning import ParallelDims, PlanConstraints
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
-from roll_batching.tools.rehearsal.experts import EXPERT_COUNT_READS
-from roll_batching.tools.rehearsal.extrapolation import extrapolate_layers
-from roll_batching.tools.rehearsal.images import image_sizes
+from roll_batching.tools.rehearsal.fake_data import image_sizes
 from roll_batching.tools.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
 from roll_batching.tools.rehearsal.process import run_tasks
 from roll_batching.tools.rehearsal.rollout import fault_of, has_local_rollouts
@@ -24,14 +22,15 @@ from roll_batching.tools.rehearsal.stages import (
     FEW,
     MORE,
     StageKind,
+    copies_in_fp8,
+    extrapolate_layers,
     frozen_roles,
     letters_of,
     rank_kinds,
     rehearsed_depths,
     stages_of,
 )
-from roll_batching.tools.rehearsal.task import CRITIC, RankReport, RankTask
-from roll_batching.tools.rehearsal.transformer_engine import copies_in_fp8
+from roll_batching.tools.rehearsal.task import CRITIC, EXPERT_COUNT_READS, RankReport, RankTask
 
 GIB = 1 << 30
 _NOT_REHEARSED = ("flash_attn", "flash_attn_4")
@@ -242,7 +241,12 @@ def rehearse_job(
         name = kind.name if cp_size is None else f"{kind.name}, CP {cp_size}"
         copies = copies_in_fp8(megatron, split, kind.policy.stage, report.layer_weights)
         stages.append(StageReport(name=name, report=report, stages=kind.stages, cp_size=cp_size, fp8_copies=copies))
-    return Rehearsal(config=config, dims=dims, stages=_with_all_communicators(stages))
+    communicators: dict[int, frozenset[str]] = {}  # of a rank, for packs of all sizes
+    for stage in stages:
+        rank = stage.report.rank
+        communicators[rank] = communicators.get(rank, frozenset()) | communicators_of(stage.report)
+    stages = [replace(stage, other_communicators=communicators[stage.report.rank]) for stage in stages]
+    return Rehearsal(config=config, dims=dims, stages=tuple(stages))
 
 
 def _stages_of_role(config: JobConfig, name: str, role: WorkerConfig) -> list[StageKind]:
@@ -253,14 +257,6 @@ def _stages_of_role(config: JobConfig, name: str, role: WorkerConfig) -> list[St
         raise config.error(Problem((name, "model_args", "architecture"), f"{text}model's shape"))
     split = megatron.chunk_layers(architecture.num_layers)
     return stages_of(split, letters_of(split, architecture))
-
-
-def _with_all_communicators(stages: Sequence[StageReport]) -> tuple[StageReport, ...]:
-    """`stages` that know the communicators of their rank for packs of all sizes."""
-    used: dict[int, frozenset[str]] = {}
-    for stage in stages:
-        used[stage.report.rank] = used.get(stage.report.rank, frozenset()) | communicators_of(stage.report)
-    return tuple(replace(stage, other_communicators=used[stage.report.rank]) for stage in stages)
 
 
 def context_sizes(config: JobConfig, dims: ParallelDims, lengths: Sequence[int] | None) -> list[int | None]:
@@ -277,6 +273,7 @@ def context_sizes(config: JobConfig, dims: ParallelDims, lengths: Sequence[int] 
         train.batching().train,
         group_size=megatron.microbatch_group_size_per_vp_stage if dims.vpp_size > 1 else None,
         max_cp_size=megatron.max_cp_size(dims.dp_size),
+        pack_multiple=megatron.pack_multiple,
     )
     if lengths is None or not constraints.has_cp_per_pack:
         return list(constraints.legal_cp_sizes)

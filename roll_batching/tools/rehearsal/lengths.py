@@ -70,17 +70,14 @@ def longest_bin(constraints: PlanConstraints, longest: int, unit: int = 1) -> li
     `unit`: number of samples that stay together: 2 for pairs.
     """
     if constraints.mode == "padded":
-        return [longest] * _rows_of_padded(constraints, longest)
+        width = constraints.padded_length or _rounded(longest, constraints.rectangle_alignment)
+        return [longest] * (constraints.rows or max(1, constraints.usable_tokens // width))
     if constraints.mode == "packed":
         align = constraints.sequence_alignment
         whole, rest = divmod(constraints.usable_tokens, unit * _rounded(longest, align))
         short = min(rest // unit // align * align, longest)
         return [longest] * (unit * whole) + [short] * (unit if short else 0)
-    return _rectangle(constraints, longest, unit)
-
-
-def _rectangle(constraints: PlanConstraints, longest: int, unit: int) -> list[int]:
-    """Rows of the longest samples, or more rows of shorter samples if that fills the cap better."""
+    # Rows of the longest samples, or more rows of shorter samples if that fills the cap better.
     align = constraints.rectangle_alignment
     width = _rounded(longest, align)
     rows = max(1, constraints.usable_tokens // width // unit) * unit
@@ -88,13 +85,6 @@ def _rectangle(constraints: PlanConstraints, longest: int, unit: int) -> list[in
     if shorter and (rows + unit) * shorter > rows * width:
         return [min(shorter, longest)] * (rows + unit)
     return [longest] * rows
-
-
-def _rows_of_padded(constraints: PlanConstraints, longest: int) -> int:
-    if constraints.rows is not None:
-        return constraints.rows
-    width = constraints.padded_length or _rounded(longest, constraints.rectangle_alignment)
-    return max(1, constraints.usable_tokens // width)
 
 
 def _rounded(value: int, multiple: int) -> int:

@@ -20,8 +20,7 @@ from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.roles import BaseReference
 from roll_batching.strategy.schedule import Packs
 from roll_batching.strategy.step_inputs import pack_inputs
-from roll_batching.tools.rehearsal.fake_data import fake_pack, real_pack, samples_of
-from roll_batching.tools.rehearsal.images import ImageSizes, with_images
+from roll_batching.tools.rehearsal.fake_data import ImageSizes, fake_pack, real_pack, samples_of, with_images
 from roll_batching.tools.rehearsal.recorder import Recorder
 from roll_batching.tools.rehearsal.rollout import rehearse_rollout
 
@@ -49,10 +48,9 @@ class RehearsedStrategy(MegatronInferStrategy):
         with _disable_current_modes():
             packs = list(pack_inputs(on_host, facts, local, plan, masks))
         with self.recorder.during("inputs"):
-            return [real_pack(pack) if self.with_values else self._fake(pack) for pack in packs]
-
-    def _fake(self, pack: PackedBatch) -> PackedBatch:
-        return fake_pack(pack, self.state.device, self.top_k)
+            if self.with_values:
+                return [real_pack(pack) for pack in packs]
+            return [fake_pack(pack, state.device, self.top_k) for pack in packs]
 
     def samples(self, plan: Plan) -> SampleBatch:
         """This rank's samples of `plan`. Without values the teacher names one token: `fake_pack` widens the field."""

@@ -27,15 +27,14 @@ from roll_batching.losses.contract import VALUES as VALUE_FIELD
 from roll_batching.modeling.cost import plan_flops
 from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.batching_spec import BatchingSpec
-from roll_batching.planning.pipeline.num_micro_batches import legal_count
+from roll_batching.planning.pipeline.schedule import legal_count
+from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.planning.prefixes import shared_positions
-from roll_batching.planning.role_planner import SMALLEST_SAVING
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.pack_features import pack_times_of, sharing_of
 from roll_batching.strategy.roles import top_log_probs
-from roll_batching.tools.rehearsal.fake_data import samples_of_critic
-from roll_batching.tools.rehearsal.images import image_sizes
+from roll_batching.tools.rehearsal.fake_data import image_sizes, samples_of_critic
 from roll_batching.tools.rehearsal.lengths import (
     Bin,
     fullest_bin,
@@ -197,28 +196,23 @@ class Passes:
 
     def host_notes(self) -> tuple[str, ...]:
         """Notes for the report: images, and host memory of the teacher's likely tokens."""
-        return (*self._image_notes(), *self._teacher_notes())
-
-    def _image_notes(self) -> tuple[str, ...]:
-        policy = self.policy
-        if policy.state.vision is None:
-            return ()
-        if policy.images is None:
-            return ("images: none, as actor_train.data_args.images is not set",)
-        plan = self.plan(policy, policy.batching.train, self.count())
-        return (policy.images.note(plan.lengths.tolist()), *ENCODER_NOTES)
-
-    def _teacher_notes(self) -> tuple[str, ...]:
-        if self.teacher is None:
-            return ()
-        dp_size, longest = self.policy.layout.dp_size, longest_sample(self.config)
-        samples = self.config.samples_per_rollout if is_rl(self.config) else self.config.mini_batch_size(dp_size)
-        tokens = sum(self.lengths) / len(self.lengths) if self.lengths else longest
-        size = 8 * self.policy.top_k * tokens * -(-samples // dp_size)
-        return (
-            f"teacher: {self.policy.top_k:,} likely tokens of each position, {8 * self.policy.top_k:,} bytes: "
-            f"{size / (1 << 30):,.2f} GiB on the host of each data-parallel rank in a step, which pass between ranks",
-        )
+        policy, config, dp_size = self.policy, self.config, self.policy.layout.dp_size
+        notes: list[str] = []
+        if policy.state.vision is not None and policy.images is None:
+            notes.append("images: none, as actor_train.data_args.images is not set")
+        elif policy.state.vision is not None and policy.images is not None:
+            plan = self.plan(policy, policy.batching.train, self.count())
+            notes += [policy.images.note(plan.lengths.tolist()), *ENCODER_NOTES]
+        if self.teacher is not None:
+            samples = config.samples_per_rollout if is_rl(config) else config.mini_batch_size(dp_size)
+            tokens = sum(self.lengths) / len(self.lengths) if self.lengths else longest_sample(config)
+            size = 8 * policy.top_k * tokens * -(-samples // dp_size)
+            notes.append(
+                f"teacher: {policy.top_k:,} likely tokens of each position, {8 * policy.top_k:,} bytes: "
+                f"{size / (1 << 30):,.2f} GiB on the host of each data-parallel rank in a step, which pass between "
+                "ranks"
+            )
+        return tuple(notes)
 
     def run(self, recorder: Recorder) -> dict[str, int]:
         """Run all planned passes of a step; returns the tokens of a micro-batch by pass."""
@@ -236,7 +230,8 @@ class Passes:
             plan = self.plan(planner, batching, self.count())
             tokens[REFERENCE] = self._log_probs(recorder, reference, plan, REFERENCE)
             if self.config.task == "kto":
-                for name, model in self._mismatched_passes(reference).items():
+                # For the reference point of KTO.
+                for name, model in ((MISMATCHED, policy), (MISMATCHED_REFERENCE, reference)):
                     plan = self.plan(model, model.batching.infer, self.count())
                     tokens[name] = self._log_probs(recorder, model, plan, name)
         if (teacher := self.teacher) is not None:
@@ -251,10 +246,6 @@ class Passes:
         with recorder.during("optimizer"):
             self._step(plan)
         return tokens
-
-    def _mismatched_passes(self, reference: RehearsedStrategy) -> dict[str, RehearsedStrategy]:
-        """The models of the passes for the reference point of KTO."""
-        return {MISMATCHED: self.policy, MISMATCHED_REFERENCE: reference}
 
     def _run_critic(self, recorder: Recorder, critic: Policy) -> dict[str, int]:
         """Values and a training step of the critic; the tokens of a micro-batch of both."""

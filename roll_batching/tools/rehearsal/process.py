@@ -1,4 +1,7 @@
-"""Run rehearsals in separate processes, because fake CUDA and fake process groups cannot be undone."""
+"""Run rehearsals in separate processes, because fake CUDA and fake process groups cannot be undone.
+
+As a module it is such a process: it reads a pickled task from stdin and writes its report to stdout.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from roll_batching.errors import RollBatchingError
+from roll_batching.lifetime import end_with_parent
 from roll_batching.tools.rehearsal.task import RankReport, RankTask
 
 PARENT = "ROLL_BATCHING_REHEARSED_BY"
@@ -39,11 +43,15 @@ def _run(task: RankTask) -> RankReport:
         "PYTHONWARNINGS": "ignore",
         PARENT: str(os.getpid()),
     }
-    command = [sys.executable, "-m", "roll_batching.tools.rehearsal.child"]
+    command = [sys.executable, "-m", "roll_batching.tools.rehearsal.process"]
     done = subprocess.run(command, input=pickle.dumps(task), capture_output=True, env=environment)
     if done.returncode or not done.stdout:
         output = done.stderr.decode(errors="replace").strip()
-        raise RehearsalError(f"the rehearsal of rank {task.rank} {_exit_reason(done.returncode)}:\n{output[-8000:]}")
+        reason = f"exited with code {done.returncode}"
+        if done.returncode < 0:
+            hint = ", probably because the machine ran out of memory" if done.returncode == -signal.SIGKILL else ""
+            reason = f"was killed by {signal.Signals(-done.returncode).name}{hint}"
+        raise RehearsalError(f"the rehearsal of rank {task.rank} {reason}:\n{output[-8000:]}")
     kind, value = pickle.loads(done.stdout)
     if kind == "error":
         raise RehearsalError(f"rank {task.rank} of {task.world_size} failed: {value}")
@@ -51,8 +59,24 @@ def _run(task: RankTask) -> RankReport:
     return report
 
 
-def _exit_reason(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    hint = ", probably because the machine ran out of memory" if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{hint}"
+# ---- the process of one rehearsal
+
+
+def _main() -> None:
+    end_with_parent(int(os.environ[PARENT]))
+    task = pickle.load(sys.stdin.buffer)
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not mix with the report
+    from roll_batching.tools.rehearsal.rank import rehearse_rank
+
+    try:
+        result: tuple[str, object] = ("report", rehearse_rank(task))
+    except RollBatchingError as error:
+        result = ("error", str(error))
+    with answer:
+        pickle.dump(result, answer)
+    os._exit(0)  # no clean-up: destroying fake process groups would wait for ranks that do not exist
+
+
+if __name__ == "__main__":
+    _main()

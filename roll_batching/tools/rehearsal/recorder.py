@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-from roll_batching.tools.rehearsal.collectives import Collective, collective_of, is_collective
-from roll_batching.tools.rehearsal.flops import flops_of, workspace_of
+from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
 
@@ -173,9 +172,13 @@ class Recorder(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             self._note_read(args[0])
             if isinstance(args[0], FakeTensor):
-                return _assumed_value(args[0])
-        elif func is _aten._to_copy.default and self._leaves_device(args[0], kwargs):
-            self._note_read(args[0])
+                # 1 or True, so that checks for finite and non-zero numbers pass.
+                return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
+        elif func is _aten._to_copy.default:
+            target = kwargs.get("device")
+            leaves = args[0].device.type != "cpu" and target is not None and torch.device(target).type == "cpu"
+            if leaves and not kwargs.get("non_blocking", False):
+                self._note_read(args[0])
         elif is_collective(func):
             self.collectives.append(collective_of(func, args, self.phase))
         out = func(*args, **kwargs)
@@ -214,21 +217,9 @@ class Recorder(TorchDispatchMode):
         """Index in `blocks` of the storage of `tensor`; None if it is not on the device."""
         return self._known.get(tensor.untyped_storage()._cdata)
 
-    def _leaves_device(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        target = kwargs.get("device")
-        leaves = tensor.device.type != "cpu" and target is not None and torch.device(target).type == "cpu"
-        return leaves and not kwargs.get("non_blocking", False)
-
     def _note_read(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == self._device_type:
             self.host_reads.append(HostRead(self.phase, _caller()))
-
-
-def _assumed_value(tensor: torch.Tensor) -> Any:
-    """Value read from a fake tensor: 1 or True, so that checks for finite and non-zero numbers pass."""
-    if tensor.dtype is torch.bool:
-        return True
-    return 1.0 if tensor.dtype.is_floating_point else 1
 
 
 def _caller() -> str:
@@ -242,3 +233,138 @@ def _caller() -> str:
             break
         frame = frame.f_back
     return "unknown"
+
+
+# ---- collectives
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a collective."""
+
+    name: str
+    """all_reduce, send, barrier, ..."""
+    group: str
+    """Description of the group, or its ranks if it has none."""
+    size: int
+    """Number of ranks in the group."""
+    bytes: int
+    """Bytes of the tensors that this rank sends, or receives if it sends nothing."""
+    phase: str
+
+
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor",
+    "allreduce_coalesced_": "all_reduce",
+    "alltoall_base_": "all_to_all_single",
+    "alltoall_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "barrier": "barrier",
+}
+_INPUT_SECOND = {"_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allgather_", "reduce_scatter_"} | {
+    "allgather_into_tensor_coalesced_",
+    "reduce_scatter_tensor_coalesced_",
+}
+"""Operators whose first argument is the output and the second the input."""
+
+
+def is_collective(func: Any) -> bool:
+    """Whether `func` is a communicating operator of torch.distributed."""
+    return bool(func.namespace == "c10d" and func._opname in _NAMES)
+
+
+def collective_of(func: Any, args: tuple[Any, ...], phase: str) -> Collective:
+    """Record of one call of the operator `func`."""
+    operator = func._opname
+    tensors = args[1] if operator in _INPUT_SECOND else args[0]
+    size = sum(x.numel() * x.element_size() for x in tree_iter(tensors) if isinstance(x, torch.Tensor))
+    boxed = next(x for x in args if isinstance(x, torch.ScriptObject))
+    group: Any = dist.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
+    name = group.group_desc
+    if not name or name == "undefined":
+        name = "ranks " + ",".join(map(str, dist.get_process_group_ranks(group)))
+    return Collective(_NAMES[operator], name, group.size(), size, phase)
+
+
+# ---- FLOPs
+#
+# A product of [m, k] and [k, n] is 2mkn. Attention over p pairs of a query and a key that it sees, with h heads of d
+# channels, is 4phd forward (scores, and values weighted by them) and 10phd backward, where the kernel computes the
+# scores again: five products instead of two.
+
+
+_PAIRS: dict[int, int] = {}
+"""Query-key pairs of a pack, by the storage of its cumulative query lengths."""
+
+
+def set_attention_pairs(cumulative: torch.Tensor, pairs: int) -> None:
+    """Set the number of query-key pairs of the pack whose cumulative query lengths are `cumulative`.
+
+    A fake tensor has no lengths to count them from.
+    """
+    _PAIRS[cumulative.untyped_storage()._cdata] = pairs
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """FLOPs of one call of an operator."""
+    packet = func._overloadpacket
+    if packet in _COUNTED:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet is torch.ops.aten.addmm_:
+        (m, k), n = args[1].shape, args[2].shape[1]
+        return int(2 * m * k * n)
+    name = str(packet)
+    if name.startswith("aten._scaled_dot_product_"):
+        return _dense_attention(func, args, kwargs)
+    if name == "torch_attn._varlen_attn":
+        query, cumulative = args[0], args[3]
+        return 4 * _pairs_of(cumulative) * query.shape[1] * query.shape[2]
+    if name == "torch_attn._varlen_attn_backward":
+        query, cumulative = args[1], args[6]
+        return 10 * _pairs_of(cumulative) * query.shape[1] * query.shape[2]
+    return 0
+
+
+def workspace_of(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes of a kernel's workspace, which fake tensors do not allocate.
+
+    Flash attention's backward (`mha_varlen_bwd` in PyTorch's `flash_attn/flash_api.cpp`): an fp32 sum of the queries'
+    gradients, a number per row, and with fewer key heads than query heads, gradients of keys and values per query head.
+    """
+    if str(func._overloadpacket) != "torch_attn._varlen_attn_backward":
+        return 0
+    query, key, cumulative = args[1], args[2], args[6]
+    rows, heads, dim = len(query) + 128 * len(cumulative), query.shape[1], query.shape[2]
+    expanded = 0 if key.shape[1] == heads else 2 * len(key) * heads * dim * key.element_size()
+    return 4 * rows * heads * (dim + 1) + expanded
+
+
+def _dense_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """FLOPs of a kernel of torch's scaled_dot_product_attention.
+
+    Not from torch's registry: it has no CPU kernels, and counts the pairs above the diagonal, which kernels skip.
+    """
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    batch, heads, queries, dim = named["query"].shape
+    keys, value_dim = named["key"].shape[2], named["value"].shape[3]
+    square = min(queries, keys)
+    pairs = square * (square + 1) // 2 + (queries - square) * keys if named.get("is_causal") else queries * keys
+    channels = 3 * dim + 2 * value_dim if "backward" in str(func) else dim + value_dim
+    return int(2 * batch * heads * pairs * channels)
+
+
+def _pairs_of(cumulative: torch.Tensor) -> int:
+    return _PAIRS.get(cumulative.untyped_storage()._cdata, 0)
+
+
+_ATEN = torch.ops.aten
+_COUNTED = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm})

@@ -69,14 +69,21 @@ def advice_lines(
 
 def lines_of(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
     """Lines of the report; the first is the verdict."""
-    yield _verdict(rehearsal, gpu_memory)
+    worst = rehearsal.worst
+    verdict = "fits" if rehearsal.fits(gpu_memory) else "does not fit"
+    yield (
+        f"{verdict} {_gib(gpu_memory)} GiB: {worst.name} needs {_gib(worst.need)} GiB ({_gib(worst.peak)} counted, in "
+        f"{worst.peak_phase}; {_gib(worst.need - worst.peak)} of margins)"
+    )
     if rehearsal.fault is not None:
         yield f"the first rollout fails: {rehearsal.fault}"
     ranks = f"{rehearsal.dims} = {rehearsal.dims.world_size} ranks"
     if rehearsal.cp_sizes:
         yield f"{ranks}; each pack has its own context-parallel size, CP:"
     for size in rehearsal.cp_sizes or (None,):
-        yield (f"{ranks}; " if size is None else f"  CP {size}: ") + _micro_batches(rehearsal, size)
+        first = next(stage for stage in rehearsal.stages if stage.cp_size == size)
+        tokens = ", ".join(f"{count:,} tokens ({name})" for name, count in first.report.tokens.items())
+        yield (f"{ranks}; " if size is None else f"  CP {size}: ") + f"micro-batches of {tokens}"
     yield from rehearsal.stages[0].report.notes
     for stage in rehearsal.stages:
         yield ""
@@ -86,13 +93,6 @@ def lines_of(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
         yield _totals("training", totals_of(rehearsal, size), size)
         if uses_critic(rehearsal.config):
             yield _totals("training of the critic", totals_of(rehearsal, size, critic=True), size)
-
-
-def _micro_batches(rehearsal: Rehearsal, cp_size: int | None) -> str:
-    """Tokens of the rehearsed micro-batches by pass; of all ranks of a pack with `cp_size`."""
-    first = next(stage for stage in rehearsal.stages if stage.cp_size == cp_size)
-    tokens = ", ".join(f"{count:,} tokens ({name})" for name, count in first.report.tokens.items())
-    return f"micro-batches of {tokens}"
 
 
 def _stage(stage: StageReport) -> Iterator[str]:
@@ -131,15 +131,6 @@ def _totals(name: str, totals: StepTotals, cp_size: int | None) -> str:
     return f"{text}; {count:,} in an optimizer step, {count * totals.computed / 1e15:,.2f} PFLOP if all are equal"
 
 
-def _verdict(rehearsal: Rehearsal, gpu_memory: float) -> str:
-    worst = rehearsal.worst
-    verdict = "fits" if rehearsal.fits(gpu_memory) else "does not fit"
-    return (
-        f"{verdict} {_gib(gpu_memory)} GiB: {worst.name} needs {_gib(worst.need)} GiB ({_gib(worst.peak)} counted, in "
-        f"{worst.peak_phase}; {_gib(worst.need - worst.peak)} of margins)"
-    )
-
-
 def _gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
 
@@ -152,9 +143,8 @@ def report_json(rehearsal: Rehearsal, gpu_memory: float) -> dict[str, Any]:
         "fits": rehearsal.fits(gpu_memory),
         "need": rehearsal.worst.need,
         "fault": rehearsal.fault,
-        "training": [{"cp_size": size, **asdict(totals_of(rehearsal, size))} for size in rehearsal.cp_sizes]
-        or asdict(totals_of(rehearsal)),
-        **({"critic": _critic_totals(rehearsal)} if uses_critic(rehearsal.config) else {}),
+        "training": _totals_json(rehearsal),
+        **({"critic": _totals_json(rehearsal, critic=True)} if uses_critic(rehearsal.config) else {}),
         "stages": [
             {
                 "name": stage.name,
@@ -179,10 +169,11 @@ def report_json(rehearsal: Rehearsal, gpu_memory: float) -> dict[str, Any]:
     }
 
 
-def _critic_totals(rehearsal: Rehearsal) -> Any:
-    return [
-        {"cp_size": size, **asdict(totals_of(rehearsal, size, critic=True))} for size in rehearsal.cp_sizes
-    ] or asdict(totals_of(rehearsal, critic=True))
+def _totals_json(rehearsal: Rehearsal, *, critic: bool = False) -> Any:
+    """Totals of the training passes, or a list of them by context-parallel size where each pack has its own."""
+    sizes = rehearsal.cp_sizes
+    of_sizes = [{"cp_size": size, **asdict(totals_of(rehearsal, size, critic=critic))} for size in sizes]
+    return of_sizes or asdict(totals_of(rehearsal, critic=critic))
 
 
 def draw_memory(report: RankReport, path: str | Path, *, title: str, gpu_memory: float) -> None:

@@ -22,7 +22,7 @@ from roll_batching.strategy.generation import (
     make_sampler,
 )
 from roll_batching.strategy.model_state import ModelState
-from roll_batching.tools.rehearsal.images import ImageSizes, images_of_rows
+from roll_batching.tools.rehearsal.fake_data import ImageSizes, images_of_rows
 from roll_batching.tools.rehearsal.recorder import Recorder
 from roll_batching.tools.rehearsal.task import COMPACTION, DECODING, PREFILL
 

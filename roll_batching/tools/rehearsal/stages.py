@@ -1,18 +1,22 @@
-"""Kinds of pipeline stages that a rehearsal runs, and the layers of each."""
+"""Kinds of pipeline stages that a rehearsal runs, and the layers of each: extrapolated, or TransformerEngine's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.modeling.head import gpt_of
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
+from roll_batching.settings.fp8 import fp8_layers
 from roll_batching.settings.pipeline_split import ChunkLayers
+from roll_batching.tools.rehearsal.task import PhasePeak, RankReport, TrainingBatch, with_value
 
 FEW, MORE = 2, 3
 """Layers per chunk of the two shallow models from which a deep one is extrapolated."""
@@ -173,3 +177,118 @@ def rehearsed_depths(
         if role.model_args.architecture != architecture or differing_keys(role, config.actor_train):
             return (None,)
     return depths_of(kind.chunk_layers, split, megatron, architecture)
+
+
+# ---- extrapolation from two shallow models
+
+
+def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int, float]) -> RankReport:
+    """Report of a rank with `layers[2]` layers, from its reports with `layers[0]` and `layers[1]` layers."""
+    shallow, deeper, target = layers
+    share = (target - shallow) / (deeper - shallow)
+
+    def extrapolate(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    def by_key(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+        return {
+            key: max(extrapolate(a.get(key, 0), b.get(key, 0)), 0) for key in (*a, *(key for key in b if key not in a))
+        }
+
+    def peak(phase: str) -> PhasePeak:
+        a, b = few.peaks[phase], more.peaks[phase]
+        return PhasePeak(
+            phase=phase,
+            bytes=extrapolate(a.bytes, b.bytes),
+            kinds=by_key(a.kinds, b.kinds),
+            holders=by_key(a.holders, b.holders),
+        )
+
+    def batch(a: TrainingBatch, b: TrainingBatch) -> TrainingBatch:
+        return replace(b, model_flops=extrapolate(a.model_flops, b.model_flops))
+
+    calls = by_key({k: v[0] for k, v in few.collectives.items()}, {k: v[0] for k, v in more.collectives.items()})
+    sizes = by_key({k: v[1] for k, v in few.collectives.items()}, {k: v[1] for k, v in more.collectives.items()})
+    reads = by_key(dict(few.host_reads), dict(more.host_reads))
+    return replace(
+        more,
+        parameters=extrapolate(few.parameters, more.parameters),
+        layer_weights=extrapolate(few.layer_weights, more.layer_weights),
+        kept=by_key(few.kept, more.kept),
+        peaks={phase: peak(phase) for phase in more.peaks if phase in few.peaks},
+        flops=by_key(few.flops, more.flops),
+        collectives={key: (round(calls[key]), sizes[key]) for key in calls},
+        host_reads={key: round(count) for key, count in reads.items()},
+        training=batch(few.training, more.training),
+        critic=None if few.critic is None or more.critic is None else batch(few.critic, more.critic),
+        seconds=few.seconds + more.seconds,
+    )
+
+
+# ---- TransformerEngine's layers
+
+
+ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
+COPIES_PER_WEIGHT = {"tensorwise": 2.0, "blockwise": 2.0, "mxfp8": 2.0 + 2 / 32}
+"""Bytes of the copies of a weight by recipe: one value by rows and one by columns, and mxfp8's scales.
+
+TransformerEngine keeps them from the first micro-batch of a step to the last (`_fp8_workspaces`), and until the next
+step. A tensorwise copy has no second part on Blackwell.
+"""
+_LOCAL: dict[str, Any] = {"transformer_impl": "local", "fp8": None, "fp8_recipe": None, "first_last_layers_bf16": False}
+
+
+def uses_transformer_engine(config: JobConfig) -> bool:
+    """Whether the policy has layers of TransformerEngine."""
+    return config.actor_train.strategy_args.strategy_config.transformer_impl == "transformer_engine"
+
+
+def with_local_layers(config: JobConfig) -> JobConfig:
+    """Copy of `config` with Megatron's local layers, without FP8, in place of TransformerEngine's."""
+    for role in ROLES:
+        settings = getattr(config, role)
+        layout = None if settings is None else settings.strategy_args.strategy_config
+        if layout is None or layout.transformer_impl != "transformer_engine":
+            continue
+        attention = "auto" if layout.attention_backend == "transformer_engine" else layout.attention_backend
+        local = layout.model_copy(update={**_LOCAL, "attention_backend": attention})
+        config = with_value(config, f"{role}.strategy_args.strategy_config", local)
+    return config
+
+
+def transformer_engine_notes(config: JobConfig) -> tuple[str, ...]:
+    """Assumptions of a rehearsal of TransformerEngine's layers, for its report."""
+    if not uses_transformer_engine(config):
+        return ()
+    notes = ["TransformerEngine's layers are rehearsed as Megatron's local ones, whose kernels are counted"]
+    if config.actor_train.strategy_args.strategy_config.fp8 is not None:
+        notes.append(
+            "FP8: activations are counted in bf16, which is more than TransformerEngine keeps of the inputs of linear "
+            "layers; FLOPs are those of bf16, and no time is predicted from them"
+        )
+    return tuple(notes)
+
+
+def layer_weights(chunks: Sequence[Any]) -> int:
+    """Number of weights in the linear layers of all decoder layers, without routers."""
+    return sum(
+        parameter.numel()
+        for chunk in chunks
+        for name, parameter in gpt_of(chunk).decoder.layers.named_parameters()
+        if parameter.dim() == 2 and ".router." not in name  # not convolutions
+    )
+
+
+def copies_in_fp8(megatron: MegatronConfig, split: ChunkLayers, stage: int, weights: float) -> float:
+    """Bytes of the FP8 copies of a pipeline stage's `weights`, which are counted over all its layers."""
+    if megatron.fp8_recipe is None:
+        return 0.0
+    held, first = [], 0
+    for chunk in range(len(split[0])):
+        for number, counts in enumerate(split):
+            if number == stage:
+                held.append(range(first, first + counts[chunk]))
+            first += counts[chunk]
+    count, num_layers = sum(map(len, held)), sum(map(sum, split))
+    in_fp8 = sum(fp8_layers(megatron, layers, num_layers) for layers in held)
+    return COPIES_PER_WEIGHT[megatron.fp8_recipe] * weights * in_fp8 / max(count, 1)

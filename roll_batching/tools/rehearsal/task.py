@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from roll_batching.jobs.config import JobConfig
 
@@ -16,6 +16,8 @@ GRADIENTS = ("inputs", "forward", "backward", "gradient sync", "optimizer")
 VALUES = "values"
 CRITIC = "critic "
 """Begins the names of the phases and kinds of memory of the critic's training."""
+EXPERT_COUNT_READS = "moe/token_dispatcher.py"
+"""File in which dropless Megatron reads the token counts from the device, once per layer and pass."""
 CRITIC_GRADIENTS = tuple(f"{CRITIC}{phase}" for phase in GRADIENTS)
 
 
@@ -99,3 +101,9 @@ class RankReport:
     """Assumptions, such as balanced routing."""
     timeline: tuple[tuple[str, dict[str, float]], ...] = ()
     """Phase and bytes by kind, at moments evenly spaced in operations."""
+
+
+def with_value(settings: Any, path: str, value: Any) -> Any:
+    """Copy of pydantic settings with `value` at a dotted path."""
+    first, _, rest = path.partition(".")
+    return settings.model_copy(update={first: with_value(getattr(settings, first), rest, value) if rest else value})

@@ -1,4 +1,4 @@
-"""Charts as plain data for plotly.js: lines with bands, stacked areas, points. Labels are escaped here."""
+"""Parts of the page. Charts are plain data for plotly.js: lines with bands, areas, points; labels are escaped here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_batching.tools.report.run_files import Row
-from roll_batching.tools.report.text import escaped
+from roll_batching.tools.report.run_files import Row, escaped
 
 BLUE, ORANGE, GREEN, GREY, PURPLE, RED = "#2563a8", "#d9622b", "#2e8b6f", "#8793a1", "#7a4fa3", "#b3273d"
 INK = "#1f2933"
@@ -48,7 +47,10 @@ class Chart:
         """The figure for plotly.js: `data` and `layout`."""
         y: dict[str, Any] = {"title": {"text": escaped(self.y)}}
         if self.percent:
-            y["tickformat"] = f".{_percent_digits(_largest(self.traces))}%"
+            largest = max((abs(value) for trace in self.traces for value in trace.get("y", ())), default=0.0)
+            # Decimals of the ticks of an axis that ends near the largest share.
+            digits = min(max(1 - math.floor(math.log10(largest * 100)), 0), 9) if largest > 0 else 0
+            y["tickformat"] = f".{digits}%"
         if self.is_scientific:
             y["exponentformat"] = "e"
         if self.from_zero:
@@ -173,18 +175,6 @@ def _listed(values: Iterable[Any]) -> list[float]:
     return [float(f"{value:.6g}") if abs(value) < 1e5 or value % 1 else int(value) for value in map(float, values)]
 
 
-def _largest(traces: Iterable[Trace]) -> float:
-    values = [abs(value) for trace in traces for value in trace.get("y", ())]
-    return max(values, default=0.0)
-
-
-def _percent_digits(largest: float) -> int:
-    """Decimals of the ticks of an axis that ends near this share."""
-    if largest <= 0:
-        return 0
-    return min(max(1 - math.floor(math.log10(largest * 100)), 0), 9)
-
-
 def _transparent(color: str, opacity: float) -> str:
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
@@ -236,3 +226,37 @@ def smooth(steps: Floats, values: Floats) -> Curve:
     edges = np.array([np.percentile(part, BAND) for part in parts])
     means = np.array([part.mean() for part in parts])
     return Curve(steps[centres], means, edges[:, 0], edges[:, 1], window)
+
+
+# ---- parts of the page
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts, which the page escapes."""
+
+    head: Sequence[str]
+    records: Sequence[Sequence[str]]
+    title: str = ""
+    marked: frozenset[int] = frozenset()
+    """Records that are emphasised: settings that differ between two runs."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page."""
+
+    title: str
+    note: str = ""
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    lists: Sequence[tuple[str, Sequence[str]]] = ()
+    """Titles and items of lists."""
+    has_rollouts: bool = False
+    absent: Sequence[str] = field(default=())
+    """What is left out of it, as sentences."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not (self.charts or self.tables or self.lists or self.has_rollouts)

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roll_batching.tools.report.charts import BLUE, COLORS, DASHES, ORANGE, Chart, Trace, line, points, window_note
+from roll_batching.tools.report.charts import (
+    BLUE,
+    COLORS,
+    DASHES,
+    ORANGE,
+    Chart,
+    Section,
+    Trace,
+    line,
+    points,
+    window_note,
+)
 from roll_batching.tools.report.run_files import RunFiles
-from roll_batching.tools.report.sections import Section
 
 RUN_COLORS = (BLUE, ORANGE)
 

@@ -1,12 +1,14 @@
-"""Sections without charts: overview, held-out results, configuration, environment, notices."""
+"""Sections without charts: overview, held-out results, configuration, environment, notices, recorded rollouts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from roll_batching.jobs.observe.progress import fixed
-from roll_batching.tools.report.run_files import Row, RunFiles
-from roll_batching.tools.report.sections import Section, Table
+from roll_batching.tools.report.charts import Section, Table
+from roll_batching.tools.report.run_files import MOST_ROLLOUTS, Row, RunFiles, clean, number
 
 _STEPS_OF_PHASES = {
     "rl": "max_steps",
@@ -21,16 +23,17 @@ _MOST_RESULTS = 40
 
 def overview_section(runs: Sequence[RunFiles]) -> Section:
     """Runs, their phases and recorded steps, and results on held-out data."""
-    records = [(run.label, str(run.folder), "; ".join(_progress(run, phase) for phase in run.phases)) for run in runs]
+    records = []
+    for run in runs:
+        phases = []
+        for phase in run.phases:
+            steps = run.settings.get(_STEPS_OF_PHASES.get(phase, ""), "")
+            of_all = f" of {int(steps[:15]):,}" if steps.isascii() and steps.isdigit() else ""
+            phases.append(f"{phase}: {max(row.step for row in run.of_phase(phase)):,}{of_all}")
+        records.append((run.label, str(run.folder), "; ".join(phases)))
     tables = [Table(("run", "folder", "recorded steps"), records)]
     results = _results(runs)
     return Section("Overview", tables=[*tables, results] if results else tables)
-
-
-def _progress(run: RunFiles, phase: str) -> str:
-    last = max(row.step for row in run.of_phase(phase))
-    steps = run.settings.get(_STEPS_OF_PHASES.get(phase, ""), "")
-    return f"{phase}: {last:,}" + (f" of {int(steps[:15]):,}" if steps.isascii() and steps.isdigit() else "")
 
 
 def _results(runs: Sequence[RunFiles]) -> Table | None:
@@ -139,3 +142,75 @@ def _findings(run: RunFiles) -> list[str]:
         if run.nulls.get(key):
             findings.append(f"{key} is missing or not finite in {run.nulls[key]:,} rows.")
     return findings
+
+
+# ---- recorded rollouts
+
+
+LONGEST_TEXT = 3000
+"""Most characters of a prompt or response."""
+MOST_CHARACTERS = 6_000_000
+"""Most characters of all texts of a run; texts are cut shorter where there are more."""
+
+
+def rollouts_section(runs: Sequence[RunFiles]) -> Section:
+    """The section, or the reason why it is empty."""
+    notes, absent = [], []
+    for run in runs:
+        if run.rollouts is None:
+            absent.append(
+                f"Rollouts of {run.label}: its folder has no rollouts.jsonl with responses (rollout_samples; "
+                "supervised runs have none)."
+            )
+            continue
+        shown, total = len(run.rollouts.objects), run.rollouts.total
+        if total > MOST_ROLLOUTS:
+            notes.append(
+                f"{run.label}: {shown:,} of {total:,} recorded responses are on this page, spread evenly over the file."
+            )
+        else:
+            notes.append(f"{run.label}: {shown:,} recorded responses.")
+    notes.append("Runs record some of their responses (rollout_samples of each step), not all.")
+    return Section(
+        "Rollouts", note=" ".join(notes), has_rollouts=any(run.rollouts is not None for run in runs), absent=absent
+    )
+
+
+def rollout_records(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
+    """One record per response; all texts cleaned."""
+    records = []
+    for run in runs:
+        objects = run.rollouts.objects if run.rollouts is not None else []
+        longest = min(LONGEST_TEXT, MOST_CHARACTERS // max(3 * len(objects), 1))
+        records += [_record(values, run.label, longest) for values in objects]
+    return records
+
+
+def _record(values: dict[str, Any], label: str, longest: int) -> dict[str, Any]:
+    return {
+        "run": label,
+        **{
+            name: None if (value := number(values.get(name))) is None else int(value)
+            for name in ("step", "version", "id", "prompt_tokens", "response_tokens")
+        },
+        "kind": clean(values.get("kind", ""), 20),
+        "domain": clean(values.get("domain") or "", 60),
+        "reward": number(values.get("reward")),
+        "failed": values.get("failed") is True,
+        "finished": values.get("finished") is True,
+        "marks": _marks(values.get("marks")),
+        **{name: clean(values.get(name, ""), longest) for name in ("prompt", "response")},
+        "answer": clean("" if values.get("answer") is None else values["answer"], min(longest, 500)),
+    }
+
+
+def _marks(value: Any) -> str:
+    if not isinstance(value, dict):
+        return ""
+    names = [name for name, mark in list(value.items())[:20] if mark is True]
+    others = [
+        f"{name}={json.dumps(mark)}"
+        for name, mark in list(value.items())[:20]
+        if isinstance(mark, int | float) and not isinstance(mark, bool)
+    ]
+    return clean(", ".join([*names, *others]).replace("_", " "), 200)

@@ -1,16 +1,22 @@
-"""The section on the plan of a run's last step: who computes which samples when, and where ranks wait."""
+"""The section on the plan of a run's last step: who computes which samples when, and where ranks wait.
+
+Times are those that the planner's costs predict.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from roll_batching.jobs.observe.run_files import MOST_SAMPLES
 from roll_batching.planning import Plan
-from roll_batching.tools.report.charts import INK, Chart, Trace
+from roll_batching.planning.pipeline.execution import execute_plan, packs_of_ranks
+from roll_batching.tools.report.charts import INK, Chart, Section, Trace
 from roll_batching.tools.report.run_files import RunFiles
-from roll_batching.tools.report.sections import Section
-from roll_batching.tools.report.timeline import Box, Timeline, make_timeline
 
 MOST_ROWS = 64
 """Most rows of a timeline: ranks, or stages of pipelines."""
@@ -56,12 +62,23 @@ def _timeline_chart(plan: Plan, name: str) -> Chart:
         f"padding {report.padding_share:.1%}, bubbles {timeline.bubble_share:.2%}"
     )
     note += f" of the rows shown: {hidden:,} more ranks are not drawn." if hidden else "."
-    by_sample = stages == 1 and sum(_size(plan, box.pack) for box in timeline.boxes) <= MOST_BOXES
+    boxes = timeline.boxes
     if stages > 1:
-        traces = [_passes(plan, timeline, kind, label) for kind, label in (("F", "forward"), ("B", "backward"))]
+        traces = [_passes(plan, boxes, kind, label) for kind, label in (("F", "forward"), ("B", "backward"))]
+    elif int(np.diff(plan.offsets)[[box.pack for box in boxes]].sum()) <= MOST_BOXES:
+        frames = {"color": "rgba(0,0,0,0)", "line": {"color": INK, "width": 1.2}}
+        outlines = _bars("micro-batch", *_places(boxes)) | {"hoverinfo": "skip", "marker": frames}
+        traces = [_samples(plan, boxes), outlines]
     else:
-        traces = [_samples(plan, timeline), _outlines(timeline)] if by_sample else [_packs(plan, timeline)]
-    traces.append(_bubbles(timeline))
+        marker = _colored([int(plan.tokens[box.pack]) for box in boxes], "tokens", 0.3)
+        marker |= {"cmin": 0}  # near the cap, differences are small
+        bars = {"hovertext": [_pack_text(plan, box) for box in boxes], "marker": marker, "showlegend": False}
+        traces = [_bars("micro-batches", *_places(boxes)) | bars]
+    rows, starts, durations = zip(*timeline.bubbles, strict=True) if timeline.bubbles else ((), (), ())
+    unit = " ms" if timeline.is_milliseconds else " of the mean work of a row"
+    waits = {"hovertext": [f"waits {duration:.3g}{unit}" for duration in durations]}
+    grey = {"marker": {"color": "#d5dae0", "line": {"width": 0}}}
+    traces.append(_bars("waiting", rows, starts, durations) | waits | grey)
     ticks = list(range(0, timeline.rows, -(-timeline.rows // 16)))
     layout: dict[str, Any] = {
         "barmode": "overlay",
@@ -94,10 +111,10 @@ def _bars(name: str, rows: Sequence[int], starts: Sequence[float], durations: Se
     }
 
 
-def _samples(plan: Plan, timeline: Timeline) -> Trace:
+def _samples(plan: Plan, boxes: Sequence[Box]) -> Trace:
     """One bar per sample, coloured by its length."""
     rows, starts, durations, texts, lengths = [], [], [], [], []
-    for box in timeline.boxes:
+    for box in boxes:
         first, end = int(plan.offsets[box.pack]), int(plan.offsets[box.pack + 1])
         members = plan.samples[first:end]
         costs = plan.sample_costs[members].astype(float)
@@ -117,40 +134,13 @@ def _samples(plan: Plan, timeline: Timeline) -> Trace:
     return trace | {"hovertext": texts, "marker": _colored(lengths, "tokens", 0.5), "showlegend": False}
 
 
-def _packs(plan: Plan, timeline: Timeline) -> Trace:
-    """One bar per micro-batch, coloured by its tokens."""
-    boxes = timeline.boxes
-    trace = _bars("micro-batches", *_places(boxes))
-    tokens = [int(plan.tokens[box.pack]) for box in boxes]
-    texts = [_pack_text(plan, box) for box in boxes]
-    marker = _colored(tokens, "tokens", 0.3) | {"cmin": 0}  # near the cap, differences are small
-    return trace | {"hovertext": texts, "marker": marker, "showlegend": False}
-
-
-def _outlines(timeline: Timeline) -> Trace:
-    """Frames around the samples of a micro-batch."""
-    return _bars("micro-batch", *_places(timeline.boxes)) | {
-        "hoverinfo": "skip",
-        "marker": {"color": "rgba(0,0,0,0)", "line": {"color": INK, "width": 1.2}},
-    }
-
-
-def _passes(plan: Plan, timeline: Timeline, kind: str, label: str) -> Trace:
+def _passes(plan: Plan, boxes: Sequence[Box], kind: str, label: str) -> Trace:
     """Bars of the forward or backward passes of a pipeline."""
-    boxes = [box for box in timeline.boxes if box.kind == kind]
+    boxes = [box for box in boxes if box.kind == kind]
     color = "#6f9fd4" if kind == "F" else "#1f5a96"
     return _bars(label, *_places(boxes)) | {
         "hovertext": [f"{label}<br>{_pack_text(plan, box)}" for box in boxes],
         "marker": {"color": color, "line": {"color": "white", "width": 0.5}},
-    }
-
-
-def _bubbles(timeline: Timeline) -> Trace:
-    rows, starts, durations = zip(*timeline.bubbles, strict=True) if timeline.bubbles else ((), (), ())
-    unit = " ms" if timeline.is_milliseconds else " of the mean work of a row"
-    return _bars("waiting", rows, starts, durations) | {
-        "hovertext": [f"waits {duration:.3g}{unit}" for duration in durations],
-        "marker": {"color": "#d5dae0", "line": {"width": 0}},
     }
 
 
@@ -173,10 +163,6 @@ def _pack_text(plan: Plan, box: Box) -> str:
     return f"{text}<br>lengths: {', '.join(f'{length:,}' for length in lengths[:_MOST_LENGTHS])}{more}"
 
 
-def _size(plan: Plan, pack: int) -> int:
-    return int(plan.offsets[pack + 1] - plan.offsets[pack])
-
-
 def _colored(values: Sequence[int], title: str, line: float) -> dict[str, Any]:
     return {
         "color": list(values),
@@ -189,3 +175,77 @@ def _colored(values: Sequence[int], title: str, line: float) -> dict[str, Any]:
 
 def _short(value: float) -> float:
     return float(f"{value:.7g}")
+
+
+# ---- times of micro-batches
+
+
+@dataclass(frozen=True)
+class Box:
+    """One pass of a micro-batch on a row of the timeline."""
+
+    row: int
+    """DP rank; in a pipeline DP rank x stages + stage."""
+    start: float
+    """In means of the rows' work; of plans with predicted times, in milliseconds."""
+    duration: float
+    pack: int
+    """Index into the plan's micro-batch arrays."""
+    index: int
+    """Position among the micro-batches of the rank."""
+    kind: str
+    """"step" for forward and backward together; "F" or "B" in a pipeline."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Boxes of all rows, and the gaps between them."""
+
+    boxes: list[Box]
+    bubbles: list[tuple[int, float, float]]
+    """Row, start and duration."""
+    rows: int
+    end: float
+    is_milliseconds: bool
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of all rows' time until the end that is bubbles."""
+        return sum(duration for _, _, duration in self.bubbles) / (self.rows * self.end) if self.end else 0.0
+
+
+def make_timeline(plan: Plan, ranks: int) -> Timeline:
+    """Timeline of the first `ranks` DP ranks, as the planner predicts it: transfers between stages are free."""
+    constraints, stages, packs = plan.constraints, plan.constraints.pp_size, packs_of_ranks(plan)
+    costs = plan.costs / plan.cp_sizes * constraints.cp_size
+    is_predicted = plan.blocks is not None and bool(plan.blocks.step_time)
+    if plan.blocks is not None and is_predicted:
+        costs = plan.blocks.times.astype(np.float64)
+    events = execute_plan(plan, costs / 3, costs * 2 / 3)
+    end = max((passes[-1].end for of_rank in events for passes in of_rank), default=0.0)
+    shares = plan.chunk_shares or (1.0,) * (stages * constraints.vpp_size)
+    boxes = []
+    for row, (rank, stage) in enumerate(itertools.product(range(ranks), range(stages))):
+        for event in events[rank][stage]:
+            pack = packs[rank][event.index]
+            if stages == 1 and event.is_backward:
+                continue  # the box of the forward pass holds both
+            kind, part = ("step", 3) if stages == 1 else ("B", 2) if event.is_backward else ("F", 1)
+            share = shares[event.chunk * stages + stage] / constraints.vpp_size
+            boxes.append(Box(row, event.start, float(costs[pack]) * share * part / 3, pack, event.index, kind))
+    rows = ranks * stages
+    scale = 1e-6 if is_predicted else rows / (sum(box.duration for box in boxes) or rows)
+    boxes = [replace(box, start=box.start * scale, duration=box.duration * scale) for box in boxes]
+    return Timeline(boxes, _gaps(boxes, rows, end * scale), rows, end * scale, is_predicted)
+
+
+def _gaps(boxes: list[Box], rows: int, end: float) -> list[tuple[int, float, float]]:
+    """The time of each row until `end` that no box fills."""
+    gaps: list[tuple[int, float, float]] = []
+    clock = [0.0] * rows
+    smallest = end * 1e-9
+    for box in sorted(boxes, key=lambda box: box.start):
+        if box.start - clock[box.row] > smallest:
+            gaps.append((box.row, clock[box.row], box.start - clock[box.row]))
+        clock[box.row] = box.start + box.duration
+    return [*gaps, *((row, at, end - at) for row, at in enumerate(clock) if end - at > smallest)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -15,9 +17,7 @@ from roll_batching.errors import PlanError, RollBatchingError
 from roll_batching.files import cause, open_regular
 from roll_batching.jobs.observe.run_files import METRICS, PLAN, ROLLOUTS, RUN_INFO, LastPlan, read_plan
 from roll_batching.jobs.run.folder import CONFIG
-from roll_batching.secret_names import redact
-from roll_batching.tools.report.json_lines import JsonLines, read_json_lines
-from roll_batching.tools.report.text import clean, number
+from roll_batching.secret_names import redact, redact_forms
 
 MOST_ROLLOUTS = 1000
 """Most responses on a page, spread evenly over rollouts.jsonl."""
@@ -210,7 +210,9 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value and len(path) < _DEEPEST:
         for key, item in value.items():
             yield from _leaves(item, (*path, clean(key, 100)))
-    elif isinstance(value, list | dict) and _is_nested(value):
+    elif isinstance(value, list | dict) and any(
+        isinstance(item, list | dict) for item in (value.values() if isinstance(value, dict) else value)
+    ):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         if len(path) >= _DEEPEST:
             yield ".".join(path), "..."
@@ -219,11 +221,6 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield from _leaves(item, (*path, clean(key, 100)))
     else:
         yield ".".join(path), clean("" if value is None else value, 500)
-
-
-def _is_nested(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value
-    return any(isinstance(item, list | dict) for item in items)
 
 
 def _logged_notices(folder: Path, problems: list[str]) -> list[str]:
@@ -242,3 +239,113 @@ def _logged_notices(folder: Path, problems: list[str]) -> list[str]:
             if line.startswith("notice: ") and len(notices) < _MOST_NOTICES:
                 notices.setdefault(clean(line.removeprefix("notice: ")))
     return list(notices)
+
+
+# ---- texts that are safe to show
+
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+"""Terminal escape sequences: colours, cursor movements, titles."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+"""Characters that a page cannot show, or that reorder its text: control characters but tab and newline, direction
+overrides, and halves of surrogate pairs."""
+_LARGEST = 1e300
+
+
+def clean(value: Any, most: int = 2000) -> str:
+    """`value` as text: without secrets and escape sequences, unprintable characters replaced, cut after `most`."""
+    text = value if isinstance(value, str) else _written(value)
+    left_out = len(text) - most
+    text = _CONTROLS.sub("\ufffd", _ESCAPES.sub("", redact_forms(text[:most]).replace("\r\n", "\n")))
+    return text if left_out <= 0 else f"{text} [... {left_out:,} more characters]"
+
+
+def escaped(value: Any, most: int = 2000) -> str:
+    """`clean(value)` for HTML, and for the labels of charts, which read some tags."""
+    return html.escape(clean(value, most))
+
+
+def number(value: Any) -> float | None:
+    """`value` as a finite float; None for anything else, such as NaN, text, booleans and integers beyond 1e300."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, int) and value.bit_length() > 900:
+        return None
+    result = float(value)
+    return result if abs(result) < _LARGEST else None  # NaN is below nothing
+
+
+def _written(value: Any) -> str:
+    try:
+        return str(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; lists inside themselves
+        return f"<{type(value).__name__}>"
+
+
+# ---- lines of JSON
+
+
+LONGEST_LINE = 2**24
+"""Bytes of a line; a longer one is not read."""
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """The objects of a file, in order."""
+
+    objects: list[dict[str, Any]]
+    total: int
+    """Lines of the file that are not empty."""
+    broken: int
+    """Lines among those looked at that are no JSON object."""
+    first_broken: int
+    """Number of the first such line, from 1; 0: none."""
+    is_cut: bool
+    """Whether the last line has no end: a run is writing it, or was killed."""
+
+
+def read_json_lines(path: Path, most: int | None = None) -> JsonLines:
+    """Read `path`; of more than `most` lines, `most` that are spread evenly. Raises OSError."""
+    total = sum(1 for _ in _lines(path))
+    chosen: Set[int] | None = None
+    if most is not None and total > most:
+        chosen = {index * total // most for index in range(most)}
+    objects: list[dict[str, Any]] = []
+    broken = first_broken = 0
+    is_cut = False
+    for index, (number, line) in enumerate(_lines(path)):
+        if chosen is not None and index not in chosen:
+            continue
+        value = _parsed(line)
+        if value is not None:
+            objects.append(value)
+        elif line is not None and not line.endswith(b"\n"):
+            is_cut = True
+        else:
+            broken, first_broken = broken + 1, first_broken or number
+    return JsonLines(objects, total, broken, first_broken, is_cut)
+
+
+def _parsed(line: bytes | None) -> dict[str, Any] | None:
+    if line is None:
+        return None
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    """Numbers and contents of the lines that are not empty; None for one that is too long."""
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(LONGEST_LINE):
+            number += 1
+            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                while rest := file.readline(LONGEST_LINE):
+                    if rest.endswith(b"\n"):
+                        break
+                yield number, None
+            elif line.strip():
+                yield number, line

@@ -1,20 +1,22 @@
-"""Shapes of models: by name, from a model directory, or from a YAML file; their cost and predicted times."""
+"""Shapes of models and rates of clusters, by name or from files, and the predicted times of packs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from roll_batching.errors import ConfigError, PlanError
+from roll_batching.jobs.config.diagnostics import nearest
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.planning import ParallelDims
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings import ArchitectureConfig
 from roll_batching.settings.model import describe_model
-from roll_batching.settings.model_cost import architecture_cost
+from roll_batching.settings.model_cost import architecture_pack_times
 
 _QWEN3 = {"num_query_groups": 8, "kv_channels": 128, "vocab_size": 151936, "qk_layernorm": True}
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -55,8 +57,8 @@ def read_architecture(name: str) -> ArchitectureConfig:
     described = describe_model(name)
     if described is None:
         raise ConfigError(
-            f"--model {name!r} is no model directory here: give one with a config.json, a YAML file (.yaml) with "
-            f"hidden_size, num_layers and the like, or one of {', '.join(MODELS)}"
+            f"--model {name!r} is neither a model directory here nor in Hugging Face's cache: give one with a "
+            f"config.json, a YAML file (.yaml) with hidden_size, num_layers and the like, or one of {', '.join(MODELS)}"
         )
     if described.problems:
         raise ConfigError(f"--model {name}: {'; '.join(described.problems)}")
@@ -75,17 +77,8 @@ def architecture_times(
     shape: ArchitectureConfig, dims: ParallelDims, cluster: Cluster, *, overlapped_exchange: bool = False
 ) -> PackTimes:
     """Predicted times of packs of such a model."""
-    return PackTimes.of_model(
-        architecture_cost(shape, tp_size=dims.tp_size),
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        tp_size=dims.tp_size,
-        pp_size=dims.pp_size,
-        overlapped_exchange=overlapped_exchange,
-        cluster=cluster,
-    )
+    times = architecture_pack_times(shape, tp_size=dims.tp_size, pp_size=dims.pp_size, cluster=cluster)
+    return replace(times, overlapped_exchange=overlapped_exchange)
 
 
 def check_layout(shape: ArchitectureConfig, dims: ParallelDims) -> None:
@@ -102,3 +95,60 @@ def check_layout(shape: ArchitectureConfig, dims: ParallelDims) -> None:
     if dims.ep_size > 1 and (shape.moe is None or shape.moe.num_experts % dims.ep_size):
         experts = "no experts" if shape.moe is None else f"{shape.moe.num_experts} experts"
         raise PlanError(f"the model has {experts}, which do not divide into ep {dims.ep_size} parts")
+
+
+# ---- clusters
+
+
+CLUSTERS: Mapping[str, Cluster] = {
+    "h100": Cluster(),
+    "a100": Cluster(
+        matmul_rate=0.60 * 312e12, attention_rate=0.42 * 312e12, node_bandwidth=200e9, network_bandwidth=21e9
+    ),
+}
+"""Estimates, not measurements. a100: the H100's shares of the peak rates of its datasheet, 200 Gb/s per device."""
+
+
+def read_cluster(*texts: str) -> Cluster:
+    """The cluster of names, of YAML files with fields of `Cluster` (or with them under `cluster`), and of KEY=VALUE.
+
+    Later ones change what earlier ones say; the first change h100. Raises `ConfigError` for unknown names and for
+    values in another unit.
+    """
+    cluster = Cluster()
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if text in CLUSTERS:
+            cluster = CLUSTERS[text]
+        elif Path(text).suffix.lower() in (".yaml", ".yml"):
+            section = read_yaml(text).data
+            if set(section) == {"cluster"}:
+                section = section["cluster"]
+            if not isinstance(section, dict) or not section:
+                raise ConfigError(f"{text} names no rates of a cluster: write for example matmul_rate: 5.9e14")
+            cluster = _with_rates(cluster, section, text)
+        elif equals:
+            try:
+                rate = int(value) if value.isdecimal() else float(value)
+            except ValueError:
+                raise ConfigError(f"--cluster {text!r}: {value!r} is not a number") from None
+            cluster = _with_rates(cluster, {key: rate}, "--cluster")
+        else:
+            raise ConfigError(
+                f"--cluster {text!r} is not known: choose one of {', '.join(CLUSTERS)}, or a YAML file (.yaml) with "
+                "rates such as matmul_rate: 5.9e14; or write KEY=VALUE, such as matmul_rate=5.9e14"
+            )
+    return cluster
+
+
+def _with_rates(cluster: Cluster, values: Mapping[str, Any], where: str) -> Cluster:
+    known = [field.name for field in fields(Cluster)]
+    for key in values:
+        if key not in known:
+            guess = nearest(str(key), known)
+            hint = f"did you mean {guess!r}?" if guess else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where}: a cluster has no field {key!r}; {hint}")
+    try:
+        return replace(cluster, **values)
+    except PlanError as error:
+        raise ConfigError(f"{where}: {error}") from None

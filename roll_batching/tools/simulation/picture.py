@@ -67,14 +67,11 @@ def chosen_ranks(step: SimulatedStep) -> list[int]:
 
 
 def _draw_lane(axis: Any, step: SimulatedStep, rank: int, stage: int, y: float) -> None:
-    work, chunks = step.work, step.plan.constraints.vpp_size
-    packs, sizes = step.packs[rank], step.plan.cp_sizes
+    chunks, sizes = step.plan.constraints.vpp_size, step.plan.cp_sizes
     axis.barh(y, step.seconds, height=0.82, color=WAITING, linewidth=0)
     bars: dict[Any, list[tuple[float, float]]] = {}
     for event in step.timeline[rank][stage]:
-        pack = packs[event.index]
-        busy = float((work.backward if event.is_backward else work.forward)[pack]) / chunks
-        exchange = float(work.exchange[pack]) * busy / float(work.forward[pack] + work.backward[pack])
+        pack, busy, exchange = step.parts_of(rank, event)
         colour = _shade(BACKWARD if event.is_backward else FORWARD, event.chunk, chunks)
         bars.setdefault(colour, []).append((event.start, busy - exchange))
         if exchange:

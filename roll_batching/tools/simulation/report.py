@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from roll_batching.tools.simulation.scenario import Scenario
+from roll_batching.tools.simulation.scenario import Scenario, Swept
 from roll_batching.tools.simulation.step import SimulatedStep
-from roll_batching.tools.simulation.sweep import Swept
 
 MOST_SHOWN_RANKS = 16
 """Most data-parallel ranks in the table; of more the slowest and the fastest are shown."""
@@ -135,27 +134,22 @@ def figures_of(step: SimulatedStep) -> dict[str, Any]:
 
 def timeline_of(step: SimulatedStep) -> list[dict[str, Any]]:
     """Passes of every data-parallel rank and pipeline stage as plain values, in seconds."""
-    work, chunks = step.work, step.plan.constraints.vpp_size
-    cp_sizes = step.plan.cp_sizes
     rows = []
     for rank, stages in enumerate(step.timeline):
-        packs = step.packs[rank]
         for stage, events in enumerate(stages):
             passes = []
             for event in events:
-                pack = packs[event.index]
-                own = (work.backward if event.is_backward else work.forward)[pack] / chunks
-                total = work.forward[pack] + work.backward[pack]
+                pack, busy, exchange = step.parts_of(rank, event)
                 passes.append(
                     {
                         "pass": "backward" if event.is_backward else "forward",
                         "micro_batch": event.index,
                         "chunk": event.chunk,
-                        "cp_size": int(cp_sizes[pack]),
+                        "cp_size": int(step.plan.cp_sizes[pack]),
                         "start": event.start,
                         "end": event.end,
-                        "busy": float(own),
-                        "exchange": float(work.exchange[pack] * own / total),
+                        "busy": busy,
+                        "exchange": exchange,
                     }
                 )
             rows.append({"dp_rank": rank, "stage": stage, "passes": passes})

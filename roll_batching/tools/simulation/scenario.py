@@ -1,16 +1,24 @@
-"""A step to simulate: lengths, layout, model and cluster; and variations of it on the same devices."""
+"""A step to simulate: lengths, layout, model and cluster, also of a job; variations of it, best first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roll_batching.errors import LayoutError, PlanError
+import numpy as np
+
+from roll_batching.errors import ConfigError, LayoutError, PlanError
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.rl_rules import uses_critic
+from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.arrays import Ints
+from roll_batching.planning.lengths_io import MOST_TOKENS
 from roll_batching.planning.pack_times import Cluster, PackTimes
-from roll_batching.settings import ArchitectureConfig
+from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost
 from roll_batching.tools.simulation.models import architecture_times, check_layout
 from roll_batching.tools.simulation.step import SimulatedStep, simulate_plan
@@ -130,3 +138,136 @@ def simulate_single_sizes(scenario: Scenario) -> tuple[dict[int, SimulatedStep],
         except PlanError as error:
             reasons[size] = str(error)
     return steps, reasons
+
+
+# ---- sweeps
+
+
+MOST_COMBINATIONS = 200
+"""Most combinations of a sweep."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """One combination: its step, or why it has none."""
+
+    changes: Mapping[str, Any]
+    step: SimulatedStep | None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Such as `cp 2, pp 4`."""
+        return ", ".join(f"{key} {value}" for key, value in self.changes.items())
+
+
+def parse_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Values by size from texts such as `cp=1,2,dynamic`. Raises `ConfigError`."""
+    values: dict[str, list[Any]] = {}
+    for text in texts:
+        key, equals, written = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or key not in SIZES:
+            raise ConfigError(
+                f"--sweep {text!r} is not known: write a size and its values, such as max_tokens=8192,16384; sizes are "
+                f"{', '.join(SIZES)}"
+            )
+        if key in values:
+            raise ConfigError(f"--sweep names {key} twice: write all its values once, with commas")
+        values[key] = list(dict.fromkeys(_value(key, part.strip()) for part in written.split(",")))
+    count = 1
+    for several in values.values():
+        count *= len(several)
+    if count > MOST_COMBINATIONS:
+        raise ConfigError(f"--sweep asks for {count:,} combinations, at most {MOST_COMBINATIONS}: name fewer values")
+    return values
+
+
+def _value(key: str, text: str) -> Any:
+    if key == "cp" and text == DYNAMIC:
+        return DYNAMIC
+    most = MOST_TOKENS if key == "max_tokens" else 1024
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:12]) <= most:
+        also = f", or {DYNAMIC}" if key == "cp" else ""
+        raise ConfigError(f"--sweep {key}={text!r}: write whole numbers from 1 to {most:,}{also}")
+    return int(text)
+
+
+def run_sweep(scenario: Scenario, values: Mapping[str, Sequence[Any]]) -> list[Swept]:
+    """All combinations of `values`: those with a step by falling tokens per second, then the impossible ones."""
+    swept = []
+    for combination in itertools.product(*values.values()):
+        changes = dict(zip(values, combination, strict=True))
+        try:
+            swept.append(Swept(changes, scenario.vary(changes).simulate()))
+        except PlanError as error:
+            swept.append(Swept(changes, None, str(error)))
+    return sorted(swept, key=lambda one: float("inf") if one.step is None else -one.step.tokens_per_second)
+
+
+# ---- steps of jobs
+
+
+def scenario_of_job(
+    config: JobConfig, lengths: Ints, world_size: int | None = None, cluster: Cluster | None = None
+) -> Scenario:
+    """A step of `actor_train` over samples of `lengths` (of pairs chosen, rejected, chosen, ...).
+
+    Raises `ConfigError` where the model's shape is not known or a stream forms the steps.
+    """
+    train = config.actor_train
+    megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
+    if architecture is None:
+        text = "is missing: a simulation needs the model's shape"
+        raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
+    if config.stream is not None:
+        raise ConfigError("a stream forms the steps of this job while it runs: simulate it without the stream's keys")
+    if config.task == "dpo" and len(lengths) % 2:
+        raise ConfigError(f"{len(lengths)} lengths are no pairs: task dpo takes chosen, rejected, chosen, ...")
+    world = world_size or config.world_size or megatron.model_size
+    config.dp_size(world)
+    dims = megatron.parallel_dims(world)
+    constraints = PlanConstraints.of(
+        dims,
+        train.batching().train,
+        group_size=megatron.microbatch_group_size_per_vp_stage if dims.interleaved else None,
+        max_cp_size=megatron.max_cp_size(dims.dp_size),
+        pack_multiple=megatron.pack_multiple,
+    )
+    return Scenario(
+        lengths=lengths,
+        constraints=constraints,
+        architecture=train.model_args.architecture_to_build(megatron.mtp_num_layers),
+        cluster=Cluster() if cluster is None else cluster,
+        group_ids=np.arange(len(lengths)) // 2 if config.task == "dpo" else None,
+        recompute=_recomputed_layers(megatron),
+        overlapped_exchange=megatron.transformer_impl == "transformer_engine",
+        largest_cp_size=megatron.max_context_parallel_size,
+    )
+
+
+def notes_of_job(config: JobConfig, scenario: Scenario) -> list[str]:
+    """What the simulation of this job leaves out or assumes, one sentence each."""
+    megatron, constraints = config.actor_train.strategy_args.strategy_config, scenario.constraints
+    ranks = constraints.dp_size
+    step = config.mini_batch_size(ranks)
+    notes = []
+    if uses_critic(config):
+        notes.append("the critic's passes are not simulated: this is the policy's part of a step")
+    if config.task == "kto":
+        notes.append("the passes of KTO over other answers are not simulated")
+    if uses_teacher(config):
+        notes.append("the teacher's passes are not simulated: this is the student's part of a step")
+    if len(scenario.lengths) != step:
+        notes.append(f"{len(scenario.lengths):,} lengths are one step here; a step of the job has {step:,} sequences")
+    if megatron.fp8 is not None:
+        notes.append("FP8 is not simulated: matrix products run at the cluster's matmul_rate")
+    if megatron.recompute_granularity == "selective":
+        notes.append("selective recomputation is not counted")
+    return notes
+
+
+def _recomputed_layers(megatron: MegatronConfig) -> int | None:
+    if megatron.recompute_granularity != "full":
+        return None
+    return (megatron.recompute_num_layers or 0) if megatron.recompute_method == "block" else 0

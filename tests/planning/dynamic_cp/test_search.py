@@ -10,11 +10,11 @@ import pytest
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import FlopsCost, Plan, PlanConstraints, SharedPrefixes, plan_step
-from roll_batching.planning.dynamic_cp.pipelines import joint_makespan
-from roll_batching.planning.pack_blocks import PackBlocks
+from roll_batching.planning.dynamic_cp.joint import joint_makespan
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.planning.pipeline.ordering import pipeline_makespan
 from roll_batching.planning.pipeline.schedule import dependency_of, stage_operations
+from roll_batching.planning.plan_arrays import PackBlocks
 
 SHAPE = {"hidden_size": 1024, "num_layers": 8, "num_query_groups": 4, "kv_channels": 64}
 CAP = 2048

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.tools.rehearsal.extrapolation import extrapolate_layers
+from roll_batching.tools.rehearsal.stages import extrapolate_layers
 from roll_batching.tools.rehearsal.task import PREFILL, REFERENCE, RankReport, RankTask
 from tests.support.ranks import run_ranks
 from tests.tools.rehearsal.jobs import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from roll_batching.jobs.config import config_from_dict
+from roll_batching.tools.rehearsal.advice import candidate_changes, caps_of
 from roll_batching.tools.rehearsal.task import CRITIC_GRADIENTS, VALUES
-from roll_batching.tools.rehearsal.variants import candidate_changes, caps_of
 from tests.support.ranks import run_ranks
 from tests.tools.rehearsal.jobs import ARCHITECTURE, LIMIT, job_of, task_of, worst_peak
 from tests.tools.rehearsal.test_accuracy import SHARDED, TP2, of_the_model, rehearsed

@@ -9,7 +9,7 @@ import pytest
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.settings import MegatronConfig
 from roll_batching.tools.rehearsal.job import rehearse_job
-from roll_batching.tools.rehearsal.transformer_engine import copies_in_fp8
+from roll_batching.tools.rehearsal.stages import copies_in_fp8
 from tests.tools.rehearsal.jobs import ARCHITECTURE, job_of
 
 pytestmark = pytest.mark.rehearse

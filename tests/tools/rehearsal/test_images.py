@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll_batching.settings.vision import VisionConfig
-from roll_batching.tools.rehearsal.images import ImageSizes
+from roll_batching.tools.rehearsal.fake_data import ImageSizes
 from tests.support.ranks import run_ranks
 from tests.tools.rehearsal.jobs import DYNAMIC, PADDED, job_of, task_of
 from tests.tools.rehearsal.test_accuracy import CP2, FULL, KL, PP2, SHARDED, TP2, of_the_model, rehearsed

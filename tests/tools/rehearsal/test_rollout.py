@@ -26,8 +26,8 @@ def complete_rollout(job: dict[str, Any]) -> tuple[float, float, int]:
     from roll_batching.distributed.parallel_layout import start_processes
     from roll_batching.jobs.objectives.from_config import sampling_of
     from roll_batching.samples import SampleBatch
-    from roll_batching.tools.rehearsal.memory import peaks_of
     from roll_batching.tools.rehearsal.passes import passes_of
+    from roll_batching.tools.rehearsal.rank import peaks_of
     from roll_batching.tools.rehearsal.recorder import Recorder
 
     start_processes()

@@ -8,12 +8,12 @@ import pytest
 
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.settings import ArchitectureConfig
+from roll_batching.tools.rehearsal.advice import candidate_changes
 from roll_batching.tools.rehearsal.job import StageReport, rehearse_job, totals_of
 from roll_batching.tools.rehearsal.process import run_tasks
 from roll_batching.tools.rehearsal.rank import with_layers
 from roll_batching.tools.rehearsal.stages import letters_of, stages_of
 from roll_batching.tools.rehearsal.task import RankTask
-from roll_batching.tools.rehearsal.variants import candidate_changes
 from tests.tools.rehearsal.jobs import job_of
 
 pytestmark = pytest.mark.rehearse

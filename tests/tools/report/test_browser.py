@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from roll_batching.tools.report.write import write_report
+from roll_batching.tools.report.page import write_report
 from tests.jobs.observe.rows import rl_rows
 from tests.tools.report.browser import CHROMIUM, Page, in_browser
 from tests.tools.report.test_report import hostile_run, rollout, write_run

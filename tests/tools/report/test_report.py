@@ -17,9 +17,8 @@ from roll_batching.cli import main
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.tools.report.charts import smooth, window_of
-from roll_batching.tools.report.page import make_sections
+from roll_batching.tools.report.page import make_sections, write_report
 from roll_batching.tools.report.run_files import read_run
-from roll_batching.tools.report.write import write_report
 from tests.jobs.observe.rows import rl_rows
 from tests.tools.report.pages import ReportPage
 

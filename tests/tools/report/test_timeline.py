@@ -12,8 +12,7 @@ from roll_batching.jobs.observe import run_files
 from roll_batching.jobs.observe.run_files import read_plan, write_plan
 from roll_batching.planning import PlanConstraints, plan_step
 from roll_batching.planning.pipeline.ordering import pipeline_makespan
-from roll_batching.tools.report.plan_section import _timeline_chart
-from roll_batching.tools.report.timeline import make_timeline
+from roll_batching.tools.report.plan_section import _timeline_chart, make_timeline
 from tests.planning.dynamic_cp.test_search import times_of
 
 pytestmark = pytest.mark.planning

@@ -15,7 +15,7 @@ from roll_batching.errors import ConfigError
 from roll_batching.planning import PlanConstraints
 from roll_batching.tools.simulation import Scenario, read_architecture, run_sweep
 from roll_batching.tools.simulation.picture import BACKWARD, EXCHANGE, FORWARD, MOST_LANES, chosen_ranks, draw_timeline
-from roll_batching.tools.simulation.sweep import parse_sweep
+from roll_batching.tools.simulation.scenario import parse_sweep
 
 OPTIONS = ["simulate", "--model", "qwen3-1.7b", "--max-tokens", "8192"]
 
@@ -224,7 +224,7 @@ def test_many_ranks_are_drawn_in_part_with_the_slowest() -> None:
 @pytest.mark.bad_input
 def test_a_streamed_job_is_refused() -> None:
     from roll_batching.jobs.config import load_config
-    from roll_batching.tools.simulation.job import scenario_of_job
+    from roll_batching.tools.simulation.scenario import scenario_of_job
 
     with pytest.raises(ConfigError, match="a stream forms the steps"):
         scenario_of_job(load_config("configs/sft_demo.yaml"), np.array([30, 40]))

@@ -10,8 +10,7 @@ import pytest
 from benchmarks.simulation.sleeping import SleepingJob, SleepingPlan, step_seconds, train
 from roll_batching.errors import PlanError
 from roll_batching.planning.pipeline.execution import JointPass, Timeline, Transfers, execute, stage_program
-from roll_batching.planning.pipeline.num_micro_batches import is_admissible
-from roll_batching.planning.pipeline.schedule import Pass
+from roll_batching.planning.pipeline.schedule import Pass, is_admissible
 from tests.planning.pipeline_simulation import simulate_pipeline
 from tests.support.ranks import run_ranks
 
@@ -38,7 +37,7 @@ def test_passes_and_transfers_have_megatrons_order(stages: int, chunks: int, cou
     for result in run_ranks(job.processes, TRAIN, job):
         for place, count in enumerate(counts):
             program = stage_program(result["stage"], stages, count, chunks, stages if chunks > 1 else None)
-            passes = [(one.is_backward, one.index, one.chunk) for one in program if isinstance(one, Pass)]
+            passes = [(one.is_backward, one.micro_batch, one.chunk) for one in program if isinstance(one, Pass)]
             (ran,) = result["steps"][place]
             assert [one[:3] for one in ran] == passes
             calls = [

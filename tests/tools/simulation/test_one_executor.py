@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from roll_batching.planning import LinearQuadraticCost, Plan, PlanConstraints, plan_step
-from roll_batching.planning.dynamic_cp.joint import columns_makespan
-from roll_batching.planning.dynamic_cp.pipelines import joint_makespan
+from roll_batching.planning.dynamic_cp.joint import columns_makespan, joint_makespan
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.planning.pipeline.execution import JointPass, Timeline, execute
-from roll_batching.planning.pipeline.num_micro_batches import is_admissible
 from roll_batching.planning.pipeline.ordering import pipeline_makespan
-from roll_batching.planning.pipeline.schedule import static_schedule
+from roll_batching.planning.pipeline.schedule import is_admissible, static_schedule
 from roll_batching.planning.report import step_time
-from roll_batching.tools.report.timeline import make_timeline
+from roll_batching.tools.report.plan_section import make_timeline
 from roll_batching.tools.simulation import simulate_plan
 
 LINEAR, QUADRATIC = 24576, 1

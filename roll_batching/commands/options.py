@@ -1,0 +1,53 @@
+"""Options, limits and tables that several commands share."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roll_batching.errors import RollBatchingError
+
+MOST_RANKS = 65_536
+MOST_SPLITS = 1024
+
+Checkpoint = Annotated[Path, typer.Option(help="Folder of a run, whose last checkpoint is opened; or a checkpoint.")]
+Pretrain = Annotated[str | None, typer.Option(help="Model directory that the run started from, if it has moved since.")]
+Prompts = Annotated[
+    list[Path] | None,
+    typer.Option(help="JSONL file of prompts with the run's keys; repeatable. Default: the held-out file."),
+]
+
+Clusters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cluster",
+        help="h100 (default), a100, a YAML file with rates, or one rate as KEY=VALUE, such as matmul_rate=4e14; may be "
+        "repeated. Rates are those of strategy_config.cluster in docs/configuration.md.",
+    ),
+]
+
+
+def require_torch(task: str) -> None:
+    """Raises RollBatchingError if torch is not installed; `task` is the subject of its message."""
+    if importlib.util.find_spec("torch") is None:
+        raise RollBatchingError(f"{task} needs torch and megatron-core: pip install 'roll-batching[megatron,hf]'")
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str, *, first: str = "right") -> None:
+    """Print a table of texts, numbers to the right; `first`: alignment of the first column, "left" for names."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for place, name in enumerate(header):
+        table.add_column(name, justify="right" if place else first)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 130  # of a file or pipe rich assumes 80 columns, and would cut figures
+    console.print(table)
