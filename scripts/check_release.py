@@ -55,7 +55,7 @@ for text in metadata.requires("roll-batching"):
 """
 USE_OF_EXTRAS = {
     "convert": """
-import hydra, omegaconf, roll_batching.tools.conversion.composing
+import hydra, omegaconf, roll_batching.tools.conversion
 """,
     "dev": """
 import datasets, hypothesis, mkdocs, mypy, pytest, torchdata, transformers, xdist

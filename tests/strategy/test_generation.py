@@ -173,7 +173,7 @@ def in_waves(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], flo
     """Beside a run with all rows at once: (tokens of this rank, their log-probs' gap, positions in the cache at most,
     rows of logits at most, how often the cache was looked at)."""
     from roll_batching.modeling import decode
-    from roll_batching.strategy import GenerationSettings, generation, recomputing_decoder
+    from roll_batching.strategy import GenerationSettings, decoding, generation
 
     strategy = _strategy("fp64", *payload)
     place, prompts = strategy.layout, _prompts()
@@ -197,7 +197,7 @@ def in_waves(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], flo
         return whole(part, gpt)
 
     generation.KeyValueCache = Watched  # type: ignore[misc]
-    generation.gather_vocabulary = recomputing_decoder.gather_vocabulary = counted
+    generation.gather_vocabulary = decoding.gather_vocabulary = counted
     widths: set[int] = set()
     strategy.chunks[0].register_forward_hook(lambda module, inputs, output: widths.add(output.shape[-1]))
     runs = []

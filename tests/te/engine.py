@@ -34,7 +34,7 @@ def as_if_on_an_h100() -> Iterator[None]:
     """Inside, TransformerEngine's modules are made, and what refuses them on the CPU is silent."""
     import torch
 
-    from roll_batching.modeling import build_problems, fp8_requirements
+    from roll_batching.modeling import build_problems
     from roll_batching.strategy import compatibility, infer
 
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="H100")
@@ -45,7 +45,7 @@ def as_if_on_an_h100() -> Iterator[None]:
             (torch.cuda, "get_device_capability", (9, 0)),
             (torch.cuda, "get_device_properties", properties),
             (build_problems, "refusals_here", []),
-            (fp8_requirements, "_device_problems", []),
+            (build_problems, "_device_problems", []),
             (compatibility, "refusals_here", []),
         ):
             stack.enter_context(mock.patch.object(owner, name, lambda *args, answer=answer, **kwargs: answer))

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from roll_batching.jobs.config.layout_rules import PARALLEL_KEYS
 from roll_batching.tools.conversion.draft import Draft
+from roll_batching.tools.conversion.foreign_file import Given
 
 ROLE = "critic"
 HEAD = (ROLE, "model_args", "value_head_std")
 _PLAIN = {"max_grad_norm": 1.0, "adam_epsilon": 1e-8}
 """Keys of the optimizer that depend on the gradient's scale, with our defaults."""
+
+
+@dataclass(frozen=True)
+class Critic:
+    """A critic, whose settings are those of actor_train in a draft."""
+
+    draft: Draft
+    head_std: Given
+    """Standard deviation of the value head's first weights."""
+    name: Callable[[str], str] = str
+    """The critic's name in the file of a key in the draft."""
+    value_clip: Given | None = None
+    epochs: Given | None = None
+    warmup: Given | None = None
+    """Steps before the policy is trained."""
+    lambd: Given | None = None
+
+
+def write_critic(critic: Critic, draft: Draft) -> None:
+    """Puts `critic` into `draft`, which has the policy."""
+    put_critic(draft, critic.draft, critic.name)
+    draft.defaults.add(critic.head_std.key)
+    values = {HEAD: critic.head_std, ("value_clip",): critic.value_clip, ("critic_epochs",): critic.epochs}
+    for path, given in (values | {("critic_warmup",): critic.warmup, ("lambd",): critic.lambd}).items():
+        if given is not None:
+            draft.put(path, given.value, given.key, given.meaning)
 
 
 def share_layout(draft: Draft, below: Draft) -> None:
@@ -20,15 +48,14 @@ def share_layout(draft: Draft, below: Draft) -> None:
     They leave its results as they are.
     """
     own, theirs = (one.values.setdefault("actor_train", {}) for one in (below, draft))
-    own["device_mapping"] = theirs["device_mapping"]
     layout = own.setdefault("strategy_args", {}).setdefault("strategy_config", {})
     policy = theirs.get("strategy_args", {}).get("strategy_config", {})
     for name in PARALLEL_KEYS:
         given, shared = layout.pop(name, None), policy.get(name)
         if given is not None and given != shared and not (given in (1, False) and shared is None):
             path = ("actor_train", "strategy_args", "strategy_config", name)
-            text = "the critic has the policy's parallel sizes, which change speed and memory, not results"
-            below.leave_out(below.origins.get(path, name), "idle", text)
+            why = "the critic has the policy's parallel sizes, which change speed and memory, not results"
+            below.leave_out(below.origins.get(path, name), "idle", why)
         if shared is not None:
             layout[name] = shared
 
@@ -79,6 +106,6 @@ def scale_loss(draft: Draft, training: tuple[str, ...], scale: float, key: str) 
     for part in training:
         section = section.setdefault(part, {})
     for name, plain in _PLAIN.items():
-        text = f"divided by {key}, {scale}, which the critic's loss does not have here: the steps are the same"
+        meaning = f"divided by {key}, {scale}, which the critic's loss does not have here: the steps are the same"
         value = float(f"{section.get(name, plain) / scale:.12g}")
-        draft.put((*training, name), value, draft.origins.get((*training, name), key), text)
+        draft.put((*training, name), value, draft.origins.get((*training, name), key), meaning)

@@ -8,8 +8,8 @@ A data file has these sections, whose keys are dotted names of the framework:
                            it means what the original meant; `check_draft` keeps those that differ from ours
     moves                  by group, keys that need no more than a name here: ours, or a list of it and the difference;
                            DATA, LAYOUT, TRAIN, STRATEGY and SAMPLING are our sections of these names (`foreign_file`)
-    checks                 by group, keys that are read for their value alone: values that change nothing here, and
-                           kind and reason for leaving out the key with another one
+    checks                 by group, keys whose value alone matters: values that change nothing here ("off": null,
+                           false, 0 and the like), and kind and reason for leaving out the key with another one
     speed                  names of settings that change speed or memory, not results, in any section
     left_out               by kind and reason, the keys that are left out; one that ends in `_`, `-` or `.` begins keys
 """
@@ -29,6 +29,7 @@ import yaml
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem, shortened
 from roll_batching.tools.conversion.draft import Draft
+from roll_batching.tools.conversion.report import Kind
 
 ROLE = "actor_train"
 DATA = (ROLE, "data_args")
@@ -88,9 +89,9 @@ class Tables:
         row = self.reason(key)
         return row is not None and row[1] == "idle"
 
-    def check_types(self, data: Mapping[str, Any], source: str) -> None:
+    def check_types(self, data: Mapping[str, Any], source: str, sections_type: str = "sections") -> None:
         """Raises ConfigFileError with all values of a wrong type."""
-        sections, counts, numbers = (self.of_type(kind) for kind in ("sections", "counts", "numbers"))
+        sections, counts, numbers = (self.of_type(kind) for kind in (sections_type, "counts", "numbers"))
         if problems := list(wrong_types(data, sections, counts, numbers)):
             raise ConfigFileError([Problem(path, message, Place(source)) for path, message in problems])
 
@@ -133,6 +134,10 @@ class ForeignFile:
         value = self.take(key)
         return None if value is None else Given(value, key, meaning)
 
+    def fill_defaults(self, defaults: Mapping[str, Any]) -> None:
+        """Adds `defaults`, by dotted key, for keys that the file lacks, and records them in the draft."""
+        self.draft.defaults |= fill_defaults(self.data, defaults)
+
     def put(self, path: tuple[str, ...], value: Any, key: str, meaning: str = "") -> None:
         """Puts `value`, unless it is None, at `path` of the draft."""
         if value is not None:
@@ -146,20 +151,30 @@ class ForeignFile:
         if value is not None:
             self.draft.put(path, change(value), key, meaning)
 
-    def move_all(self, group: str) -> None:
-        """Moves the keys of a group of the data file's `moves`."""
+    def move_all(self, group: str, section: str = "") -> None:
+        """Moves the keys of a group of the data file's `moves`; with `section` they lie in this section."""
         for name, row in self.tables.data["moves"][group].items():
+            key = f"{section}.{name}" if section else self.tables.key(name)
             ours, meaning = row if isinstance(row, list) else (row, "")
             first, *rest = ours.split(".")
-            self.move(self.tables.key(name), (*_SECTIONS.get(first, (first,)), *rest), meaning=meaning)
+            self.move(key, (*_SECTIONS.get(first, (first,)), *rest), meaning=meaning)
 
-    def check_all(self, group: str) -> None:
-        """Takes the keys of a group of the data file's `checks`; leaves out those with another value than accepted."""
+    def check_all(self, group: str, section: str = "") -> None:
+        """Takes the keys of a group of the data file's `checks`; leaves out those with another value than accepted.
+
+        With `section` the names of the group lie in this section.
+        """
         for name, (accepted, kind, why) in self.tables.data["checks"][group].items():
-            key = self.tables.key(name)
-            value = self.take(key)
-            if value is not None and value not in accepted:
+            key = f"{section}.{name}" if section else self.tables.key(name)
+            if accepted == "off":
+                self.expect_off(key, why=why)
+            elif (value := self.take(key)) is not None and value not in accepted:
                 self.draft.leave_out(key, kind, why.replace("{value}", str(value)))
+
+    def leave_out(self, key: str, kind: Kind, why: str) -> None:
+        """Takes `key`, and records why it is not converted, if it has a value."""
+        if self.take(key) is not None:
+            self.draft.leave_out(key, kind, why)
 
     def expect_off(self, *keys: str, why: str) -> None:
         """Leaves out keys that must be off; as refused, with the reason `why`, where one is on."""

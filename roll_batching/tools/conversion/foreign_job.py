@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import KeyPath
+from roll_batching.tools.conversion.critics import Critic, write_critic
 from roll_batching.tools.conversion.draft import Draft
 from roll_batching.tools.conversion.foreign_file import DATA, HELD_OUT, LAYOUT, PACKING, ROLE, TRAIN, Given, section_at
 
@@ -156,6 +157,7 @@ class ForeignJob:
     sampling: DynamicSampling | None = None
     evaluation: Evaluation | None = None
     heads: Heads | None = None
+    critic: Critic | None = None
 
 
 def write_job(job: ForeignJob, draft: Draft) -> None:
@@ -192,6 +194,8 @@ def write_job(job: ForeignJob, draft: Draft) -> None:
     if job.heads is not None:
         _put(draft, {(*LAYOUT, "mtp_num_layers"): job.heads.number, (*LAYOUT, "mtp_detach_heads"): job.heads.detached})
         _put(draft, {(*LAYOUT, "mtp_loss_scaling_factor"): job.heads.factor})
+    if job.critic is not None:
+        write_critic(job.critic, draft)
 
 
 def _put(draft: Draft, values: Mapping[KeyPath, Given | None]) -> None:
@@ -204,15 +208,15 @@ def _write_devices(devices: Devices, draft: Draft) -> None:
     number, engine = devices.training, devices.engine
     draft.put((ROLE, "device_mapping"), f"list(range(0,{number.value}))", number.key, number.meaning)
     if engine is not None:
-        where, text = f"list(range({number.value},{number.value + engine.value}))", "numbered after those that train"
-        draft.put(("actor_infer", "device_mapping"), where, engine.key, text)
+        where, meaning = f"list(range({number.value},{number.value + engine.value}))", "numbered after those that train"
+        draft.put(("actor_infer", "device_mapping"), where, engine.key, meaning)
     if devices.sleeps:
-        text = "the engine sleeps during training, and the model's states are offloaded during sampling"
-        draft.put(("is_offload_states",), True, devices.sleeps, text)
+        meaning = "the engine sleeps during training, and the model's states are offloaded during sampling"
+        draft.put(("is_offload_states",), True, devices.sleeps, meaning)
     if devices.machines > 1:
-        text = f"the file is for {devices.machines} machines, but the job starts servers only on that of rank 0"
+        lack = f"the file is for {devices.machines} machines, but the job starts servers only on that of rank 0"
         draft.missing.append(
-            f"actor_infer.engine_args.urls: is missing: {text}; start them on the others yourself, and name all"
+            f"actor_infer.engine_args.urls: is missing: {lack}; start them on the others yourself, and name all"
         )
 
 
@@ -239,17 +243,17 @@ def _write_batch(batch: Batch, draft: Draft) -> None:
     total, each, ranks = batch.sequences.value, rows.value, data_parallel_ranks(layout, batch.devices)
     if isinstance(total, int) and isinstance(each, int):
         steps, rest = divmod(total, each * ranks)
-        text = f"{total} sequences per optimizer step are {each} x this x {ranks} data-parallel ranks"
+        meaning = f"{total} sequences per optimizer step are {each} x this x {ranks} data-parallel ranks"
         if rest or not steps:
-            text = f"{total} sequences per step do not divide by {each} x {ranks} ranks: {max(1, steps)} is near"
-        draft.put((*TRAIN, "gradient_accumulation_steps"), max(1, steps), batch.sequences.key, text)
+            meaning = f"{total} sequences per step do not divide by {each} x {ranks} ranks: {max(1, steps)} is near"
+        draft.put((*TRAIN, "gradient_accumulation_steps"), max(1, steps), batch.sequences.key, meaning)
 
 
 def _write_schedule(schedule: Schedule, draft: Draft) -> None:
     for name, count in (("warmup_steps", schedule.warmup), ("max_steps", schedule.length)):
         if count is not None:
-            steps, text = optimizer_steps(count.value, schedule.updates, schedule.unit)
-            draft.put((*TRAIN, name), steps, count.key, "; ".join(filter(None, (count.meaning, text))))
+            steps, meaning = optimizer_steps(count.value, schedule.updates, schedule.unit)
+            draft.put((*TRAIN, name), steps, count.key, "; ".join(filter(None, (count.meaning, meaning))))
     values = {"lr_scheduler_type": schedule.shape, "min_lr": schedule.lowest, "lr_warmup_init": schedule.start}
     values["warmup_ratio"] = schedule.warmup_ratio
     _put(draft, {(*TRAIN, name): value for name, value in values.items()})
@@ -273,9 +277,9 @@ def _write_evaluation(evaluation: Evaluation, draft: Draft, *, supervised: bool)
     if not evaluation.is_on:
         draft.put(("eval_samples",), 0, period.key, "there is no evaluation")
         return
-    text = "the policy is also evaluated before the first step and after the last"
-    text = "the first and the last step are evaluated, too" if supervised else text
-    draft.put(("eval_steps",), max(0, period.value or 0), period.key, text)
+    meaning = "the policy is also evaluated before the first step and after the last"
+    meaning = "the first and the last step are evaluated, too" if supervised else meaning
+    draft.put(("eval_steps",), max(0, period.value or 0), period.key, meaning)
     _put(draft, {("eval_samples",): evaluation.samples, (*DATA, "eval_file_name"): evaluation.files})
     for name, value in evaluation.sampling.items():
         if value is not None and name == "temperature" and not value.value:

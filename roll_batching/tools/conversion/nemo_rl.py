@@ -6,35 +6,47 @@ Keys that are translated are taken out of the file's settings (`nemo_rl_file`). 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.settings.megatron_config import MegatronConfig
-from roll_batching.tools.conversion.adapters import convert_adapters
-from roll_batching.tools.conversion.context_sizes import PACKING, ContextSizes, convert_context_sizes, put_rank_cap
-from roll_batching.tools.conversion.critics import share_layout
+from roll_batching.tools.conversion.critics import Critic, share_layout
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.foreign_file import ForeignFile, fill_defaults
-from roll_batching.tools.conversion.fp8 import convert_nemo_rl_fp8
-from roll_batching.tools.conversion.nemo_rl_batching import convert_batching, steps_of_a_rollout
+from roll_batching.tools.conversion.foreign_file import LAYOUT, PACKING, ForeignFile, Given, section_at
+from roll_batching.tools.conversion.foreign_job import ForeignJob, Lengths, write_job
+from roll_batching.tools.conversion.layouts import (
+    ContextSizes,
+    convert_adapters,
+    convert_context_sizes,
+    convert_nemo_rl_fp8,
+    put_rank_cap,
+)
+from roll_batching.tools.conversion.nemo_rl_batching import read_batch, read_schedule, steps_of_a_rollout
 from roll_batching.tools.conversion.nemo_rl_data import convert_data
-from roll_batching.tools.conversion.nemo_rl_distillation import convert_distillation
 from roll_batching.tools.conversion.nemo_rl_file import NEMO_RL, RL_TASKS, check_types, defaults_of
-from roll_batching.tools.conversion.nemo_rl_generation import convert_devices, convert_generation
-from roll_batching.tools.conversion.nemo_rl_grpo import check_forced_ratio, convert_algorithm, convert_loss
-from roll_batching.tools.conversion.nemo_rl_optimizer import convert_optimizer
-from roll_batching.tools.conversion.nemo_rl_ppo import (
+from roll_batching.tools.conversion.nemo_rl_generation import convert_generation, read_devices
+from roll_batching.tools.conversion.nemo_rl_objective import (
+    check_forced_ratio,
     convert_ppo,
-    put_value_model,
+    put_advantages,
+    put_loss,
+    read_dynamic_sampling,
+    read_evaluation,
+    read_kl,
     read_ppo_as_grpo,
+    read_value_model,
     restore_names,
     value_as_policy,
 )
-from roll_batching.tools.conversion.nemo_rl_supervised import convert_supervised, task_of
-
-_LAYOUT = ("actor_train", "strategy_args", "strategy_config")
+from roll_batching.tools.conversion.nemo_rl_tasks import (
+    convert_distillation,
+    convert_supervised,
+    read_texts_evaluation,
+    task_of,
+)
 
 
 def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
@@ -43,32 +55,38 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     file = ForeignFile(NEMO_RL, copy.deepcopy(data), Draft(source, framework="NeMo-RL"))
     if not isinstance(file.data.get("policy"), dict):
         raise ConfigError(f"{source} has no section `policy`")
-    file.draft.defaults = fill_defaults(file.data, defaults_of(file.data))
+    file.fill_defaults(defaults_of(file.data))
     has_critic = read_ppo_as_grpo(file)
     task = task_of(file)
     check_forced_ratio(file)
     _model(file)
     sizes = _layout(file)
     steps = steps_of_a_rollout(file, "distillation" if task == "distill" else "grpo") if task in RL_TASKS else 1
-    convert_devices(file, task)
-    convert_batching(file, source, task)
+    devices = read_devices(file, task)
+    batch = read_batch(file, source, task, devices.training.value)
+    file.move_all("model")
     if sizes is not None:
         _caps_of_ranks(file, sizes)
-    convert_optimizer(file, task, steps)
-    if has_critic:
-        _value_model(file, source)
-    _lengths(file, task)
+    schedule = read_schedule(file, task, steps)
+    critic = _critic(file, source, devices.training.value) if has_critic else None
+    job = ForeignJob(devices=devices, batch=batch, schedule=schedule, lengths=_lengths(file, task), critic=critic)
     if task == "grpo":
-        convert_algorithm(file)
-        convert_loss(file)
-        if has_critic:
+        put_advantages(file)
+        sampling, kl = read_dynamic_sampling(file), tuple(read_kl(file))
+        evaluation, clipping = read_evaluation(file, "grpo"), put_loss(file)
+        job = replace(job, sampling=sampling, kl=kl, evaluation=evaluation, clipping=clipping)
+        file.check_all("grpo")
+        if critic is not None:
             convert_ppo(file)
-        convert_generation(file)
     elif task == "distill":
         convert_distillation(file)
-        convert_generation(file)
+        job = replace(job, evaluation=read_evaluation(file, "distillation"))
     else:
         convert_supervised(file, task)
+        job = replace(job, task=Given(task, task), evaluation=read_texts_evaluation(file, task))
+    write_job(job, file.draft)
+    if task in RL_TASKS:
+        convert_generation(file)
     convert_data(file, task)
     _checkpoints(file)
     _tracker(file)
@@ -78,32 +96,30 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     return file.draft
 
 
-def _value_model(file: ForeignFile, source: str) -> None:
+def _critic(file: ForeignFile, source: str, devices: int) -> Critic:
     """PPO's value model as the role `critic`: its settings are those of a policy, in another section."""
     below = value_as_policy(file)
-    below.draft.defaults = fill_defaults(below.data, defaults_of(below.data))
+    below.fill_defaults(defaults_of(below.data))
     megatron = bool(below.peek("policy.megatron_cfg.enabled"))
     _model(below)
     if _layout(below) is not None:
-        text = "packs of the critic have no context-parallel sizes of their own"
-        below.draft.leave_out("policy.megatron_cfg.dynamic_context_parallel", "refused", text)
+        why = "packs of the critic have no context-parallel sizes of their own"
+        below.draft.leave_out("policy.megatron_cfg.dynamic_context_parallel", "refused", why)
     share_layout(file.draft, below.draft)
     steps = steps_of_a_rollout(file, "grpo", below.peek("policy.train_global_batch_size", 0))
-    convert_batching(below, source, "value")
-    convert_optimizer(below, "value", steps, file)
+    batch = read_batch(below, source, "value", devices)
+    below.move_all("model")
+    write_job(ForeignJob(batch=batch, schedule=read_schedule(below, "value", steps, file)), below.draft)
     below.leave_out_rest()
-    put_value_model(file, below, megatron)
+    return read_value_model(file, below, megatron)
 
 
 def _model(file: ForeignFile) -> None:
-    name = file.peek("policy.model_name")
-    file.move("policy.model_name", ("pretrain",))
-    tokenizer = file.take("policy.tokenizer.name")
-    file.move("policy.tokenizer.chat_template_kwargs", ("actor_train", "data_args", "chat_template_kwargs"))
+    name, tokenizer = file.peek("policy.model_name"), file.take("policy.tokenizer.name")
     template = file.peek("policy.tokenizer.chat_template")
     if template not in (None, "default"):
-        text = "texts go through the template in the tokenizer's folder: save this one there as chat_template.jinja"
-        file.draft.leave_out("policy.tokenizer.chat_template", "refused", text)
+        why = "texts go through the template in the tokenizer's folder: save this one there as chat_template.jinja"
+        file.draft.leave_out("policy.tokenizer.chat_template", "refused", why)
     if tokenizer not in (None, name):
         file.draft.put(("tokenizer",), {"type": "hf", "name_or_path": tokenizer}, "policy.tokenizer.name")
     if file.take("policy.router_replay.enabled"):
@@ -117,12 +133,12 @@ def _caps_of_ranks(file: ForeignFile, sizes: ContextSizes) -> None:
     packing, key = file.draft.values["actor_train"].get("sequence_packing_args"), "policy.sequence_packing"
     if packing is None:
         return
-    text = "packs with their own context-parallel sizes are planned by it"
-    file.draft.put((*PACKING, "algorithm"), "load_balance", f"{key}.algorithm", text)
+    meaning = "packs with their own context-parallel sizes are planned by it"
+    file.draft.put((*PACKING, "algorithm"), "load_balance", f"{key}.algorithm", meaning)
     put_rank_cap(file, sizes, packing["max_packed_sequence_length_train"] // sizes.size, f"{key}.train_mb_tokens")
     forward = packing["max_packed_sequence_length_forward"] // sizes.size
-    text = "the tokens of a pack on one rank"
-    file.draft.put((*PACKING, "max_packed_sequence_length_forward"), forward, f"{key}.logprob_mb_tokens", text)
+    meaning = "the tokens of a pack on one rank"
+    file.draft.put((*PACKING, "max_packed_sequence_length_forward"), forward, f"{key}.logprob_mb_tokens", meaning)
 
 
 def _layout(file: ForeignFile) -> ContextSizes | None:
@@ -132,34 +148,28 @@ def _layout(file: ForeignFile) -> ContextSizes | None:
     file.take("policy.dtensor_cfg.enabled")
     sizes = convert_context_sizes(file, lambda name: f"policy.megatron_cfg.{name}") if megatron else None
     for name, value in list((file.peek("policy.megatron_cfg") or {}).items()):
-        known = field_at((*_LAYOUT, name)) is not None or name in FOREIGN_KEYS[MegatronConfig]
+        known = field_at((*LAYOUT, name)) is not None or name in FOREIGN_KEYS[MegatronConfig]
         if megatron and known and value is not None:
-            file.move(f"policy.megatron_cfg.{name}", (*_LAYOUT, name))
+            file.move(f"policy.megatron_cfg.{name}", (*LAYOUT, name))
     if megatron:
-        convert_nemo_rl_fp8(file, "policy.megatron_cfg", _LAYOUT)
+        convert_nemo_rl_fp8(file, "policy.megatron_cfg", LAYOUT)
         _router_loss(file)
         _heads(file)
-        for name in ("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32"):
-            file.move(f"policy.megatron_cfg.distributed_data_parallel_config.{name}", (*_LAYOUT, name))
-        file.move("policy.megatron_cfg.optimizer.use_distributed_optimizer", (*_LAYOUT, "use_distributed_optimizer"))
+        file.move_all("megatron")
         section = "policy.megatron_cfg"
     else:
         file.take("policy.megatron_cfg")
         section = "policy.dtensor_cfg"
-        text = "DTensor's layout as Megatron's"
-        for name, ours in (("tensor", "tensor_model"), ("context", "context")):
-            key = f"{section}.{name}_parallel_size"
-            file.move(key, (*_LAYOUT, f"{ours}_parallel_size"), meaning=text)
-        file.move(f"{section}.sequence_parallel", (*_LAYOUT, "sequence_parallel"), meaning=text)
+        file.move_all("dtensor", section)
     _adapters(file, f"{section}.peft" if megatron else f"{section}.lora_cfg", megatron)
     recomputed = file.take(f"{section}.activation_checkpointing")
     if recomputed and not megatron:
-        text = "whole layers are recomputed"
+        meaning = "whole layers are recomputed"
         key = f"{section}.activation_checkpointing"
-        file.draft.put((*_LAYOUT, "recompute_granularity"), "full", key, text)
+        file.draft.put((*LAYOUT, "recompute_granularity"), "full", key, meaning)
     elif not recomputed:  # NeMo-RL reads the other recomputation keys only with this one
         for name in ("recompute_granularity", "recompute_modules"):
-            strategy = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
+            strategy = section_at(file.draft.values, *LAYOUT)
             if strategy.pop(name, None) is not None:
                 file.draft.leave_out(f"{section}.{name}", "idle", "activation_checkpointing is off")
     return sizes
@@ -167,7 +177,7 @@ def _layout(file: ForeignFile) -> ContextSizes | None:
 
 def _router_loss(file: ForeignFile) -> None:
     """The load-balancing loss, whose weight is Megatron-Bridge's for the model where the file gives none."""
-    layout = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
+    layout = section_at(file.draft.values, *LAYOUT)
     section = "policy.megatron_cfg"
     if layout.get("moe_router_load_balancing_type") == "aux_loss" and layout.get("moe_aux_loss_coeff") == 0:
         del layout["moe_router_load_balancing_type"]
@@ -182,7 +192,7 @@ _REPEATED_HEAD = (
 
 def _heads(file: ForeignFile) -> None:
     """Heads of multi-token prediction: their settings have no effect without them."""
-    layout = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
+    layout = section_at(file.draft.values, *LAYOUT)
     number = layout.get("mtp_num_layers")
     repeated = number not in (None, 0, 1) and layout.get("mtp_use_repeated_layer") and layout.get("mtp_detach_heads")
     for key in [key for key in layout if key.startswith("mtp_")]:
@@ -196,8 +206,8 @@ def _heads(file: ForeignFile) -> None:
             del layout[key]
             file.draft.leave_out(f"policy.megatron_cfg.{key}", "idle", "one head has one layer")
     if layout.get("mtp_detach_heads"):
-        text = "one norm clips the gradients of model and heads; NeMo-RL clips them apart"
-        file.draft.meanings[(*_LAYOUT, "mtp_detach_heads")] = text
+        why = "one norm clips the gradients of model and heads; NeMo-RL clips them apart"
+        file.draft.meanings[(*LAYOUT, "mtp_detach_heads")] = why
 
 
 def _adapters(file: ForeignFile, section: str, megatron: bool) -> None:
@@ -216,30 +226,30 @@ def _adapters(file: ForeignFile, section: str, megatron: bool) -> None:
     convert_adapters(file, section, rank="dim", alpha=("alpha", 32), shares_a=megatron, dropout=why)
 
 
-def _lengths(file: ForeignFile, task: str) -> None:
-    total, longest = file.take("policy.max_total_sequence_length"), file.take("data.max_input_seq_length")
-    if not isinstance(total, int):
-        return
-    file.draft.put(("sequence_length",), total, "policy.max_total_sequence_length")
-    answer = file.take("policy.generation.max_new_tokens")
+def _lengths(file: ForeignFile, task: str) -> Lengths:
+    whole, longest = file.given("policy.max_total_sequence_length"), file.take("data.max_input_seq_length")
+    if whole is None or not isinstance(whole.value, int):
+        return Lengths()
+    answer = file.given("policy.generation.max_new_tokens")
     if task not in RL_TASKS:
-        return
-    text = "prompts and responses have a limit each; in NeMo-RL they share max_total_sequence_length"
-    prompt = longest if isinstance(longest, int) and longest < total else max(1, total // 4)
-    file.draft.put(("prompt_length",), prompt, "data.max_input_seq_length", text)
-    if isinstance(answer, int):
-        response = min(answer, total - prompt)
-        file.draft.put(("response_length",), response, "policy.generation.max_new_tokens", text)
+        return Lengths(whole)
+    meaning = "prompts and responses have a limit each; in NeMo-RL they share max_total_sequence_length"
+    prompt = longest if isinstance(longest, int) and longest < whole.value else max(1, whole.value // 4)
+    response = None
+    if answer is not None and isinstance(answer.value, int):
+        response = Given(min(answer.value, whole.value - prompt), answer.key, meaning)
+    drops = "longer prompts are left out; in NeMo-RL they stay in the batch without loss"
+    prompts = Given(prompt, "data.max_input_seq_length", meaning)
+    return Lengths(whole, prompts, response, Given("drop", "data.max_input_seq_length", drops))
 
 
 def _checkpoints(file: ForeignFile) -> None:
-    file.move("checkpointing.checkpoint_dir", ("output_dir",))
     enabled = file.take("checkpointing.enabled", True)
     period = file.take("checkpointing.save_period")
     if enabled and period:
         file.draft.put(("save_steps",), period, "checkpointing.save_period")
-        text = "the latest are kept; NeMo-RL keeps the best"
-        file.move("checkpointing.keep_top_k", ("save_total_limit",), meaning=text)
+        meaning = "the latest are kept; NeMo-RL keeps the best"
+        file.move("checkpointing.keep_top_k", ("save_total_limit",), meaning=meaning)
         file.move("policy.megatron_cfg.checkpoint.async_save", ("async_save",))
 
 

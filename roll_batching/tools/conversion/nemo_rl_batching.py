@@ -1,14 +1,24 @@
-"""NeMo-RL's sequence packing, dynamic batching and batch sizes as the batching keys of actor_train."""
+"""NeMo-RL's batching as the batching keys of actor_train, and its optimizers and schedules, of Megatron and of torch.
+
+NeMo-RL steps a schedule after all optimizer steps of one pass over a rollout (a call of `train`), in every worker:
+`models/policy/workers/megatron_policy_worker.py:1055` (in samples, of which Megatron-Bridge counts
+`train_global_batch_size` for each iteration of the file), `dtensor_policy_worker_v2.py:572`,
+`models/value/workers/megatron_value_worker.py:602`. PPO calls it `ppo_epochs` times in an RL step
+(`algorithms/ppo.py:735`). A pass of `sft` and `dpo` is one optimizer step; `algorithms/dpo.py:274` doubles iterations
+because its pairs are two samples.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.integrations.nemo_rl_names import microbatch_order
-from roll_batching.tools.conversion.foreign_file import ForeignFile
-from roll_batching.tools.conversion.mini_batch import data_parallel_ranks, put_mini_batch
+from roll_batching.tools.conversion.foreign_file import LAYOUT, ROLE, TRAIN, ForeignFile, Given, section_at
+from roll_batching.tools.conversion.foreign_job import Batch, Schedule
+from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS
 
 _PACKING, _DYNAMIC = "sequence_packing", "dynamic_batching"
 _ORIGINS: Mapping[tuple[str, ...], str] = {
@@ -28,43 +38,31 @@ _ORIGINS: Mapping[tuple[str, ...], str] = {
 """By key of actor_train that `convert_policy` writes, the key of `policy` that it comes from."""
 
 
-def convert_batching(file: ForeignFile, source: str, task: str) -> None:
-    """Converts `policy.sequence_packing`, `policy.dynamic_batching` and the batch sizes of `policy`."""
+def read_batch(file: ForeignFile, source: str, task: str, devices: int) -> Batch:
+    """Converts `policy.sequence_packing` and `policy.dynamic_batching`; returns the batch sizes of `policy`."""
     policy = file.peek("policy")
     try:
         worker, without_effect = convert_policy({key: _integers(value) for key, value in policy.items()})
     except PlanError as error:
         raise ConfigError(f"{source}: policy.{error}") from None
-    layout = file.draft.values["actor_train"].get("strategy_args", {}).get("strategy_config", {})
     for key, value in worker.items():
-        file.draft.put(("actor_train", key), value)
+        file.draft.put((ROLE, key), value)
     key = f"policy.{_PACKING}.microbatch_order"
+    layout = section_at(file.draft.values, *LAYOUT)
     if file.peek(key) == "largest_first" and layout.get("pipeline_model_parallel_size", 1) != 1:
-        text = "micro-batches of a pipeline run in the order of the smallest predicted step time"
-        file.draft.leave_out(key, "refused", text)
+        why = "micro-batches of a pipeline run in the order of the smallest predicted step time"
+        file.draft.leave_out(key, "refused", why)
     for path, name in _ORIGINS.items():
-        file.draft.origins[("actor_train", *path)] = f"policy.{name}"
+        file.draft.origins[(ROLE, *path)] = f"policy.{name}"
     for name, why in without_effect.items():
         file.draft.leave_out(f"policy.{name}", "idle", why)
     for name in (_PACKING, _DYNAMIC, "make_sequence_length_divisible_by"):
         file.take(f"policy.{name}")
-    _batch_sizes(file, layout, task)
-
-
-def _batch_sizes(file: ForeignFile, layout: Mapping[str, Any], task: str) -> None:
-    """Global, micro- and log-prob batch sizes; of pairs, in sequences."""
-    devices = int(file.draft.values["actor_train"]["device_mapping"].rpartition(",")[2].rstrip(")"))
-    size, rows = file.take("policy.train_global_batch_size"), file.take("policy.train_micro_batch_size", 1)
-    text = ""
+    size, rows, meaning = file.take("policy.train_global_batch_size"), file.take("policy.train_micro_batch_size", 1), ""
     if task == "dpo" and isinstance(size, int) and isinstance(rows, int):
-        size, rows, text = 2 * size, 2 * rows, "counts sequences, two per pair; NeMo-RL counts pairs"
-    whole, each = (size, "policy.train_global_batch_size"), (rows, "policy.train_micro_batch_size")
-    put_mini_batch(file.draft, whole, each, data_parallel_ranks(layout, devices), text)
-    file.move("policy.logprob_batch_size", ("actor_train", "infer_batch_size"))
-    for name in ("generation_batch_size", "logprob_chunk_size", "offload_optimizer_for_logprob"):
-        if file.take(f"policy.{name}") is not None:
-            text = "roles share one model; infer_batch_size is the size of passes without gradient"
-            file.draft.leave_out(f"policy.{name}", "idle", text)
+        size, rows, meaning = 2 * size, 2 * rows, "counts sequences, two per pair; NeMo-RL counts pairs"
+    sequences = Given(size, "policy.train_global_batch_size")
+    return Batch(devices, sequences, Given(rows, "policy.train_micro_batch_size", meaning))
 
 
 def steps_of_a_rollout(file: ForeignFile, section: str, size: Any = None) -> int:
@@ -153,3 +151,104 @@ def _whole_number(key: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{key} is {value!r}; write a whole number of tokens, at least 1")
     return value
+
+
+# ---- nemo rl optimizer
+
+
+_SCHEDULER = "policy.megatron_cfg.scheduler"
+_PASS = "a pass over a rollout"
+_SPANNED = (*RL_TASKS, "value")
+"""Tasks and roles whose schedule may have another length than the job."""
+_ABSENT = object()
+_LINEAR = {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
+"""Defaults of torch.optim.lr_scheduler.LinearLR."""
+
+
+def read_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFile | None = None) -> Schedule:
+    """Converts the optimizer; returns its schedule, which counts passes of `steps` optimizer steps.
+
+    `job` has the length of the job, where `file` has not.
+    """
+    megatron = "megatron_cfg" in file.data["policy"]
+    if megatron:
+        for name in ("optimizer", "scheduler"):
+            file.leave_out(f"policy.{name}", "idle", f"DTensor's; Megatron's is policy.megatron_cfg.{name}")
+    for section in ("policy.megatron_cfg.optimizer", "policy.optimizer.kwargs"):
+        betas = file.take(f"{section}.betas")
+        if isinstance(betas, list) and len(betas) == 2:
+            for number, beta in enumerate(betas, 1):
+                file.draft.put((*TRAIN, f"adam_beta{number}"), beta, f"{section}.betas")
+        file.move_all("optimizer", section)
+    for key in ("policy.optimizer.name", "policy.megatron_cfg.optimizer.optimizer"):
+        name = file.take(key)
+        if name is not None and "adam" not in str(name).lower():
+            file.draft.leave_out(key, "refused", f"{name}: parameters are trained by AdamW")
+    keys = ["policy.megatron_cfg.optimizer.clip_grad", "policy.max_grad_norm"]
+    key, other = keys if megatron else reversed(keys)
+    file.take(other)
+    if (norm := file.take(key, _ABSENT)) is not _ABSENT:  # null switches clipping off
+        file.draft.put((*TRAIN, "max_grad_norm"), 0.0 if norm is None else norm, key)
+    file.check_all("training")
+    return _megatron_schedule(file, task, steps, job or file) if megatron else _torch_schedule(file, task, steps)
+
+
+def _megatron_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFile) -> Schedule:
+    shape, start = file.given(f"{_SCHEDULER}.lr_decay_style"), file.given(f"{_SCHEDULER}.lr_warmup_init")
+    length, warmup = file.given(f"{_SCHEDULER}.lr_decay_iters"), file.given(f"{_SCHEDULER}.lr_warmup_iters")
+    section = {"distill": "distillation", "value": "grpo"}.get(task, task)
+    total, passes = job.peek(f"{section}.max_num_steps"), job.peek(f"{section}.ppo_epochs", 1)
+    horizon = total * passes if isinstance(total, int) and isinstance(passes, int) else None
+    horizon = horizon if length is None else length.value
+    if warmup and isinstance(warmup.value, int) and isinstance(horizon, int) and warmup.value > horizon > 0:
+        meaning = f"{warmup.value}, but Megatron-Bridge ends a warm-up with the schedule's length, {horizon}"
+        warmup = Given(horizon, warmup.key, meaning)
+    constant = shape is None or shape.value == "constant"
+    if length is not None and (constant or task not in _SPANNED):
+        why = "the learning rate's schedule " + ("is constant" if constant else "ends with the job's last step")
+        file.draft.leave_out(length.key, "idle" if constant else "refused", why)
+        length = None
+    return Schedule(steps, _PASS, shape, None, start, warmup, None, length)
+
+
+def _torch_schedule(file: ForeignFile, task: str, steps: int) -> Schedule:
+    """The list of torch's schedules. A linear one that ends at 1 is a warm-up; a cosine may follow it."""
+    given = file.take("policy.scheduler")
+    entries = [entry for entry in (given if isinstance(given, list) else [given]) if isinstance(entry, dict)]
+    named = [(str(entry["name"]), entry.get("kwargs")) for entry in entries if entry.get("name")]
+    schedules = [(name, settings if isinstance(settings, dict) else {}) for name, settings in named]
+    milestones = (entry["milestones"] for entry in entries if isinstance(entry.get("milestones"), list))
+    ends: list[Any] = next(milestones, [])
+    schedule = Schedule(steps, _PASS)
+    for number, (name, settings) in enumerate(schedules):
+        begin = ends[number - 1] if 0 < number <= len(ends) else 0
+        end = ends[number] if number < min(len(ends), len(schedules) - 1) else None
+        if name.endswith("LinearLR") and (warmup := _warmup(_LINEAR | settings, end)):
+            schedule = replace(schedule, warmup=warmup, start=_start(file, (_LINEAR | settings)["start_factor"]))
+        elif name.endswith("ConstantLR") and settings.get("factor") == 1.0:
+            continue
+        elif name.endswith("CosineAnnealingLR") and task in _SPANNED and number == len(schedules) - 1:
+            shape = Given("cosine", "policy.scheduler", "constant after T_max")
+            schedule = replace(schedule, shape=shape, lowest=Given(settings.get("eta_min", 0.0), "policy.scheduler"))
+            if isinstance(length := settings.get("T_max"), int) and isinstance(begin, int):
+                schedule = replace(schedule, length=Given(begin + length, "policy.scheduler"))
+        else:
+            file.draft.leave_out(f"policy.scheduler ({name})", "refused", "set lr_scheduler_type, min_lr, max_steps")
+    return schedule
+
+
+def _warmup(linear: dict[str, Any], end: Any) -> Given | None:
+    """Passes of LinearLR, if it is a warm-up that is not cut off."""
+    count = linear["total_iters"]
+    if linear["end_factor"] != 1.0 or not isinstance(count, int) or (isinstance(end, int) and end < count):
+        return None
+    return Given(count, "policy.scheduler")
+
+
+def _start(file: ForeignFile, factor: Any) -> Given | None:
+    """The learning rate at the beginning of LinearLR."""
+    rate = section_at(file.draft.values, *TRAIN).get("learning_rate")
+    if not isinstance(rate, int | float) or not isinstance(factor, int | float):
+        return None
+    meaning = f"start_factor, {factor:.4g}, x the learning rate"
+    return Given(float(f"{rate * factor:.12g}"), "policy.scheduler", meaning)

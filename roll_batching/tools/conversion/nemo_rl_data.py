@@ -83,21 +83,19 @@ def convert_data(file: ForeignFile, task: str) -> None:
         kind = _GYM if task in RL_TASKS and _uses_gym(file, environment) else next(iter(_KINDS[task].values()))
         keys = {ours: (plain, "data.train") for ours, (_, plain) in kind.items()}
         for ours, (theirs, plain) in kind.items():
-            text = f"key of the lines in the file to be filled in; NeMo-RL: {theirs}"
-            file.draft.put((*_DATA, ours), plain, "data.train", text)
+            meaning = f"key of the lines in the file to be filled in; NeMo-RL: {theirs}"
+            file.draft.put((*_DATA, ours), plain, "data.train", meaning)
     if default.get("processor") == _WITH_IMAGES and task in ("grpo", "sft"):
-        text = "key of the images of a line; NeMo-RL takes them out of its data sets"
-        file.draft.put((*_DATA, "images"), "images", "data.default.processor", text)
+        meaning = "key of the images of a line; NeMo-RL takes them out of its data sets"
+        file.draft.put((*_DATA, "images"), "images", "data.default.processor", meaning)
     template = file.take("policy.tokenizer.chat_template", "default")
     if "messages" not in keys:
-        text = "texts are turns of a chat, which go through the tokenizer's own template"
+        meaning = "texts are turns of a chat, which go through the tokenizer's own template"
         if template is None:
-            text = "the response follows the prompt as it is, and the end token follows both"
+            meaning = "the response follows the prompt as it is, and the end token follows both"
         key = "data" if template is not None else "policy.tokenizer.chat_template"
-        file.draft.put((*_DATA, "chat"), template is not None, key, text)
+        file.draft.put((*_DATA, "chat"), template is not None, key, meaning)
     if task in RL_TASKS:
-        text = "longer prompts are left out; in NeMo-RL they stay in the batch without loss"
-        file.draft.put((*_DATA, "long_prompts"), "drop", "data.max_input_seq_length", text)
         _reward(file, environment)
     _common_keys(file, task)
 
@@ -166,14 +164,14 @@ def _leave_out_details(
     if own.get("prompt_file"):
         file.draft.leave_out(f"{where}.prompt_file", "refused", _PROMPT_FILE)
     if one.get("system_prompt_file") or one.get("system_key") or one.get("system_prompt"):
-        text = "write the system message into a key of the lines, and name that key in actor_train.data_args.system"
-        file.draft.leave_out(f"{where}.system_prompt_file", "refused", text)
+        why = "write the system message into a key of the lines, and name that key in actor_train.data_args.system"
+        file.draft.leave_out(f"{where}.system_prompt_file", "refused", why)
     if one.get("processor") not in (None, *_PROCESSORS[task]):
-        text = f"{one['processor']}: texts are only processed by the chat template here"
-        file.draft.leave_out(f"{where}.processor", "refused", text)
+        why = f"{one['processor']}: texts are only processed by the chat template here"
+        file.draft.leave_out(f"{where}.processor", "refused", why)
     if one.get("split_validation_size"):
-        text = "files are not split: name a file of held-out texts in eval_file_name"
-        file.draft.leave_out(f"{where}.split_validation_size", "refused", text)
+        why = "files are not split: name a file of held-out texts in eval_file_name"
+        file.draft.leave_out(f"{where}.split_validation_size", "refused", why)
     for name, why in _IDLE.items():
         if one.get(name) is not None:
             file.draft.leave_out(f"{where}.{name}", "idle", why)
@@ -193,10 +191,10 @@ def _reward(file: ForeignFile, environment: Any) -> None:
     if verifier != "math" or by not in _VERIFIERS:
         file.draft.leave_out("env.math", "refused", f"{by if verifier == 'math' else verifier}: {REWARDS}")
         return
-    arguments, text = _VERIFIERS[by]
-    file.draft.put(("reward_function",), "math_verify", "env.math.math_verify_impl", text)
+    arguments, meaning = _VERIFIERS[by]
+    file.draft.put(("reward_function",), "math_verify", "env.math.math_verify_impl", meaning)
     if arguments:
-        file.draft.put(("reward_args",), arguments, "env.math.math_verify_impl", text)
+        file.draft.put(("reward_args",), arguments, "env.math.math_verify_impl", meaning)
     file.expect_off("env.math.stop_strings", why=STOP)
     file.take("env.math")
     for name in list(file.peek("env") or {}):
@@ -211,19 +209,19 @@ def _uses_gym(file: ForeignFile, environment: Any) -> bool:
 def _gym(file: ForeignFile) -> None:
     """The rollout function of NeMo-Gym, which is started by hand with the file's own section for it."""
     key = "env.should_use_nemo_gym"
-    text = "Gym and the engine are started by hand (docs/rollouts.md); NeMo-RL starts both"
-    file.draft.put(("rollout_function",), NEMO_GYM, key, text)
-    text = "seconds of a whole rollout; NeMo-RL has no limit"
-    file.draft.put(("rollout_function_timeout",), _GYM_SECONDS, key, text)
+    meaning = "Gym and the engine are started by hand (docs/rollouts.md); NeMo-RL starts both"
+    file.draft.put(("rollout_function",), NEMO_GYM, key, meaning)
+    meaning = "seconds of a whole rollout; NeMo-RL has no limit"
+    file.draft.put(("rollout_function_timeout",), _GYM_SECONDS, key, meaning)
     gym = file.take("env.nemo_gym") or {}
     if gym.get("effort_levels"):
-        text = "rewards are the agents' own, and not changed by lengths"
-        file.draft.leave_out("env.nemo_gym.effort_levels", "refused", text)
-    text = "is Gym's configuration: start Gym with it"
-    file.draft.leave_out("env.nemo_gym", "idle", text)
+        why = "rewards are the agents' own, and not changed by lengths"
+        file.draft.leave_out("env.nemo_gym.effort_levels", "refused", why)
+    why = "is Gym's configuration: start Gym with it"
+    file.draft.leave_out("env.nemo_gym", "idle", why)
     if file.take("env.should_mask_flagged_samples") is not False:
-        text = "samples that an environment flags are trained on; mark/flagged is their share"
-        file.draft.leave_out("env.should_mask_flagged_samples", "refused", text)
+        why = "samples that an environment flags are trained on; mark/flagged is their share"
+        file.draft.leave_out("env.should_mask_flagged_samples", "refused", why)
     for name in list(file.peek("env") or {}):
         if file.take(f"env.{name}") and name != "should_use_nemo_gym":
             file.draft.leave_out(f"env.{name}", "idle", "is not read by NeMo-Gym's agents")
@@ -240,5 +238,5 @@ def _common_keys(file: ForeignFile, task: str) -> None:
             file.draft.leave_out(f"data.{name}", "refused", why)
     opened = file.take("data.add_generation_prompt")
     if task == "sft":
-        text = "the header of the assistant's turn is never trained on"
-        file.draft.leave_out("data.add_generation_prompt", "idle" if opened else "refused", text)
+        why = "the header of the assistant's turn is never trained on"
+        file.draft.leave_out("data.add_generation_prompt", "idle" if opened else "refused", why)

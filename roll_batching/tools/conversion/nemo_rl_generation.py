@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll_batching.tools.conversion.foreign_file import STOP, ForeignFile
+from roll_batching.tools.conversion.foreign_file import (
+    HELD_OUT,
+    SAMPLING,
+    STOP,
+    STRATEGY,
+    ForeignFile,
+    Given,
+    section_at,
+)
+from roll_batching.tools.conversion.foreign_job import Devices
 from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS
 from roll_batching.tools.conversion.train_infer import SECTION
 
 _SECTION = "policy.generation"
-_ROLE = ("actor_infer", "strategy_args")
-_SAMPLING = ("actor_infer", "generating_args")
-_HELD_OUT = ("validation", "generating_args")
 _UNRESTRICTED: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 """By sampling key, the value that null stands for."""
 _ENGINES = ("vllm", "sglang")
-_VLLM_OPTIONS = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "gpu_memory_utilization",
-    "max_model_len",
-    "enforce_eager",
-    "enable_prefix_caching",
-)
-"""Keys of `vllm_cfg` that are options of vLLM."""
-_MEGATRON_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
-"""Keys of `mcore_generation_config` that are parallel sizes of the sampling model."""
 _NOT_SGLANG = ("model_path", "random_seed", "skip_tokenizer_init", "sglang_server_config", "sglang_router_config")
 """Keys of `sglang_cfg` that the job sets, or that SGLang does not have."""
 SERVERS = "servers are configured by engine_args, strategy_config and device_mapping of actor_infer"
 
 
-def convert_devices(file: ForeignFile, task: str) -> None:
+def read_devices(file: ForeignFile, task: str) -> Devices:
     """Devices of training, and of an engine with its own devices."""
     nodes, each = file.take("cluster.num_nodes") or 1, file.take("cluster.gpus_per_node") or 1
     total, own = nodes * each, 0
@@ -45,24 +35,16 @@ def convert_devices(file: ForeignFile, task: str) -> None:
         own = min(total - 1, (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or each))
     backend = file.peek(f"{_SECTION}.backend", "vllm")
     separate = own and (backend in _ENGINES or (backend == "megatron" and nodes == 1))
-    text = "the devices that train" + (" and generate" if task in RL_TASKS else "")
+    meaning = "the devices that train" + (" and generate" if task in RL_TASKS else "")
     if own:
-        text = "the devices that train; generation has other devices"
+        meaning = "the devices that train; generation has other devices"
         if not separate:
-            text = "the devices that train, which also generate; in NeMo-RL generation has other devices"
-    file.draft.put(("actor_train", "device_mapping"), f"list(range(0,{total - own}))", "cluster", text)
+            meaning = "the devices that train, which also generate; in NeMo-RL generation has other devices"
+    training, key = Given(total - own, "cluster", meaning), f"{_SECTION}.colocated"
     if task not in RL_TASKS or not (backend in _ENGINES or separate):
-        return
-    key = f"{_SECTION}.colocated"
-    if own:
-        where = f"list(range({total - own},{total}))"
-        file.draft.put(("actor_infer", "device_mapping"), where, key, "numbered after those that train")
-    elif not _ahead(file):  # else the engine samples while the model trains
-        text = "the engine sleeps during training, and the model's states are offloaded during sampling"
-        file.draft.put(("is_offload_states",), True, key, text)
-    if nodes > 1:
-        what = f"actor_infer.engine_args.urls: is missing: the file is for {nodes} machines, but the job starts servers"
-        file.draft.missing.append(f"{what} only on that of rank 0; start them on the others yourself, and name all")
+        return Devices(training)
+    sleeps = "" if own or _ahead(file) else key  # ahead: the engine samples while the model trains
+    return Devices(training, Given(own, key) if own else None, sleeps, nodes)
 
 
 def convert_generation(file: ForeignFile) -> None:
@@ -74,13 +56,12 @@ def convert_generation(file: ForeignFile) -> None:
     elif backend == "sglang":
         _sglang(file)
     else:
-        file.draft.put((*_ROLE, "strategy_name"), "megatron_infer", f"{_SECTION}.backend")
+        file.draft.put((*STRATEGY, "strategy_name"), "megatron_infer", f"{_SECTION}.backend")
         if backend == "megatron":
-            for name in _MEGATRON_SIZES:
-                file.move(f"{_SECTION}.mcore_generation_config.{name}", (*_ROLE, "strategy_config", name))
+            file.move_all("megatron_generation", f"{_SECTION}.mcore_generation_config")
         else:
-            text = f"{backend}: there is no such engine here, so the training model samples; vllm and sglang exist"
-            file.draft.meanings[(*_ROLE, "strategy_name")] = text
+            meaning = f"{backend}: there is no such engine here, so the training model samples; vllm and sglang exist"
+            file.draft.meanings[(*STRATEGY, "strategy_name")] = meaning
     _ahead_of_training(file)
 
 
@@ -88,25 +69,24 @@ def _sampling(file: ForeignFile) -> None:
     for name, plain in _UNRESTRICTED.items():
         training, held_out = file.take(f"{_SECTION}.{name}"), f"{_SECTION}.val_{name}"
         if training is not None:
-            file.draft.put((*_SAMPLING, name), training, f"{_SECTION}.{name}")
+            file.draft.put((*SAMPLING, name), training, f"{_SECTION}.{name}")
         if file.peek(held_out, training) != training:
             value = file.peek(held_out)
             value = plain if value is None else value
             greedy = name == "temperature" and not value
-            file.draft.put((*_HELD_OUT, "do_sample" if greedy else name), False if greedy else value, held_out)
+            file.draft.put((*HELD_OUT, "do_sample" if greedy else name), False if greedy else value, held_out)
         file.take(held_out)
     answers = file.take("grpo.val_num_generations_per_prompt")
     if answers not in (None, 1):
-        file.draft.put((*_HELD_OUT, "num_return_sequences"), answers, "grpo.val_num_generations_per_prompt")
+        file.draft.put((*HELD_OUT, "num_return_sequences"), answers, "grpo.val_num_generations_per_prompt")
     for name in ("stop_token_ids", "stop_strings"):
         file.expect_off(f"{_SECTION}.{name}", why=STOP)
 
 
 def _vllm(file: ForeignFile) -> None:
-    file.draft.put((*_ROLE, "strategy_name"), "vllm", f"{_SECTION}.backend")
-    section, options = f"{_SECTION}.vllm_cfg", (*_ROLE, "strategy_config")
-    for name in _VLLM_OPTIONS:
-        file.move(f"{section}.{name}", (*options, name))
+    file.draft.put((*STRATEGY, "strategy_name"), "vllm", f"{_SECTION}.backend")
+    section, options = f"{_SECTION}.vllm_cfg", (*STRATEGY, "strategy_config")
+    file.move_all("vllm", section)
     precision = file.take(f"{section}.precision")
     if precision == "fp8":
         file.draft.leave_out(f"{section}.precision", "refused", "fp8: engines compute in the model's precision")
@@ -115,28 +95,28 @@ def _vllm(file: ForeignFile) -> None:
     cache = file.take(f"{section}.kv_cache_dtype")
     if cache not in (None, "auto"):
         file.draft.leave_out(f"{section}.kv_cache_dtype", "refused", f"{cache}: its scales are not measured for now")
-    experts, tensor = file.take(f"{section}.expert_parallel_size", 1), file.peek(f"{section}.tensor_parallel_size", 1)
-    tensor = file.draft.values["actor_infer"]["strategy_args"].get("strategy_config", {}).get(_VLLM_OPTIONS[0], tensor)
+    experts = file.take(f"{section}.expert_parallel_size", 1)
+    tensor = section_at(file.draft.values, *options).get("tensor_parallel_size", 1)
     if experts is not None and experts > 1:
         key = f"{section}.expert_parallel_size"
-        text = "experts are divided over the devices of tensor_parallel_size"
-        text += "" if experts == tensor else f", {tensor}; in NeMo-RL over {experts}, in data-parallel engines"
-        file.draft.put((*options, "enable_expert_parallel"), True, key, text)
+        meaning = "experts are divided over the devices of tensor_parallel_size"
+        meaning += "" if experts == tensor else f", {tensor}; in NeMo-RL over {experts}, in data-parallel engines"
+        file.draft.put((*options, "enable_expert_parallel"), True, key, meaning)
     mode = file.take(f"{section}.logprobs_mode")
     if mode not in (None, "processed_logprobs"):
         sampling = file.draft.values["actor_infer"].get("generating_args", {})
         plain = all(sampling.get(name, value) == value for name, value in _UNRESTRICTED.items())
-        text = f"{mode}: log-probs are at the sampling temperature, as those of the loss"
-        file.draft.leave_out(f"{section}.logprobs_mode", "idle" if plain else "refused", text)
+        why = f"{mode}: log-probs are at the sampling temperature, as those of the loss"
+        file.draft.leave_out(f"{section}.logprobs_mode", "idle" if plain else "refused", why)
     for name, value in (file.take(f"{section}.env_vars") or {}).items():
-        text = "is set for all processes of the job and its servers"
-        file.draft.put(("actor_infer", "system_envs", name), str(value), f"{section}.env_vars.{name}", text)
+        meaning = "is set for all processes of the job and its servers"
+        file.draft.put(("actor_infer", "system_envs", name), str(value), f"{section}.env_vars.{name}", meaning)
     for name in list(file.peek(f"{_SECTION}.vllm_kwargs") or {}):
         file.move(f"{_SECTION}.vllm_kwargs.{name}", (*options, name))
 
 
 def _sglang(file: ForeignFile) -> None:
-    file.draft.put((*_ROLE, "strategy_name"), "sglang", f"{_SECTION}.backend")
+    file.draft.put((*STRATEGY, "strategy_name"), "sglang", f"{_SECTION}.backend")
     section = f"{_SECTION}.sglang_cfg"
     for name in list(file.peek(section) or {}):
         key = f"{section}.{name}"
@@ -148,7 +128,7 @@ def _sglang(file: ForeignFile) -> None:
             why = f"{size}: a server has the devices of tp_size x pp_size; there are as many servers as fit instead"
             file.draft.leave_out(key, "idle", why)
         else:
-            file.move(key, (*_ROLE, "strategy_config", name))
+            file.move(key, (*STRATEGY, "strategy_config", name))
 
 
 def _ahead(file: ForeignFile) -> int:
@@ -166,19 +146,19 @@ def _ahead_of_training(file: ForeignFile) -> None:
     ahead, section = _ahead(file), "grpo.async_grpo"
     key = f"{section}.max_trajectory_age_steps" if file.peek(f"{section}.enabled") else "async_rl.sampler"
     if ahead:
-        text = "rollouts are trained on in the order of their requests"
+        meaning = "rollouts are trained on in the order of their requests"
         if "engine_ratio_cap" not in file.draft.values.get("loss_args", {}) and SECTION not in file.draft.values:
-            text += "; old log-probs are the sampler's, NeMo-RL computes them with the weights in training"
-        file.draft.put(("async_generation_ratio",), ahead, key, text)
+            meaning += "; old log-probs are the sampler's, NeMo-RL computes them with the weights in training"
+        file.draft.put(("async_generation_ratio",), ahead, key, meaning)
     if ahead and file.take(f"{section}.in_flight_weight_updates"):
-        text = "a response is sampled with the weights of one step; newer weights wait until it is complete"
-        file.draft.leave_out(f"{section}.in_flight_weight_updates", "refused", text)
+        why = "a response is sampled with the weights of one step; newer weights wait until it is complete"
+        file.draft.leave_out(f"{section}.in_flight_weight_updates", "refused", why)
     rest = file.take(section)
     if isinstance(rest, dict) and ahead:
         for name in ("max_generation_failures", "recompute_kv_cache_after_weight_updates"):
             if name in rest:
-                text = "engine_args.retries and sampler_restarts handle failures; caches are dropped with their weights"
-                file.draft.leave_out(f"{section}.{name}", "idle", text)
+                why = "engine_args.retries and sampler_restarts handle failures; caches are dropped with their weights"
+                file.draft.leave_out(f"{section}.{name}", "idle", why)
     elif rest is not None:
         file.draft.leave_out(section, "idle", "is off, as it is here")
     file.take("async_rl.sampler")

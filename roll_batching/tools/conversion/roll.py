@@ -16,9 +16,8 @@ from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.tools.conversion.draft import Draft
 from roll_batching.tools.conversion.foreign_file import section_at
-from roll_batching.tools.conversion.fp8 import complete_fp8
-from roll_batching.tools.conversion.roll_agentic import AGENTIC, convert_agentic
-from roll_batching.tools.conversion.roll_defaults import apply_defaults, pipeline_of
+from roll_batching.tools.conversion.layouts import complete_fp8
+from roll_batching.tools.conversion.roll_defaults import AGENTIC, ROLL, apply_defaults, convert_agentic, pipeline_of
 from roll_batching.tools.conversion.roll_distillation import (
     convert_on_policy,
     convert_texts,
@@ -40,19 +39,6 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
 _PAIR_KEYS = ("chosen_key", "rejected_key", "beta", "ipo", "label_smoothing")
 """Keys of ROLL's DPO pipeline."""
 
-_MEANINGS: Mapping[tuple[str, ...], str] = {
-    ("strategy_args", "strategy_config", "attention_backend"): (
-        "chooses an attention core; in ROLL, one of TransformerEngine's kernels"
-    ),
-    ("training_args", "gradient_accumulation_steps"): (
-        "a mini-batch is per_device_train_batch_size x this x data-parallel ranks sequences, drawn over all ranks; "
-        "ROLL draws it inside each rank"
-    ),
-    ("sequence_packing_args", "max_packed_sequence_length_train"): "a hard cap of every pack; in ROLL, of their mean",
-    ("sequence_packing_args", "max_packed_sequence_length_forward"): "a hard cap of every pack; in ROLL, of their mean",
-}
-"""By key of a role, how its meaning differs."""
-
 
 def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     """Translates composed settings of ROLL."""
@@ -62,8 +48,8 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     pipeline = "rlvr" if on_policy else pipeline_of(data)
     if pipeline == "rlvr" and not on_policy and data.get("adv_estimator") == GAE and data.get("critic") is None:
         data["critic"] = {}
-        text = "critic: is missing: ROLL's would have no device; it has actor_train's here, and ROLL's other defaults"
-        draft.missing.append(text)
+        lack = "critic: is missing: ROLL's would have no device; it has actor_train's here, and ROLL's other defaults"
+        draft.missing.append(lack)
     apply_defaults(draft, data, pipeline)
     if pipeline == "agentic":
         convert_agentic(draft, data)
@@ -85,8 +71,8 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     _frozen_encoders(draft, data)
     draft.values = data
     if data.get("rewards") and "actor_train.data_args.response" in draft.defaults:
-        text = "ROLL's reward workers compare with the column ground_truth"
-        draft.put(("actor_train", "data_args", "response"), "ground_truth", "rewards", text)
+        meaning = "ROLL's reward workers compare with the column ground_truth"
+        draft.put(("actor_train", "data_args", "response"), "ground_truth", "rewards", meaning)
     divide_prompts(draft)
     _heads(draft)
     _policy_gradient(draft)
@@ -104,11 +90,11 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     _reference(draft)
     complete_fp8(draft)
     for role in ("actor_train", "actor_infer", "reference"):
-        for path, meaning in _MEANINGS.items():
-            draft.meanings.setdefault((role, *path), meaning)
+        for key, meaning in ROLL.data["meanings"].items():
+            draft.meanings.setdefault((role, *key.split(".")), meaning)
     if "eval_file_name" not in section_at(draft.values, "actor_train", "data_args"):
-        text = "the file names no held-out prompts: there is no evaluation"
-        draft.put(("eval_samples",), 0, "validation.data_args.file_name", text)
+        meaning = "the file names no held-out prompts: there is no evaluation"
+        draft.put(("eval_samples",), 0, "validation.data_args.file_name", meaning)
     return draft
 
 
@@ -168,15 +154,15 @@ def _aggregation(draft: Draft) -> None:
     if longest is None:
         parts = [draft.values.get("prompt_length", 1024), draft.values.get("response_length")]
         longest = sum(parts) if all(isinstance(part, int) for part in parts) else None
-    text = "ROLL's seq-mean-token-sum-norm adds up all sequences, and divides by their padded length"
-    draft.put(("loss_agg_mode",), "token-sum", "loss_agg_mode", text)
+    meaning = "ROLL's seq-mean-token-sum-norm adds up all sequences, and divides by their padded length"
+    draft.put(("loss_agg_mode",), "token-sum", "loss_agg_mode", meaning)
     if not isinstance(longest, int):
         draft.missing.append("loss_agg_length: the divisor of the loss: ROLL's sequence_length - 1")
         return
     role = section_at(draft.values, "actor_train")
     varies = any(role.get(key) for key in ("use_sequence_packing", "use_dynamic_batching_in_train"))
-    text = "sequence_length - 1; in ROLL, that of each micro-batch or packed sequence" if varies else ""
-    draft.put(("loss_agg_length",), max(1, longest - 1), "loss_agg_mode", text)
+    meaning = "sequence_length - 1; in ROLL, that of each micro-batch or packed sequence" if varies else ""
+    draft.put(("loss_agg_length",), max(1, longest - 1), "loss_agg_mode", meaning)
 
 
 _PIXELS: Mapping[str, int] = {"image_max_pixels": 4096 * 4096, "image_min_pixels": 4 * 28 * 28}
@@ -188,8 +174,8 @@ def _images(draft: Draft, data: dict[str, Any]) -> None:
     train = section_at(data, "actor_train", "data_args")
     if given := [key for key in _PIXELS if train.get(key) is not None]:
         where = f"actor_train.data_args.{given[0]}"
-        text = "ROLL's key; a place without an image, or an image without a place, is an error here"
-        draft.put(("actor_train", "data_args", "images"), "images", where, text)
+        meaning = "ROLL's key; a place without an image, or an image without a place, is an error here"
+        draft.put(("actor_train", "data_args", "images"), "images", where, meaning)
         train["images"] = "images"
         if train.get("tag") is None:
             train["tag"], draft.origins["actor_train", "data_args", "tag"] = "data_source", where
@@ -221,8 +207,8 @@ def _serve_with_sglang(draft: Draft, strategy: dict[str, Any]) -> None:
     if strategy.get("strategy_name") != "vllm":
         return
     where = "actor_infer.strategy_args"
-    text = "SGLang samples: it takes tokens and images together"
-    draft.put(("actor_infer", "strategy_args", "strategy_name"), "sglang", f"{where}.strategy_name", text)
+    meaning = "SGLang samples: it takes tokens and images together"
+    draft.put(("actor_infer", "strategy_args", "strategy_name"), "sglang", f"{where}.strategy_name", meaning)
     strategy["strategy_name"] = "sglang"
     options = strategy.get("strategy_config") or {}
     strategy["strategy_config"] = {ours: options[theirs] for theirs, ours in _SGLANG.items() if theirs in options}
@@ -248,8 +234,8 @@ def _frozen_encoders(draft: Draft, data: dict[str, Any]) -> None:
             continue
         kept = [name for name in map(str.strip, given.split(",")) if not name.startswith(_ENCODERS)]
         if len(kept) < len(given.split(",")):
-            text = "encoders are not built: of a model with some, the text model trains, and an export copies them"
-            draft.leave_out(f"{role}.model_args.freeze_module_prefix", "idle", text)
+            why = "encoders are not built: of a model with some, the text model trains, and an export copies them"
+            draft.leave_out(f"{role}.model_args.freeze_module_prefix", "idle", why)
             del model["freeze_module_prefix"]
             if kept:
                 model["freeze_module_prefix"] = ",".join(kept)
@@ -270,8 +256,8 @@ def _supervised(draft: Draft, role: dict[str, Any]) -> None:
     for key, ours in (("query_key", "query"), ("system_key", "system")):
         if (name := draft.values.pop(key, None)) is not None:
             draft.put(("actor_train", "data_args", ours), name, key)
-    text = "a longer text is an error that names it; ROLL truncates it"
-    draft.meanings["sequence_length",] = text
+    meaning = "a longer text is an error that names it; ROLL truncates it"
+    draft.meanings["sequence_length",] = meaning
 
 
 def _preferences(draft: Draft, given: dict[str, Any]) -> None:
@@ -298,8 +284,8 @@ def _preferences(draft: Draft, given: dict[str, Any]) -> None:
         if rows is not None:
             draft.put(path, 2 * rows, dotted(path), meaning)
     arguments.pop("num_train_epochs", None)  # ROLL reads max_steps instead
-    text = "a pair with more tokens is an error that names it; ROLL leaves it out"
-    draft.meanings["sequence_length",] = text
+    meaning = "a pair with more tokens is an error that names it; ROLL leaves it out"
+    draft.meanings["sequence_length",] = meaning
 
 
 def _chat(draft: Draft, keys: Mapping[str, tuple[str, str]]) -> None:

@@ -25,8 +25,10 @@ def convert_on_policy(draft: Draft) -> None:
     """Converts on-policy distillation, whose advantages are a teacher's divergence, to `task: distill`."""
     values = draft.values
     draft.put(("task",), "distill", "student_train")
-    text = "the divergence over the teacher's likely tokens; ROLL estimates the same one from the sampled token alone"
-    draft.put(("kd_objective",), "reverse_kl", "teacher", text)
+    meaning = (
+        "the divergence over the teacher's likely tokens; ROLL estimates the same one from the sampled token alone"
+    )
+    draft.put(("kd_objective",), "reverse_kl", "teacher", meaning)
     if values.pop("adv_estimator", None) is not None and "adv_estimator" not in draft.defaults:
         draft.leave_out("adv_estimator", "idle", "the teacher's divergence is the whole loss, in ROLL the advantage")
     teacher = values.get("teacher")
@@ -83,8 +85,8 @@ def _texts(draft: Draft) -> None:
     draft.put((*data, "response"), values.pop("answer_key", "answer"), "answer_key")
     if (system := values.pop("system_key", None)) is not None:
         draft.put((*data, "system"), system, "system_key")
-    text = "texts go through the tokenizer's chat template; in ROLL, through the one that `template` names"
-    draft.put((*data, "chat"), True, "data_args.template", text)
+    meaning = "texts go through the tokenizer's chat template; in ROLL, through the one that `template` names"
+    draft.put((*data, "chat"), True, "data_args.template", meaning)
 
 
 def record_origins(draft: Draft, ours: tuple[str, ...], theirs: tuple[str, ...], value: Any) -> None:

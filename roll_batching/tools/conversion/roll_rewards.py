@@ -10,6 +10,7 @@ from typing import Any
 from roll_batching.jobs.config.diagnostics import dotted
 from roll_batching.tools.conversion.draft import Draft
 from roll_batching.tools.conversion.foreign_file import section_at
+from roll_batching.tools.conversion.roll_defaults import ROLL
 
 REWARD_WORKERS = (
     "no such reward exists here: write a function, and name it in reward_function or rewards; a plain function of the "
@@ -19,20 +20,6 @@ _RUN = (
     "is missing: how to run code that the model wrote (docs/rewards.md): subprocess, or a command that runs it in a "
     "container"
 )
-_CHOICE = "takes a letter that stands alone; ROLL: the first capital, also of a word or of several letters"
-_JUDGE = (
-    "asks a server that you start about the text after the last </think>, and reads the last line of its reply; ROLL: "
-    "the whole response, and a YES anywhere in the reply"
-)
-_WORKERS: Mapping[str, tuple[str, str]] = {
-    "MathRuleRewardWorker": ("math_verify", "compares the whole response; ROLL: the text after its last </think>"),
-    "CodeSandboxRewardWorker": ("code_tests", "runs the tests of a response in processes of their own"),
-    "GeneralRuleRewardWorker": ("ifeval", "checks the 25 constraints of ROLL; docs/rewards.md lists the differences"),
-    "MultipleChoiceBoxedRuleRewardWorker": ("multiple_choice", _CHOICE),
-    "CrossThinkQARuleRewardWorker": ("multiple_choice", _CHOICE),
-    "LLMJudgeRewardWorker": ("llm_judge", _JUDGE),
-}
-"""By reward worker of ROLL, our reward and the difference."""
 _REPETITION_PENALTY = 0.5
 """Source: ROLL 8eb27cc, `max_penalty=-0.5` of two reward workers."""
 _GRADINGS = ("loose", "soft", "strict")
@@ -52,6 +39,7 @@ _SHORTEST_NAME = 4
 
 def translate_rewards(draft: Draft, data: dict[str, Any]) -> None:
     """Translates supported rewards of `data`; leaves out the others with the files of their prompts."""
+    translated = ROLL.data["rewards"]
     kept: dict[str, Any] = {}
     dropped: dict[str, Any] = {}
     for section in ("rewards", "reward"):
@@ -61,16 +49,16 @@ def translate_rewards(draft: Draft, data: dict[str, Any]) -> None:
         named = {name: one for name, one in workers.items() if isinstance(one, dict) and "worker_cls" in one}
         for name, one in named.items():
             kind = str(one["worker_cls"]).rpartition(".")[2]
-            if section == "rewards" and kind in _WORKERS:
-                kept[name] = _reward(draft, name, one, *_WORKERS[kind])
+            if section == "rewards" and kind in translated:
+                kept[name] = _reward(draft, name, one, *translated[kind])
             else:
                 draft.leave_out(f"{section}.{name}", "refused", f"{kind}: {REWARD_WORKERS}")
                 dropped[name] = one
         if not named:
             draft.leave_out(section, "refused", REWARD_WORKERS)
     if _OF_UNKNOWN_TAGS in kept and not dropped and kept[_OF_UNKNOWN_TAGS].pop("tag_included", None) is not None:
-        text = "is the reward of all prompts whose tag no other reward names, as in ROLL"
-        draft.leave_out(f"rewards.{_OF_UNKNOWN_TAGS}.tag_included", "idle", text)
+        why = "is the reward of all prompts whose tag no other reward names, as in ROLL"
+        draft.leave_out(f"rewards.{_OF_UNKNOWN_TAGS}.tag_included", "idle", why)
     if kept:
         data["rewards"] = kept
         for role in ("actor_train", "validation"):

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from roll_batching.tools.conversion.critics import HEAD, put_critic, scale_loss
+from roll_batching.tools.conversion.critics import Critic, scale_loss, write_critic
 from roll_batching.tools.conversion.draft import Draft
 from roll_batching.tools.conversion.foreign_file import (
     DATA,
@@ -17,7 +17,6 @@ from roll_batching.tools.conversion.foreign_file import (
     STRATEGY,
     ForeignFile,
     Given,
-    fill_defaults,
     number_of,
     section_at,
 )
@@ -35,7 +34,7 @@ from roll_batching.tools.conversion.foreign_job import (
     optimizer_steps,
     write_job,
 )
-from roll_batching.tools.conversion.fp8 import convert_slime_fp8
+from roll_batching.tools.conversion.layouts import convert_slime_fp8
 from roll_batching.tools.conversion.slime_command import PROGRAM, SLIME
 
 _SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
@@ -47,7 +46,7 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
     SLIME.check_types(data, source)
     file = ForeignFile(SLIME, copy.deepcopy(data), Draft(source, framework="slime"))
     supervised = file.take("--loss-type") == "sft_loss"
-    file.draft.defaults = fill_defaults(file.data, SLIME.defaults("all_tasks", *(() if supervised else ("rl",))))
+    file.fill_defaults(SLIME.defaults("all_tasks", *(() if supervised else ("rl",))))
     is_async = file.take(PROGRAM) == "train_async.py"
     for group in ("model", "layout", "optimizer"):
         file.move_all(group)
@@ -69,7 +68,7 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
         parts = replace(parts, lengths=lengths, clipping=_clipping(file), kl=kl, sampling=_dynamic_sampling(file))
         write_job(replace(parts, evaluation=_evaluation(file)), file.draft)
         if file.draft.values.get("adv_estimator") == "gae":
-            _critic(file)
+            write_critic(_critic(file), file.draft)
     _checkpoints(file, updates if supervised else 1)
     if not file.peek("--moe-aux-loss-coeff") and file.take("--moe-router-load-balancing-type") is not None:
         file.draft.leave_out("--moe-router-load-balancing-type", "idle", "--moe-aux-loss-coeff is 0")
@@ -104,8 +103,8 @@ def _devices(file: ForeignFile, supervised: bool, is_async: bool) -> Devices:
     if supervised:
         return Devices(training)
     if not together and not (engine and engine.value):
-        text = "actor_infer.device_mapping: is missing: the script has neither --colocate nor --rollout-num-gpus"
-        file.draft.missing.append(text)
+        lack = "actor_infer.device_mapping: is missing: the script has neither --colocate nor --rollout-num-gpus"
+        file.draft.missing.append(lack)
     file.put((*STRATEGY, "strategy_name"), "sglang", "--rollout-num-gpus-per-engine")
     file.put((*STRATEGY, "strategy_config", "tp_size"), size, "--rollout-num-gpus-per-engine")
     for key in [key for key in file.data if key.startswith("--sglang-")]:
@@ -131,9 +130,9 @@ def _heads(file: ForeignFile) -> Heads | None:
         return None
     if factor is None:
         file.draft.defaults.add(keys[2])
-    text = "their losses count the tokens of the policy's loss, divided by their number in the step"
+    meaning = "their losses count the tokens of the policy's loss, divided by their number in the step"
     detached = Given(True, keys[1], "slime cuts the heads' gradients off the model")
-    return Heads(replace(number, meaning=text), detached, factor or Given(0.2, keys[2]))
+    return Heads(replace(number, meaning=meaning), detached, factor or Given(0.2, keys[2]))
 
 
 def _batch(file: ForeignFile, devices: int, supervised: bool) -> tuple[Batch, int]:
@@ -150,8 +149,8 @@ def _batch(file: ForeignFile, devices: int, supervised: bool) -> tuple[Batch, in
     if supervised:
         file.take("--rollout-batch-size")
         if sequences.value not in (None, prompts):
-            text = f"{prompts} texts are read at a time, but {sequences.value} make an optimizer step"
-            file.draft.leave_out("--rollout-batch-size", "idle", text)
+            why = f"{prompts} texts are read at a time, but {sequences.value} make an optimizer step"
+            file.draft.leave_out("--rollout-batch-size", "idle", why)
     batch = Batch(
         devices,
         sequences,
@@ -188,12 +187,12 @@ def _lengths(file: ForeignFile) -> Lengths:
     if answer is None:
         file.draft.missing.append("response_length: is missing: without --rollout-max-response-len slime has no limit")
     if prompt is None:
-        text = "prompt_length: slime has no limit of prompts here: set the tokens of your longest one (default: 1024)"
-        file.draft.missing.append(text)
-    text = "prompts and responses have a limit each" if whole is not None else ""
+        lack = "prompt_length: slime has no limit of prompts here: set the tokens of your longest one (default: 1024)"
+        file.draft.missing.append(lack)
+    meaning = "prompts and responses have a limit each" if whole is not None else ""
     return Lengths(
         whole,
-        prompt=None if prompt is None else Given(prompt, key, text),
+        prompt=None if prompt is None else Given(prompt, key, meaning),
         response=None if answer is None else Given(answer, "--rollout-max-response-len"),
         drops=None if prompt is None else Given("drop", key),
     )
@@ -203,23 +202,23 @@ def _rollouts(file: ForeignFile, is_async: bool) -> None:
     steps, epochs = file.take("--num-rollout"), file.take("--num-epoch")
     file.put(("max_steps",), steps, "--num-rollout")
     if steps is None:
-        text = f"max_steps: is missing: --num-epoch ({epochs}) x prompts of the file / --rollout-batch-size"
-        file.draft.missing.append(text)
+        lack = f"max_steps: is missing: --num-epoch ({epochs}) x prompts of the file / --rollout-batch-size"
+        file.draft.missing.append(lack)
         file.draft.leave_out("--num-epoch", "refused", "max_steps counts RL steps")
     elif epochs is not None:
         file.draft.leave_out("--num-epoch", "idle", "--num-rollout is the length of the job")
     if is_async:
-        text = "old log-probs are the sampler's; slime computes them with the weights in training"
-        file.put(("async_generation_ratio",), 1, "train_async.py", text)
+        meaning = "old log-probs are the sampler's; slime computes them with the weights in training"
+        file.put(("async_generation_ratio",), 1, "train_async.py", meaning)
     key, templated = file.take("--input-key"), file.take("--apply-chat-template")
-    text = "a list of messages; for a key with plain texts set prompt and chat: true instead" if templated else ""
-    file.put((*DATA, "messages" if templated else "prompt"), key, "--input-key", text)
+    meaning = "a list of messages; for a key with plain texts set prompt and chat: true instead" if templated else ""
+    file.put((*DATA, "messages" if templated else "prompt"), key, "--input-key", meaning)
     _texts(file, "prompts")
     file.check_all("rl")
     kind, path = file.take("--rm-type"), file.take("--custom-rm-path")
     if path is not None:
-        text = "slime's contract: an async function of args and a sample"
-        file.put(("reward_function",), "slime_custom_rm", "--custom-rm-path", text)
+        meaning = "slime's contract: an async function of args and a sample"
+        file.put(("reward_function",), "slime_custom_rm", "--custom-rm-path", meaning)
         file.put(("reward_args", "path"), path, "--custom-rm-path")
         if file.take("--group-rm"):
             file.put(("reward_args", "grouped"), True, "--group-rm", "the function gets lists of one sample")
@@ -228,8 +227,8 @@ def _rollouts(file: ForeignFile, is_async: bool) -> None:
         if kind is not None:
             file.put(("reward_args", "options"), {"rm_type": kind}, "--rm-type", "args.rm_type of the function")
     elif kind in SLIME.data["rewards"]:
-        arguments, text = SLIME.data["rewards"][kind]
-        file.put(("reward_function",), "math_verify", "--rm-type", text)
+        arguments, meaning = SLIME.data["rewards"][kind]
+        file.put(("reward_function",), "math_verify", "--rm-type", meaning)
         for name, value in arguments.items():
             file.put(("reward_args", name), value, "--rm-type")
     else:
@@ -239,8 +238,8 @@ def _rollouts(file: ForeignFile, is_async: bool) -> None:
 def _texts(file: ForeignFile, what: str) -> None:
     """Order of the texts, and what the chat template reads beside the messages."""
     if not file.take("--rollout-shuffle"):
-        text = f"is not given, but {what} are shuffled anew in every epoch"
-        file.draft.leave_out("--rollout-shuffle", "refused", text)
+        why = f"is not given, but {what} are shuffled anew in every epoch"
+        file.draft.leave_out("--rollout-shuffle", "refused", why)
     kwargs = file.take("--apply-chat-template-kwargs")
     try:
         kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
@@ -313,8 +312,8 @@ def _advantages(file: ForeignFile) -> list[KlTerm]:
         file.put(("importance_sampling",), "seq" if name == "gspo" else None, key)
         file.put(("loss_function",), "cispo" if name == "cispo" else None, key)
     elif raw and name == "reinforce_plus_plus_baseline":
-        text = "reinforce_plus_plus_baseline always subtracts the group's mean"
-        file.draft.leave_out("--disable-rewards-normalization", "refused", text)
+        why = "reinforce_plus_plus_baseline always subtracts the group's mean"
+        file.draft.leave_out("--disable-rewards-normalization", "refused", why)
     file.put(("adv_estimator",), "gae" if name == "ppo" else estimator, key)
     whitened, gamma = file.take("--normalize-advantages"), file.take("--gamma")
     if not str(name).startswith("reinforce_plus_plus"):
@@ -369,30 +368,33 @@ def _dynamic_sampling(file: ForeignFile) -> DynamicSampling | None:
     path, size = file.given("--dynamic-sampling-filter-path"), file.given("--over-sampling-batch-size")
     if path is None or str(path.value).rpartition(".")[2] != _FILTER:
         if path is not None:
-            text = f"{path.value}: dynamic_sampling leaves out groups with equal rewards, as slime's {_FILTER}"
-            file.draft.leave_out(path.key, "refused", text)
+            why = f"{path.value}: dynamic_sampling leaves out groups with equal rewards, as slime's {_FILTER}"
+            file.draft.leave_out(path.key, "refused", why)
         if size is not None:
             file.draft.leave_out(size.key, "idle", "belongs to dynamic sampling")
         return None
-    text = "all responses are sampled to their end; slime aborts the rest when a step is full"
+    meaning = "all responses are sampled to their end; slime aborts the rest when a step is full"
     most = Given(None, path.key, "slime samples without a limit")
-    return DynamicSampling(Given(True, path.key), most, None if size is None else replace(size, meaning=text))
+    return DynamicSampling(Given(True, path.key), most, None if size is None else replace(size, meaning=meaning))
 
 
-def _critic(file: ForeignFile) -> None:
+def _critic(file: ForeignFile) -> Critic:
     """The critic, with the actor's model, optimizer and batching, and the keys that only it reads."""
     below = Draft(file.draft.source, values={ROLE: copy.deepcopy(file.draft.values[ROLE])})
     below.values["pretrain"] = file.draft.values.get("pretrain")
     below.origins = {path: key for path, key in file.draft.origins.items() if path[:2] != DATA}
-    below.meanings = {path: text for path, text in file.draft.meanings.items() if path[:2] != DATA}
+    below.meanings = {path: meaning for path, meaning in file.draft.meanings.items() if path[:2] != DATA}
     for name in ("data_args", "logprob_plan"):
         below.values[ROLE].pop(name, None)
     scale_loss(below, (ROLE, "training_args"), 2, "slime's loss of the critic, which is not halved")
-    put_critic(file.draft, below, str)
-    file.move_all("critic")
-    key = "the start of the value head in slime"
-    file.put(HEAD, 0.02, key, "slime's layer has a bias, too, which starts at 0")
-    file.draft.defaults.add(key)
     if file.peek("--megatron-config-path") is not None:
-        text = f"{file.take('--megatron-config-path')}: write the critic's settings into the section `critic`"
-        file.draft.leave_out("--megatron-config-path", "refused", text)
+        why = f"{file.take('--megatron-config-path')}: write the critic's settings into the section `critic`"
+        file.draft.leave_out("--megatron-config-path", "refused", why)
+    start = "slime's layer has a bias, too, which starts at 0"
+    return Critic(
+        below,
+        head_std=Given(0.02, "the start of the value head in slime", start),
+        value_clip=file.given("--value-clip"),
+        warmup=file.given("--num-critic-only-steps"),
+        lambd=file.given("--lambd"),
+    )

@@ -45,8 +45,8 @@ def convert_roll_section(draft: Draft, data: dict[str, Any]) -> None:
         draft.leave_out(SECTION, "idle", "nothing in it is enabled")
         return
     data[SECTION] = section
-    text = "filters drop tokens after advantages are computed, and before the loss's means"
-    draft.meanings[SECTION,] = text
+    meaning = "filters drop tokens after advantages are computed, and before the loss's means"
+    draft.meanings[SECTION,] = meaning
 
 
 def _roll_keys(draft: Draft, name: str, given: Any, place: str = "") -> Mapping[str, Any]:

@@ -1,7 +1,4 @@
-"""Translates verl's files: sections of actor, rollout, algorithm, data and trainer to our keys.
-
-Keys that are translated are taken out of the file's settings (`ForeignFile`). The others are left out with a reason.
-"""
+"""Translates verl's files: sections of actor, critic, rollout, algorithm, data and trainer to our keys."""
 
 from __future__ import annotations
 
@@ -11,23 +8,44 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.key_paths import field_at
-from roll_batching.tools.conversion.adapters import convert_verl_adapters
-from roll_batching.tools.conversion.context_sizes import convert_context_sizes, put_rank_cap
-from roll_batching.tools.conversion.critics import share_layout
+from roll_batching.tools.conversion.critics import Critic, share_layout
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.foreign_file import ForeignFile, fill_defaults
-from roll_batching.tools.conversion.fp8 import complete_fp8
-from roll_batching.tools.conversion.mini_batch import context_ranks, data_parallel_ranks, put_mini_batch
+from roll_batching.tools.conversion.foreign_file import LAYOUT, ROLE, ForeignFile, Given
+from roll_batching.tools.conversion.foreign_job import Batch, Devices, Evaluation, ForeignJob, Heads, write_job
+from roll_batching.tools.conversion.layouts import (
+    complete_fp8,
+    convert_context_sizes,
+    convert_verl_adapters,
+    put_rank_cap,
+)
 from roll_batching.tools.conversion.verl_command import GROUPS, PROGRAM
-from roll_batching.tools.conversion.verl_critic import convert_ppo, critic_as_actor, critic_defaults, has_critic
-from roll_batching.tools.conversion.verl_objective import convert_advantages, convert_dynamic_sampling, convert_loss
-from roll_batching.tools.conversion.verl_optimizer import RlSteps, convert_optimizer, rl_steps_of
-from roll_batching.tools.conversion.verl_options import ACTOR, ASYNC, MODEL, ROLLOUT, VERL, defaults_of
-from roll_batching.tools.conversion.verl_rollouts import convert_data, convert_evaluation, convert_rollouts
-from roll_batching.tools.conversion.verl_supervised import convert_supervised
+from roll_batching.tools.conversion.verl_file import (
+    ACTOR,
+    MODEL,
+    ROLLOUT,
+    VERL,
+    critic_as_actor,
+    critic_defaults,
+    critic_name,
+    defaults_of,
+    has_critic,
+)
+from roll_batching.tools.conversion.verl_objective import (
+    RlSteps,
+    put_advantages,
+    put_loss,
+    read_dynamic_sampling,
+    read_kl,
+    read_schedule,
+    rl_steps_of,
+)
+from roll_batching.tools.conversion.verl_rollouts import (
+    convert_chat_template,
+    convert_data,
+    convert_engine,
+    read_evaluation,
+)
 
-_ROLE = "actor_train"
-_LAYOUT = (_ROLE, "strategy_args", "strategy_config")
 _PROGRAMS = (
     *("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync"),
     *("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
@@ -40,89 +58,147 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     """Translates composed settings of verl. Raises ConfigError for a file of another kind."""
     groups, program = data.get(GROUPS) or {}, str(data.get(PROGRAM) or "")
     supervised = "sft_trainer" in program or ("actor_rollout_ref" not in data and "optim" in data)
-    VERL.check_types(data, source)
+    VERL.check_types(data, source, "sft_sections" if supervised else "sections")
     if not supervised and not isinstance(data.get("actor_rollout_ref"), dict):
         raise ConfigError(f"{source} has neither a section `actor_rollout_ref` (RL) nor `optim` (SFT) of verl")
     file = ForeignFile(VERL, _without_targets(copy.deepcopy(data)), Draft(source, framework="verl"))
     file.take(GROUPS), file.take(PROGRAM)
     file.data.setdefault("trainer", {})
     engine = _engine(file, groups, supervised)
-    file.draft.defaults = fill_defaults(file.data, defaults_of(supervised, engine == "megatron"))
+    file.fill_defaults(defaults_of(supervised, engine == "megatron"))
     if program and program.removesuffix(".py").strip("./").replace("/", ".") not in _PROGRAMS:
-        own = "verl.trainer.sft_trainer" if supervised else "verl.trainer.main_ppo"
-        text = f"is another program: settings are read as those of {own}, and what else it does is not converted"
-        file.draft.leave_out(program, "refused", text)
-    section = "engine" if supervised else f"{ACTOR}.{engine}"
-    devices = _devices(file)
-    model = "model" if supervised else MODEL
-    file.move(f"{model}.path", ("pretrain",))
-    if (tokenizer := file.take(f"{model}.tokenizer_path")) is not None:
-        file.put(("tokenizer",), {"type": "hf", "name_or_path": tokenizer}, f"{model}.tokenizer_path")
-    convert_verl_adapters(file, model)
-    _layout(file, section, model, engine)
-    if supervised:
-        steps = RlSteps(total=file.peek("trainer.total_training_steps"))  # of one optimizer step each
-        convert_optimizer(file, "optim", engine == "megatron", steps)
-        convert_supervised(file, devices)
-    else:
-        critic = _critic(file, devices, engine) if file.peek("algorithm.adv_estimator") == "gae" else None
-        convert_optimizer(file, f"{ACTOR}.optim", engine == "megatron", rl_steps_of(file))
-        _batching(file, devices)
-        convert_data(file)
-        convert_rollouts(file, devices)
-        convert_advantages(file)
-        convert_dynamic_sampling(file)
-        if critic is not None:
-            convert_ppo(file, critic, engine == "megatron")
-        convert_loss(file)
-        convert_evaluation(file)
-        _length(file)
+        known = "verl.trainer.sft_trainer" if supervised else "verl.trainer.main_ppo"
+        why = f"is another program: settings are read as those of {known}, and what else it does is not converted"
+        file.draft.leave_out(program, "refused", why)
+    _convert_supervised(file, engine) if supervised else _convert_rl(file, engine)
     complete_fp8(file.draft, recipe="delayed")  # Megatron's default
     _trainer(file)
-    file.expect_off("distillation.enabled", why="distillation is not supported for now")
-    _switched_off(file, model)
+    _switched_off(file, "model" if supervised else MODEL)
     file.leave_out_rest()
     return file.draft
 
 
-def _devices(file: ForeignFile) -> int:
-    """Devices of all machines, by which batches are divided."""
+def _convert_rl(file: ForeignFile, engine: str) -> None:
+    """The section actor_rollout_ref and those beside it."""
+    number, machines = _devices(file)
+    _model(file, MODEL)
+    _layout(file, f"{ACTOR}.{engine}", MODEL, engine)
+    steps = rl_steps_of(file)
+    critic = _critic(file, number.value, engine) if file.peek("algorithm.adv_estimator") == "gae" else None
+    schedule = read_schedule(file, f"{ACTOR}.optim", engine == "megatron", steps)
+    batch = _batch(file, number.value)
+    file.move_all("rl")
+    file.check_all("rl")
+    convert_data(file)
+    has_servers = convert_engine(file)
+    sleeps = f"{ROLLOUT}.free_cache_engine" if has_servers else ""
+    job = ForeignJob(
+        devices=Devices(number, sleeps=sleeps, machines=machines if has_servers else 1),
+        batch=batch,
+        schedule=schedule,
+        kl=(*put_advantages(file), *read_kl(file)),
+        clipping=put_loss(file),
+        sampling=read_dynamic_sampling(file),
+        evaluation=read_evaluation(file),
+        critic=critic,
+    )
+    write_job(job, file.draft)
+    length, epochs = file.given("trainer.total_training_steps"), file.take("trainer.total_epochs")
+    if length is not None:
+        file.put(("max_steps",), length.value, length.key)
+        file.draft.leave_out("trainer.total_epochs", "idle", "total_training_steps is the length of the job")
+    else:
+        lack = f"max_steps: is missing: prompts of the files / data.train_batch_size x {epochs} epochs, rounded down"
+        file.draft.missing.append(lack)
+        file.draft.leave_out("trainer.total_epochs", "refused", f"{epochs}: max_steps counts RL steps")
+
+
+def _convert_supervised(file: ForeignFile, engine: str) -> None:
+    """verl.trainer.sft_trainer as `task: sft`."""
+    devices, _ = _devices(file)
+    _model(file, "model")
+    _layout(file, "engine", "model", engine)
+    rows, packs = "data.micro_batch_size_per_gpu", "data.use_dynamic_bsz"
+    batch = Batch(
+        devices.value,
+        Given(file.take("data.train_batch_size"), "data.train_batch_size"),
+        rows=file.given(rows) or Given(None, rows),
+        packs=file.given(packs) or Given(False, packs),
+        cap=file.given("data.max_token_len_per_gpu"),
+    )
+    length, epochs = file.given("trainer.total_training_steps"), file.given("trainer.total_epochs")
+    steps = RlSteps(total=None if length is None else length.value)  # of one optimizer step each
+    file.move_all("sft")
+    file.check_all("sft")
+    convert_chat_template(file, supervised=True)
+    if length is not None:
+        file.put(("max_steps",), length.value, length.key)
+    elif epochs is not None:
+        file.put(("num_train_epochs",), epochs.value, epochs.key)
+    period = file.take("trainer.test_freq")
+    job = ForeignJob(
+        task=Given("sft", "verl.trainer.sft_trainer"),
+        devices=Devices(devices),
+        batch=batch,
+        schedule=read_schedule(file, "optim", engine == "megatron", steps),
+        evaluation=Evaluation(Given(period, "trainer.test_freq"), is_on=isinstance(period, int) and period > 0),
+    )
+    write_job(job, file.draft)
+
+
+def _devices(file: ForeignFile) -> tuple[Given, int]:
+    """Devices of all machines, by which batches are divided; and the number of machines."""
     nodes, each = file.take("trainer.nnodes"), file.take("trainer.n_gpus_per_node")
     devices = int((nodes or 1) * (each or 8))
-    file.put((_ROLE, "device_mapping"), f"list(range(0,{devices}))", "trainer.n_gpus_per_node")
     if not nodes or not each:
-        text = f"the file does not tell the number of devices, and {devices} are assumed; for another number set it,"
-        what = "and divide gradient_accumulation_steps accordingly: an optimizer step keeps its sequences"
-        file.draft.missing.append(f"actor_train.device_mapping: {text} {what}")
-    return devices
+        lack = f"the file does not tell the number of devices, and {devices} are assumed; for another number set it,"
+        cure = "and divide gradient_accumulation_steps accordingly: an optimizer step keeps its sequences"
+        file.draft.missing.append(f"actor_train.device_mapping: {lack} {cure}")
+    return Given(devices, "trainer.n_gpus_per_node"), int(nodes or 1)
 
 
-def _critic(file: ForeignFile, devices: int, engine: str) -> ForeignFile | None:
+def _critic(file: ForeignFile, devices: int, engine: str) -> Critic | None:
     """The critic of adv_estimator: gae, translated as an actor that has the actor's devices and parallel sizes."""
     if not has_critic(file.data):
         file.draft.leave_out("critic.enable", "refused", "is false, but algorithm.adv_estimator: gae needs a critic")
         return None
-    file.draft.defaults |= fill_defaults(file.data, critic_defaults(file))
-    below = critic_as_actor(file)
-    file.take("critic")
-    added = {key: value for key, value in defaults_of(False, engine == "megatron").items() if _is_engine(key)}
-    below.draft.defaults = fill_defaults(below.data, added)
-    below.move(f"{MODEL}.path", ("pretrain",))
+    megatron = engine == "megatron"
+    file.fill_defaults(critic_defaults(file))
+    below = critic_as_actor(file, megatron)
+    steps = rl_steps_of(file, below)
+    clip, aggregation = below.take(f"{ACTOR}.cliprange_value"), below.take(f"{ACTOR}.loss_agg_mode")
+    if aggregation != file.peek(f"{ACTOR}.loss_agg_mode"):
+        why = f"{aggregation}: the actor's loss_agg_mode holds for both losses"
+        file.draft.leave_out("critic.loss_agg_mode", "refused", why)
     _layout(below, f"{ACTOR}.{engine}", MODEL, engine)
     share_layout(file.draft, below.draft)
-    convert_optimizer(below, f"{ACTOR}.optim", engine == "megatron", rl_steps_of(file, below))
-    _batching(below, devices)
+    schedule = read_schedule(below, f"{ACTOR}.optim", megatron, steps)
+    write_job(ForeignJob(batch=_batch(below, devices), schedule=schedule), below.draft)
+    below.move_all("rl")
     _switched_off(below, MODEL)
-    return below
-
-
-def _is_engine(key: str) -> bool:
-    """Whether a default is one of the engine, the same for the actor and the critic."""
-    return key != f"{ACTOR}.optim.lr" and key.startswith((f"{ACTOR}.optim.", f"{ACTOR}.megatron.", f"{MODEL}."))
+    below.take(f"{ACTOR}.enable")
+    below.take(f"{MODEL}.tokenizer_path")
+    below.leave_out_rest()
+    file.put(("whiten_advantages",), True, "algorithm.adv_estimator", "verl's gae always whitens advantages")
+    warmup, first = None, file.take("trainer.critic_warmup")
+    if first:
+        meaning = f"the first {first - 1} steps; verl trains the actor in step {first}"
+        warmup = Given(max(0, first - 1), "trainer.critic_warmup", meaning)
+    start = "verl's Megatron: uniform between plus and minus 1 / sqrt(hidden size)"
+    start = start if megatron else "verl's FSDP engine adds a bias, which starts at 0"
+    return Critic(
+        below.draft,
+        head_std=Given(0.01 if megatron else 0.02, "the start of the value head in verl", start),
+        name=critic_name,
+        value_clip=None if clip is None else Given(clip, "critic.cliprange_value"),
+        epochs=Given(below.draft.values.get("ppo_epochs"), "critic.ppo_epochs"),
+        warmup=warmup,
+        lambd=file.given("algorithm.lam"),
+    )
 
 
 def _switched_off(file: ForeignFile, model: str) -> None:
-    """Takes settings of LoRA and router replay where both are off, and numbers of samples that mean all."""
+    """Takes settings of LoRA and router replay where both are off."""
     if not file.peek(f"{model}.lora_rank") and not file.peek(f"{model}.lora.rank"):
         for name in ("lora", "lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
             file.take(f"{model}.{name}")
@@ -130,28 +206,9 @@ def _switched_off(file: ForeignFile, model: str) -> None:
         if (mode := file.take(f"{section}.mode")) == "disabled":
             file.take(section)
         elif section != "engine.router_replay":
-            file.put((_ROLE, "router_replay", "mode"), mode, f"{section}.mode")
+            file.put((ROLE, "router_replay", "mode"), mode, f"{section}.mode")
         if mode == "R3":
             file.take(f"{ROLLOUT}.enable_rollout_routing_replay")  # the mode implies it here
-    for section in ("optim", f"{ACTOR}.optim"):
-        _cosine(file, section)
-    for key in ("data.train_max_samples", "data.val_max_samples"):
-        if file.peek(key) == -1:
-            file.take(key)
-
-
-def _cosine(file: ForeignFile, section: str) -> None:
-    """Cycles of a cosine, and the first step of a schedule: Megatron's has half a cycle, and begins at 0."""
-    cycles = file.take(f"{section}.num_cycles")
-    shape = file.draft.values.get(_ROLE, {}).get("training_args", {}).get("lr_scheduler_type")
-    if cycles is not None and shape != "cosine":
-        file.draft.leave_out(f"{section}.num_cycles", "idle", "the schedule is no cosine")
-    elif cycles not in (None, 0.5):
-        text = f"{cycles}: Megatron's cosine falls once (0.5 cycles) and does not rise again; 0.5 trains here"
-        file.draft.leave_out(f"{section}.num_cycles", "refused", text)
-    if file.take(f"{section}.zero_indexed_step") is False:
-        text = "false: warm-up begins at 0 in the first step here, as with true"
-        file.draft.leave_out(f"{section}.zero_indexed_step", "refused", text)
 
 
 def _without_targets(value: Any) -> Any:
@@ -171,31 +228,38 @@ def _engine(file: ForeignFile, groups: dict[str, Any], supervised: bool) -> str:
         if name == "megatron":
             return "megatron"
         if name not in ("fsdp", "fsdp2", "dp"):
-            text = f"{name}: only verl's Megatron and FSDP engines are converted; Megatron-Core trains here"
-            file.draft.leave_out("model_engine", "refused", text)
+            why = f"{name}: only verl's Megatron and FSDP engines are converted; Megatron-Core trains here"
+            file.draft.leave_out("model_engine", "refused", why)
         return "fsdp_config"
     found = file.peek("engine.tensor_model_parallel_size") if supervised else file.peek(f"{ACTOR}.megatron")
     return "megatron" if found is not None else "fsdp_config"
 
 
+def _model(file: ForeignFile, model: str) -> None:
+    key = f"{model}.tokenizer_path"
+    if (tokenizer := file.take(key)) is not None:
+        file.put(("tokenizer",), {"type": "hf", "name_or_path": tokenizer}, key)
+    convert_verl_adapters(file, model)
+
+
 def _layout(file: ForeignFile, section: str, model: str, engine: str) -> None:
     recomputed = file.take(f"{model}.enable_gradient_checkpointing")
     dtype = file.take(f"{section}.dtype") or "bfloat16"
-    file.put((_ROLE, "model_args", "dtype"), _PRECISIONS.get(str(dtype), dtype), f"{section}.dtype")
+    file.put((ROLE, "model_args", "dtype"), _PRECISIONS.get(str(dtype), dtype), f"{section}.dtype")
     file.draft.defaults.add(f"{section}.dtype")
     if engine != "megatron":
-        text = "verl's FSDP engine as Megatron-Core, with the same mini-batches"
+        meaning = "verl's FSDP engine as Megatron-Core, with the same mini-batches"
         for key in (f"{section}.ulysses_sequence_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size"):
             if (size := file.take(key)) not in (None, 1):
-                file.put((*_LAYOUT, "context_parallel_size"), size, key, "Ulysses' ranks as context-parallel ranks")
-        file.draft.put((*_LAYOUT, "use_distributed_optimizer"), True, f"{section}.fsdp_size", text)
+                file.put((*LAYOUT, "context_parallel_size"), size, key, "Ulysses' ranks as context-parallel ranks")
+        file.draft.put((*LAYOUT, "use_distributed_optimizer"), True, f"{section}.fsdp_size", meaning)
         if recomputed:
             key = f"{model}.enable_gradient_checkpointing"
-            file.put((*_LAYOUT, "recompute_granularity"), "full", key, "whole layers are recomputed")
+            file.put((*LAYOUT, "recompute_granularity"), "full", key, "whole layers are recomputed")
         return
     parallel = file.take(f"{section}.sequence_parallel")
     if file.peek(f"{section}.tensor_model_parallel_size") not in (None, 1):
-        file.put((*_LAYOUT, "sequence_parallel"), parallel, f"{section}.sequence_parallel")
+        file.put((*LAYOUT, "sequence_parallel"), parallel, f"{section}.sequence_parallel")
     elif parallel:
         file.draft.leave_out(f"{section}.sequence_parallel", "idle", "the tensor-parallel size is 1")
     sizes = convert_context_sizes(file, lambda name: f"{section}.{name}")
@@ -203,8 +267,8 @@ def _layout(file: ForeignFile, section: str, model: str, engine: str) -> None:
         cap_key = "data.max_token_len_per_gpu" if section == "engine" else f"{ACTOR}.ppo_max_token_len_per_gpu"
         put_rank_cap(file, sizes, file.take(cap_key), cap_key)
     if frozen := file.take(key := f"{model}.override_config.moe_config.freeze_moe_router"):
-        file.put((*_LAYOUT, "freeze_moe_router"), frozen, key, "verl freezes the gates of shared experts, too")
-    _heads(file, f"{model}.mtp")
+        file.put((*LAYOUT, "freeze_moe_router"), frozen, key, "verl freezes the gates of shared experts, too")
+    write_job(ForeignJob(heads=_heads(file, f"{model}.mtp")), file.draft)
     granularity = file.peek(f"{section}.override_transformer_config.recompute_granularity")
     for below in (section, f"{section}.override_transformer_config", f"{section}.override_ddp_config"):
         for name, value in list((file.peek(below) or {}).items()):
@@ -214,79 +278,46 @@ def _layout(file: ForeignFile, section: str, model: str, engine: str) -> None:
                 granularity is None or (name == "recompute_modules" and granularity == "full")
             ):
                 file.take(f"{below}.{name}")
-            elif value is not None and field_at((*_LAYOUT, name)) is not None:
-                file.move(f"{below}.{name}", (*_LAYOUT, name))
+            elif value is not None and field_at((*LAYOUT, name)) is not None:
+                file.move(f"{below}.{name}", (*LAYOUT, name))
 
 
-def _heads(file: ForeignFile, section: str) -> None:
+def _heads(file: ForeignFile, section: str) -> Heads | None:
     """Heads of multi-token prediction, as many as the model has: one, in all families with heads here."""
     if not (file.peek(f"{section}.enable") and file.peek(f"{section}.enable_train")):
-        return
-    for name in ("enable", "method"):
+        return None
+    for name in ("enable", "method", "enable_train"):
         file.take(f"{section}.{name}")
-    key = f"{section}.enable_train"
-    file.put((*_LAYOUT, "mtp_num_layers"), int(bool(file.take(key))), key, "one head, as such models have")
-    file.put((*_LAYOUT, "mtp_detach_heads"), bool(file.take(f"{section}.detach_encoder")), f"{section}.detach_encoder")
-    file.move(f"{section}.mtp_loss_scaling_factor", (*_LAYOUT, "mtp_loss_scaling_factor"))
+    return Heads(
+        Given(1, f"{section}.enable_train", "one head, as such models have"),
+        Given(bool(file.take(f"{section}.detach_encoder")), f"{section}.detach_encoder"),
+        file.given(f"{section}.mtp_loss_scaling_factor"),
+    )
 
 
-def _batching(file: ForeignFile, devices: int) -> None:
+def _batch(file: ForeignFile, devices: int) -> Batch:
     """Mini-batches, micro-batches and caps. verl counts a mini-batch in prompts, a cap in tokens per device."""
-    layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
-    context = context_ranks(layout)
-    rows_key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-    rows, older = file.take(rows_key), file.take(f"{ACTOR}.ppo_micro_batch_size")
-    if older is not None:
-        file.draft.leave_out(f"{ACTOR}.ppo_micro_batch_size", "refused", f"set {rows_key}, as verl asks for, too")
-    packed, cap_key = file.take(f"{ACTOR}.use_dynamic_bsz"), f"{ACTOR}.ppo_max_token_len_per_gpu"
-    cap = file.take(cap_key)
-    forward_key = f"{ROLLOUT}.log_prob_max_token_len_per_gpu"
-    forward, forward_rows = file.take(forward_key), file.take(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu")
-    text = "the tokens of a pack on all context-parallel ranks together" if context > 1 else ""
-    if packed:
-        if rows is not None:
-            file.draft.leave_out(rows_key, "idle", "packs have no fixed number of rows")
-        rows, rows_key = 1, f"{ACTOR}.use_dynamic_bsz"
-        args = (_ROLE, "sequence_packing_args")
-        file.put((_ROLE, "use_sequence_packing"), True, f"{ACTOR}.use_dynamic_bsz")
-        if cap is not None:
-            meaning = "; ".join(part for part in ("a hard cap of every pack", text) if part)
-            file.put((*args, "max_packed_sequence_length_train"), cap * context, cap_key, meaning)
-        if forward is not None and forward != cap:
-            file.put((*args, "max_packed_sequence_length_forward"), forward * context, forward_key, text)
-    else:
-        if rows is None:
-            file.draft.defaults.add(rows_key)
-            file.draft.missing.append(
-                f"actor_train.training_args.per_device_train_batch_size: verl asks for {rows_key}"
-            )
-        rows = rows or 1
-        meaning = "micro-batches of this many rows, padded to their longest; verl removes the padding"
-        file.put((_ROLE, "padded_length"), "longest", rows_key, meaning)
-        file.put((_ROLE, "infer_batch_size"), forward_rows, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu")
-        file.draft.leave_out(cap_key, "idle", "use_dynamic_bsz is off")
-    prompts, group = file.take(f"{ACTOR}.ppo_mini_batch_size"), file.take(f"{ROLLOUT}.n") or 1
-    if prompts is not None:
-        size = prompts * group
-        put_mini_batch(
-            file.draft, (size, f"{ACTOR}.ppo_mini_batch_size"), (rows, rows_key), data_parallel_ranks(layout, devices)
-        )
-    file.move("data.train_batch_size", ("rollout_batch_size",))
-    file.put(("num_return_sequences_in_group",), group, f"{ROLLOUT}.n")
-    file.move(f"{ACTOR}.ppo_epochs", ("ppo_epochs",))
-
-
-def _length(file: ForeignFile) -> None:
-    if (mode := file.take("trainer.v1.trainer_mode")) not in (None, "sync"):
-        file.draft.leave_out("trainer.v1.trainer_mode", "refused", f"{mode}: {ASYNC}")
-    steps, epochs = file.take("trainer.total_training_steps"), file.take("trainer.total_epochs")
-    if steps is not None:
-        file.put(("max_steps",), steps, "trainer.total_training_steps")
-        file.draft.leave_out("trainer.total_epochs", "idle", "total_training_steps is the length of the job")
-    else:
-        text = f"max_steps: is missing: prompts of the files / data.train_batch_size x {epochs} epochs, rounded down"
-        file.draft.missing.append(text)
-        file.draft.leave_out("trainer.total_epochs", "refused", f"{epochs}: max_steps counts RL steps")
+    key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    rows, packs = file.given(key), file.given(f"{ACTOR}.use_dynamic_bsz")
+    if file.take(f"{ACTOR}.ppo_micro_batch_size") is not None:
+        file.draft.leave_out(f"{ACTOR}.ppo_micro_batch_size", "refused", f"set {key}, as verl asks for, too")
+    if rows is None and not (packs and packs.value):
+        rows = Given(1, key)
+        file.draft.defaults.add(key)
+        file.draft.missing.append(f"actor_train.training_args.per_device_train_batch_size: verl asks for {key}")
+    cap = file.given(f"{ACTOR}.ppo_max_token_len_per_gpu", "a hard cap of every pack")
+    forward = file.given(f"{ROLLOUT}.log_prob_max_token_len_per_gpu")
+    prompts, group = file.take(f"{ACTOR}.ppo_mini_batch_size"), file.peek(f"{ROLLOUT}.n") or 1
+    return Batch(
+        devices,
+        Given(None if prompts is None else prompts * group, f"{ACTOR}.ppo_mini_batch_size"),
+        rows=rows or Given(None, key),
+        packs=packs or Given(False, f"{ACTOR}.use_dynamic_bsz"),
+        cap=cap,
+        forward_cap=None if forward and cap and forward.value == cap.value else forward,
+        forward_rows=file.given(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+        padding="micro-batches of this many rows, padded to their longest; verl removes the padding",
+    )
 
 
 def _trainer(file: ForeignFile) -> None:
@@ -312,4 +343,3 @@ def _trainer(file: ForeignFile) -> None:
     file.put(("save_steps",), max(0, period) if isinstance(period, int) else period, "trainer.save_freq")
     key = "trainer.max_actor_ckpt_to_keep"
     file.put(("save_total_limit",), file.take(key) or file.take("trainer.max_ckpt_to_keep"), key)
-    file.move(f"{ACTOR}.checkpoint.async_save", ("async_save",))

@@ -13,8 +13,7 @@ from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.jobs.config.yaml_values import DEEPEST
 from roll_batching.tools.conversion.composing import Composed, plain_data, require_hydra, resolvers
 from roll_batching.tools.conversion.shell_script import Script, Value, read_script, training_command
-from roll_batching.tools.conversion.verl_critic import has_critic
-from roll_batching.tools.conversion.verl_options import VERL
+from roll_batching.tools.conversion.verl_file import VERL, has_critic
 
 PROGRAM = "program"
 """Key of the program's name among the settings of a script."""

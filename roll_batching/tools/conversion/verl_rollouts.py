@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from roll_batching.tools.conversion.foreign_file import REWARDS, ForeignFile
-from roll_batching.tools.conversion.verl_options import ACTOR, MODEL, ROLLOUT
+from roll_batching.tools.conversion.foreign_file import DATA, REWARDS, STRATEGY, ForeignFile, Given, section_at
+from roll_batching.tools.conversion.foreign_job import Evaluation
+from roll_batching.tools.conversion.verl_file import ACTOR, MODEL, ROLLOUT
 
-_DATA = ("actor_train", "data_args")
-_STRATEGY = ("actor_infer", "strategy_args")
-_SAMPLING = ("actor_infer", "generating_args")
-_HELD_OUT = ("validation", "generating_args")
 _VLLM = (
     "gpu_memory_utilization enforce_eager max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill "
     "enable_prefix_caching tensor_model_parallel_size pipeline_model_parallel_size"
@@ -46,8 +43,8 @@ def _images(file: ForeignFile) -> None:
     is_default = key is None or (key == "images" and file.peek("data.video_key") is not None)
     if is_default and not _WITH_IMAGES.search(name) and not frozen:
         return
-    text = "verl reads images of every model; here this key says that there are some"
-    file.draft.put((*_DATA, "images"), key or "images", "data.image_key", text)
+    meaning = "verl reads images of every model; here this key says that there are some"
+    file.draft.put((*DATA, "images"), key or "images", "data.image_key", meaning)
     if frozen:
         file.draft.put(("actor_train", "model_args", "freeze_module_prefix"), "visual", f"{ACTOR}.freeze_vision_tower")
 
@@ -56,7 +53,7 @@ def convert_chat_template(file: ForeignFile, supervised: bool) -> None:
     """Converts what the chat template reads beside the messages; verl reads columns in its SFT trainer only."""
     kwargs = file.take("data.apply_chat_template_kwargs")
     if isinstance(kwargs, dict) and kwargs:
-        file.put((*_DATA, "chat_template_kwargs"), kwargs, "data.apply_chat_template_kwargs")
+        file.put((*DATA, "chat_template_kwargs"), kwargs, "data.apply_chat_template_kwargs")
     tools, thinking = file.take("data.tools_key"), file.take("data.enable_thinking_key")
     default = file.take("data.enable_thinking_default")
     given = {"tools_key": tools, "enable_thinking_key": thinking, "enable_thinking_default": default}
@@ -64,41 +61,31 @@ def convert_chat_template(file: ForeignFile, supervised: bool) -> None:
         for key in [name for name, value in given.items() if value is not None]:
             file.draft.leave_out(f"data.{key}", "idle", "verl reads it in its SFT trainer only")
         return
-    file.put((*_DATA, "tools"), tools, "data.tools_key")
+    file.put((*DATA, "tools"), tools, "data.tools_key")
     if thinking is not None:
-        path = (*_DATA, "chat_template_columns", "enable_thinking")
+        path = (*DATA, "chat_template_columns", "enable_thinking")
         file.put(path, thinking, "data.enable_thinking_key")
     if isinstance(default, bool | int):
-        path = (*_DATA, "chat_template_kwargs", "enable_thinking")
+        path = (*DATA, "chat_template_kwargs", "enable_thinking")
         file.put(path, bool(default), "data.enable_thinking_default", "of records without a value")
 
 
 def convert_data(file: ForeignFile) -> None:
     """Converts prompts, their lengths and the reward."""
     convert_chat_template(file, supervised=False)
-    file.move("data.train_files", (*_DATA, "file_name"))
-    file.move("data.prompt_key", (*_DATA, "messages"), meaning="a list of messages, which go through the chat template")
     key = "reward_model.ground_truth (data)"
-    file.draft.put((*_DATA, "response"), "reward_model.ground_truth", key, "the right answer, in a section of a line")
+    file.put((*DATA, "response"), "reward_model.ground_truth", key, "the right answer, in a section of a line")
     _images(file)
-    file.move("data.max_prompt_length", ("prompt_length",))
-    file.move("data.max_response_length", ("response_length",))
-    dropped, cut = file.take("data.filter_overlong_prompts"), file.take("data.truncation")
-    if dropped:
-        file.put((*_DATA, "long_prompts"), "drop", "data.filter_overlong_prompts")
-    elif cut not in (None, "error"):
-        file.draft.leave_out(
-            "data.truncation", "refused", f"{cut}: a prompt that is too long is an error, or is left out"
-        )
-    if file.take("data.shuffle") is False:
-        file.draft.leave_out("data.shuffle", "refused", "prompts are shuffled anew in every epoch")
-    file.move("data.seed", ("seed",))
+    if file.take("data.filter_overlong_prompts"):
+        file.put((*DATA, "long_prompts"), "drop", "data.filter_overlong_prompts")
+        file.take("data.truncation")
+    file.check_all("long_prompts")
     _overlong_buffer(file)
-    file.expect_off("reward.reward_model.enable", "reward_model.enable", why="reward models are not served for now")
     _reward_function(file)
-    for name in ("num_workers", "reward_manager", "reward_model", "sandbox_fusion.max_concurrent"):
+    for name in ("num_workers", "reward_manager", "reward_model"):
         file.take(f"reward.{name}")
-    file.take("reward.sandbox_fusion.memory_limit_mb")
+    for name in ("max_concurrent", "memory_limit_mb"):
+        file.take(f"reward.sandbox_fusion.{name}")
     file.expect_off("reward.sandbox_fusion", "sandbox_fusion", why="code_tests runs code; set how in reward_args.run")
 
 
@@ -109,8 +96,8 @@ def _reward_function(file: ForeignFile) -> None:
     found = [name for name in _FUNCTIONS if file.peek(f"{name}.path") is not None]
     for section in found[:1]:
         path = file.take(f"{section}.path")
-        text = "verl's contract: data_source, solution_str, ground_truth, extra_info"
-        file.draft.put(("reward_function",), "verl_compute_score", f"{section}.path", text)
+        meaning = "verl's contract: data_source, solution_str, ground_truth, extra_info"
+        file.draft.put(("reward_function",), "verl_compute_score", f"{section}.path", meaning)
         file.draft.put(("reward_args", "path"), path, f"{section}.path")
         file.put(("reward_args", "name"), file.take(f"{section}.name"), f"{section}.name")
         kwargs = file.take(f"{section}.reward_kwargs")
@@ -134,8 +121,8 @@ def _overlong_buffer(file: ForeignFile) -> None:
     if _manager(file) != "dapo":
         for kwargs in ("reward_model.reward_kwargs", "reward.reward_kwargs"):
             if file.take(f"{kwargs}.overlong_buffer_cfg") is not None:
-                text = "only verl's reward manager dapo reads it"
-                file.draft.leave_out(f"{kwargs}.overlong_buffer_cfg", "idle", text)
+                why = "only verl's reward manager dapo reads it"
+                file.draft.leave_out(f"{kwargs}.overlong_buffer_cfg", "idle", why)
         return
     for kwargs in ("reward_model.reward_kwargs", "reward.reward_kwargs"):
         section = f"{kwargs}.overlong_buffer_cfg"
@@ -149,70 +136,43 @@ def _overlong_buffer(file: ForeignFile) -> None:
             file.expect_off(section, why=REWARDS)
 
 
-def convert_rollouts(file: ForeignFile, devices: int) -> None:
-    """Converts sampling and the engine."""
-    for name in ("temperature", "top_p", "top_k", "do_sample"):
-        file.move(f"{ROLLOUT}.{name}", (*_SAMPLING, name))
-    engine = file.take(f"{ROLLOUT}.name")
-    if engine not in (None, "vllm", "sglang"):
-        text = f"{engine}: there is no such engine here, so the training model samples; vllm and sglang exist"
-        file.draft.put((*_STRATEGY, "strategy_name"), "megatron_infer", f"{ROLLOUT}.name", text)
+def convert_engine(file: ForeignFile) -> bool:
+    """Converts the engine that samples, and its options; whether servers run."""
+    engine, key = file.take(f"{ROLLOUT}.name") or "vllm", f"{ROLLOUT}.name"
+    if engine not in ("vllm", "sglang"):
+        meaning = f"{engine}: there is no such engine here, so the training model samples; vllm and sglang exist"
+        file.put((*STRATEGY, "strategy_name"), "megatron_infer", key, meaning)
         for name in _VLLM:
-            if file.take(f"{ROLLOUT}.{name}") is not None:
-                file.draft.leave_out(f"{ROLLOUT}.{name}", "idle", "the training model samples")
-        return
-    engine = engine or "vllm"
+            file.leave_out(f"{ROLLOUT}.{name}", "idle", "the training model samples")
+        return False
     if file.peek(f"{ROLLOUT}.dtype") == "bfloat16":
         file.take(f"{ROLLOUT}.dtype")
-    text = ""
-    if engine == "vllm" and "images" in file.draft.values.get("actor_train", {}).get("data_args", {}):
-        engine, text = "sglang", "SGLang samples: it takes tokens and images together"
-    file.draft.put((*_STRATEGY, "strategy_name"), engine, f"{ROLLOUT}.name", text)
-    text = "the engine sleeps during training, and the model's states are offloaded during sampling"
-    file.draft.put(("is_offload_states",), True, f"{ROLLOUT}.free_cache_engine", text)
+    meaning = ""
+    if engine == "vllm" and "images" in section_at(file.draft.values, *DATA):
+        engine, meaning = "sglang", "SGLang samples: it takes tokens and images together"
+    file.put((*STRATEGY, "strategy_name"), engine, key, meaning)
     for name in _VLLM:
         ours = _SIZES[engine].get(name, name)
         if engine == "sglang" and ours == name:
-            if file.take(f"{ROLLOUT}.{name}") is not None:
-                file.draft.leave_out(f"{ROLLOUT}.{name}", "idle", "an option of vLLM, and SGLang samples")
+            file.leave_out(f"{ROLLOUT}.{name}", "idle", "an option of vLLM, and SGLang samples")
         else:
-            file.move(f"{ROLLOUT}.{name}", (*_STRATEGY, "strategy_config", ours))
+            file.move(f"{ROLLOUT}.{name}", (*STRATEGY, "strategy_config", ours))
     for name in list(file.peek(f"{ROLLOUT}.engine_kwargs.{engine}") or {}):
-        file.move(f"{ROLLOUT}.engine_kwargs.{engine}.{name}", (*_STRATEGY, "strategy_config", name))
-    for name in ("data_parallel_size", "expert_parallel_size"):
-        size = file.take(f"{ROLLOUT}.{name}")
-        if size not in (None, 1):
-            text = (
-                f"{size}: a server has the devices of its tensor and pipeline sizes; as many servers as fit are started"
-            )
-            file.draft.leave_out(f"{ROLLOUT}.{name}", "refused", text)
-    if file.peek("trainer.nnodes") not in (None, 1) or devices > 8:
-        what = (
-            f"actor_infer.engine_args.urls: is missing: the file is for {devices} devices, and the job starts servers"
-        )
-        file.draft.missing.append(f"{what} only on the machine of rank 0; start them on the others, and name all")
+        file.move(f"{ROLLOUT}.engine_kwargs.{engine}.{name}", (*STRATEGY, "strategy_config", name))
+    file.check_all("engine")
+    return True
 
 
-def convert_evaluation(file: ForeignFile) -> None:
-    """Converts the period, the files and the sampling of the evaluation."""
-    period, first = file.take("trainer.test_freq"), file.take("trainer.val_before_train")
-    section = f"{ROLLOUT}.val_kwargs"
-    names = ("temperature", "top_p", "top_k", "do_sample", "n")
-    sampling = {name: file.take(f"{section}.{name}") for name in names}
-    files = file.take("data.val_files")
-    if files is None or (not first and (not isinstance(period, int) or period <= 0)):
-        file.draft.put(("eval_samples",), 0, "trainer.test_freq", "there is no evaluation")
-        return
-    file.put((*_DATA, "eval_file_name"), files, "data.val_files")
-    text = "the policy is also evaluated before the first step and after the last"
-    file.put(("eval_steps",), max(0, period or 0), "trainer.test_freq", text)
-    text = "eval_samples: verl evaluates all held-out prompts: set the number of answers (default: 512)"
-    file.draft.missing.append(text)
-    greedy = sampling["do_sample"] is False or sampling["temperature"] == 0
-    if greedy:
-        file.put((*_HELD_OUT, "do_sample"), False, f"{section}.do_sample")
-    else:
-        for name in ("temperature", "top_p", "top_k"):
-            file.put((*_HELD_OUT, name), sampling[name], f"{section}.{name}")
-    if sampling["n"] not in (None, 1):
-        file.put((*_HELD_OUT, "num_return_sequences"), sampling["n"], f"{section}.n")
+def read_evaluation(file: ForeignFile) -> Evaluation:
+    """The period, the files and the sampling of the evaluation."""
+    period, first = Given(file.take("trainer.test_freq"), "trainer.test_freq"), file.take("trainer.val_before_train")
+    section, files = f"{ROLLOUT}.val_kwargs", file.given("data.val_files")
+    sampling = {name: file.given(f"{section}.{name}") for name in ("temperature", "top_p", "top_k")}
+    samples, answers = file.take(f"{section}.do_sample"), file.given(f"{section}.n")
+    if files is None or (not first and (not isinstance(period.value, int) or period.value <= 0)):
+        return Evaluation(period, is_on=False)
+    lack = "eval_samples: verl evaluates all held-out prompts: set the number of answers (default: 512)"
+    file.draft.missing.append(lack)
+    if samples is False or (sampling["temperature"] is not None and sampling["temperature"].value == 0):
+        sampling = {"temperature": Given(0, f"{section}.do_sample")}
+    return Evaluation(period, files=files, answers=answers, sampling=sampling)

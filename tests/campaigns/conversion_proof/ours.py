@@ -11,7 +11,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.token_fields import counted_positions
-from roll_batching.tools.conversion.mini_batch import data_parallel_ranks
+from roll_batching.tools.conversion.foreign_job import data_parallel_ranks
 from tests.campaigns.conversion_proof.answers import Figures
 from tests.campaigns.conversion_proof.samples import BATCH, PROMPT
 from tests.campaigns.conversion_proof.stand_ins import optimizer

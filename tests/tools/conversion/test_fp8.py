@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.fp8 import complete_fp8
+from roll_batching.tools.conversion.layouts import complete_fp8
 from tests.tools.conversion import test_slime, test_verl
 from tests.tools.conversion.test_nemo_rl_defaults import converted, job_of
 from tests.tools.conversion.test_nemo_rl_policy import MEGATRON, with_policy

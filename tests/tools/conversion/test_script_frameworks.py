@@ -12,7 +12,7 @@ import yaml
 
 from roll_batching.tools.conversion.foreign_file import value_at
 from roll_batching.tools.conversion.slime_command import SLIME
-from roll_batching.tools.conversion.verl_options import defaults_of
+from roll_batching.tools.conversion.verl_file import defaults_of
 
 pytestmark = pytest.mark.config
 
