@@ -9,7 +9,6 @@ from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import engine_sleeps
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.engines.sampler import engine_sampler
 from roll_batching.jobs.engines.started_servers import engine_servers
 from roll_batching.jobs.inputs import load_inputs
@@ -45,7 +44,7 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
     device = start_processes(config.actor_train.backend_timeout)
     _check_settings(config)
     loss = _loss(config) if config.max_steps else None
-    advantages = _advantages(config) if config.max_steps and not supervised(config) else None
+    advantages = _advantages(config) if config.max_steps and not config.is_supervised else None
     function = _rollout_function(config)
     with contextlib.ExitStack() as exit_stack:
         if inputs.reward is not None:
@@ -58,7 +57,7 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
         try:
             if config.warmup is not None:
                 warm_up(context)
-            if supervised(config):
+            if config.is_supervised:
                 train_on_texts(context, loss)
             if advantages is not None:
                 with engine_sampler(sampler_config, context.strategy, sleeps=engine_sleeps(config)) as engine:

@@ -11,7 +11,6 @@ from typing import Any, Generic
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import DataArgs, JobConfig
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.faults import Faults
@@ -111,7 +110,7 @@ def text_sets_of(
 
     Raises DataError for messages without a chat template.
     """
-    if supervised(config):
+    if config.is_supervised:
         texts, held_out = _supervised_parts(config, tokenizer)
         return texts, None, held_out
     data, warmup, rl = config.actor_train.data_args, config.warmup, config.max_steps > 0

@@ -24,7 +24,7 @@ from roll_batching.jobs.config.rollout_keys import (
 from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import Environment, ValidationConfig, WorkerConfig
 from roll_batching.settings.batching import refuse_without_old_log_probs
-from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
+from roll_batching.settings.fields import MOST_TOKENS, ROLLOUTS, TRAINED, Settings, Switch, setting
 from roll_batching.settings.training import TrainingArgs
 
 TRACKERS = ("wandb", "swanlab")
@@ -36,6 +36,8 @@ SUPERVISED_TASKS = ("sft", "dpo", "kto")
 """Tasks that train on texts or pairs from a file, without rollouts."""
 _LONGEST_NAME = 255
 """Most bytes of a folder name."""
+NOT_EVALUATED = "nothing is evaluated"
+"""End of the notices about keys of an evaluation."""
 
 
 def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
@@ -48,7 +50,18 @@ def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
     return {**data, "actor_train": {**train, "model_args": {**model, "model_name_or_path": name}}}
 
 
-class TokenizerConfig(Settings):
+_CHARACTERS = Switch(lambda tokenizer: tokenizer.type == "char", "tokenizer.type is hf")
+_READ_IF_TOKENIZER = {
+    "vocabulary": (
+        _CHARACTERS,
+        Switch(lambda tokenizer: tokenizer.vocabulary_file is None, "vocabulary_file is given"),
+    ),
+    "vocabulary_file": _CHARACTERS,
+    "name_or_path": Switch(lambda tokenizer: tokenizer.type == "hf", "tokenizer.type is char"),
+}
+
+
+class TokenizerConfig(Settings, read_if=_READ_IF_TOKENIZER):
     """`tokenizer`: characters, or a Hugging Face tokenizer."""
 
     type: Literal["char", "hf"] = setting(
@@ -65,7 +78,10 @@ class TokenizerConfig(Settings):
     pad_token: str | None = setting(None, help="Padding token; default: the end token.")
 
 
-class WarmupConfig(Settings):
+_WITHOUT_CHATS = Switch(lambda warmup: warmup.messages is None, "warmup.messages is given")
+
+
+class WarmupConfig(Settings, read_if={"prompt response": _WITHOUT_CHATS}):
     """`warmup`: supervised training on a corpus before RL, with the same model and strategy."""
 
     file_name: str | list[str] = setting(help="JSONL file or files of the corpus, one document per line.")
@@ -102,7 +118,48 @@ class WarmupConfig(Settings):
         return self.training_args.model_copy(update={"max_steps": steps})
 
 
-class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, RolloutKeys, DynamicSamplingKeys, AsyncKeys):
+def _has_default_norm(job: JobKeys) -> bool:
+    """Whether a role that trains has the `max_grad_norm` of the job."""
+    args = [role.training_args for name, role in job.roles.items() if name in TRAINED.names]
+    return any(one.max_grad_norm == job.max_grad_norm for one in args)
+
+
+_EVALUATES = Switch(lambda job: job.without_evaluation is None, f"{{0.without_evaluation}}: {NOT_EVALUATED}")
+_TRACKED = " and ".join(TRACKERS)
+_READ_IF = {
+    "rollout_samples rollout_batch_size num_return_sequences_in_group batch_balance is_offload_states": ROLLOUTS,
+    "actor_infer": ROLLOUTS,
+    "validation": (ROLLOUTS, _EVALUATES),
+    # Their sum is sequence_length where that is not given.
+    "prompt_length response_length": Switch(
+        lambda job: not job.is_supervised or "sequence_length" not in job.model_fields_set,
+        "task is {0.task}, which makes no rollouts",
+    ),
+    "pretrain": Switch(
+        lambda job: job.actor_train.model_args.model_name_or_path in (None, job.pretrain),
+        "actor_train.model_args.model_name_or_path is given",
+    ),
+    "save_total_limit async_save": Switch(lambda job: job.save_steps, "save_steps is 0: no checkpoint is written"),
+    "eval_steps": _EVALUATES,
+    "eval_samples": Switch(lambda job: not job.eval_samples or _EVALUATES.is_on(job), _EVALUATES.otherwise),
+    "track_with": Switch(
+        lambda job: job.track_with in TRACKERS, f"metrics go to metrics.jsonl and TensorBoard; {_TRACKED} add to them"
+    ),
+    "tracker_kwargs": Switch(lambda job: job.track_with in TRACKERS, f"track_with is neither of {_TRACKED}"),
+    "max_grad_norm": Switch(_has_default_norm, "training_args.max_grad_norm is given"),
+}
+
+
+class JobKeys(
+    ObjectiveKeys,
+    DistillKeys,
+    RewardKeys,
+    RewardShapingKeys,
+    RolloutKeys,
+    DynamicSamplingKeys,
+    AsyncKeys,
+    read_if=_READ_IF,
+):
     """The keys of a job."""
 
     task: Task = setting(
@@ -267,6 +324,22 @@ class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, Rollout
         if isinstance(data.get("train"), dict) and data["train"].get("train_policy", {}) is None:
             data["train"] = {key: value for key, value in data["train"].items() if key != "train_policy"}
         return _set_model(data, data.get("pretrain"))
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the job trains on texts or pairs from a file, without rollouts."""
+        return self.task in SUPERVISED_TASKS
+
+    @property
+    def without_evaluation(self) -> str | None:
+        """Why nothing held out is evaluated; None where it is."""
+        if not self.eval_samples:
+            return "eval_samples is 0"
+        if self.actor_train.data_args.eval_file_name is None:
+            return "actor_train.data_args.eval_file_name is not given"
+        if self.is_supervised or self.has_reward or self.rollout_function is not None:
+            return None
+        return "no reward_function scores answers"
 
     @property
     def roles(self) -> dict[str, WorkerConfig]:

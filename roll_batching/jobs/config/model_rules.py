@@ -19,7 +19,6 @@ from roll_batching.jobs.config.layout_rules import (
 )
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.adapters import adapter_problems as problems_of_model
 from roll_batching.settings.fp8 import layout_problems, model_problems
@@ -147,7 +146,7 @@ def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
     yield from policy_cannot_sample(job)
     sampler = sampling_role(job)
     fp8 = sampler.strategy_args.strategy_config.fp8
-    if fp8 is None or supervised(job) or not job.max_steps:
+    if fp8 is None or job.is_supervised or not job.max_steps:
         return
     path = ("strategy_args", "strategy_config", "fp8")
     engine = "set actor_infer.strategy_args.strategy_name to sglang or vllm, with `pretrain`"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, GAE, compares_states
-from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem, no_effect
+from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import (
     SERVED,
     corrects_engine,
@@ -15,7 +14,6 @@ from roll_batching.jobs.config.engine_rules import (
 )
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import differing_keys, layout_problems, sampling_role
-from roll_batching.jobs.config.supervised import supervised
 
 # ---- sampling in separate processes
 
@@ -50,14 +48,6 @@ def _old_log_probs(job: JobKeys) -> Iterator[Problem]:
         yield Problem(where, text)
 
 
-def async_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
-    """Notices on `given` keys of asynchronous rollouts that this job does not read."""
-    has_processes = job.has_sampler or job.own_devices("reference") is not None
-    for key in ("max_staleness", "sampler_restarts", "rollout_timeout"):
-        if key in given and not (job.asynchronous if key == "max_staleness" else has_processes):
-            yield no_effect((key,), "async_generation_ratio is 0")
-
-
 # ---- dynamic sampling
 
 
@@ -83,13 +73,6 @@ def dynamic_sampling_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem(
             here, f"does not work with the greedy responses of {estimator.name}; choose another adv_estimator"
         )
-
-
-def dynamic_sampling_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
-    """Notices on `given` keys without effect."""
-    for key in ("dynamic_sampling_max_batches", "dynamic_sampling_batch_size"):
-        if key in given and not job.dynamic_sampling:
-            yield no_effect((key,), "dynamic_sampling is false")
 
 
 # ---- shaped rewards
@@ -123,12 +106,40 @@ def reward_shaping_problems(job: JobKeys) -> Iterator[Problem]:
             yield Problem(("overlong_buffer", "penalty"), f"is {buffer.penalty}, no number to subtract")
 
 
+# ---- groups
+
+
+def group_problems(job: JobKeys) -> Iterator[Problem]:
+    """Groups that cannot be compared: given as one response, or of greedy decoding, whose responses are the same."""
+    args, size = job.actor_infer.generating_args, job.group_size
+    if job.is_supervised or not job.max_steps:
+        return
+    is_given = "num_return_sequences_in_group" in job.model_fields_set  # resolved settings have it, too
+    if is_given and (job.has_reward or job.rollout_function is not None):
+        yield from single_responses(job)
+    key = args.greedy
+    if key is None or size < 2 or job.rollout_function is not None:
+        return
+    text = f"is {args.greedy_value}: greedy decoding makes the {size} responses of a prompt equal, and nothing is"
+    cure = {"do_sample": "set do_sample to true", "top_k": "raise top_k, or set it to 0"}.get(key, f"raise {key}")
+    text += f" learned from comparing them; {cure}, or num_return_sequences_in_group to 1"
+    yield Problem(("actor_infer", "generating_args", key), text)
+
+
+def single_responses(job: JobKeys) -> Iterator[Problem]:
+    """Groups of one response, where the advantage estimator compares responses."""
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    if job.task == "grpo" and estimator is not None and estimator.compares and job.group_size < 2:
+        text = f"is {job.group_size}: {estimator.name} compares the responses of a prompt and needs at least 2; raise"
+        yield Problem(("num_return_sequences_in_group",), f"{text} it, or set adv_estimator to reinforce")
+
+
 # ---- GiGPO
 
 
 def gigpo_problems(job: JobKeys) -> Iterator[Problem]:
     """What GiGPO lacks, and keys that it excludes."""
-    if not compares_states(job.adv_estimator) or supervised(job) or job.task == "distill" or not job.max_steps:
+    if not compares_states(job.adv_estimator) or job.is_supervised or job.task == "distill" or not job.max_steps:
         return
     if job.rollout_function is None:
         text = "gigpo compares the turns of samples that reach equal states; set rollout_function to a function that "
@@ -188,7 +199,7 @@ _KEY = "train_infer_correction"
 def train_infer_problems(job: JobKeys) -> Iterator[Problem]:
     """Contradictions in the section, and keys of the job that exclude it."""
     correction = job.train_infer_correction
-    if correction is None or supervised(job) or not job.max_steps:
+    if correction is None or job.is_supervised or not job.max_steps:
         return
     if job.task == "distill":
         yield Problem((_KEY,), "concerns old log-probs, which task: distill does not have; leave it out")
@@ -211,13 +222,9 @@ def train_infer_problems(job: JobKeys) -> Iterator[Problem]:
 # ---- critics
 
 
-CRITIC_KEYS = ("lambd", "value_clip", "critic_warmup", "critic_epochs")
-"""Keys of the job that only adv_estimator: gae reads."""
-
-
 def uses_critic(job: JobKeys) -> bool:
     """Whether the job builds and trains a critic."""
-    return job.adv_estimator == GAE and job.critic is not None and bool(job.max_steps) and not supervised(job)
+    return job.adv_estimator == GAE and job.critic is not None and bool(job.max_steps) and not job.is_supervised
 
 
 def critic_problems(job: JobKeys) -> Iterator[Problem]:
@@ -229,7 +236,7 @@ def critic_problems(job: JobKeys) -> Iterator[Problem]:
         if name != "critic" and role.model_args.value_head_std:
             text = "belongs to a value head, which only the role `critic` has: leave it out here"
             yield Problem((name, "model_args", "value_head_std"), text)
-    if job.adv_estimator == GAE and job.critic is None and not supervised(job):
+    if job.adv_estimator == GAE and job.critic is None and not job.is_supervised:
         text = "gae needs the role `critic`; add that section (`critic: {}` takes actor_train's model), or choose "
         yield Problem(("adv_estimator",), f"{text}reinforce_plus_plus, grpo or rloo, which need no critic")
     if not uses_critic(job):
@@ -256,27 +263,13 @@ def critic_problems(job: JobKeys) -> Iterator[Problem]:
     yield from layout_problems("critic", job.critic)
 
 
-def critic_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
-    """Notices on `given` keys of a critic that the job does not build."""
-    if uses_critic(job):
-        return
-    cause = f"task is {job.task}" if job.task != "grpo" else f"adv_estimator is {job.adv_estimator}, not gae"
-    if job.task == "grpo" and job.adv_estimator == GAE:
-        cause = "max_steps is 0"
-    for key in CRITIC_KEYS:
-        if given.get(key):
-            yield no_effect((key,), cause)
-    if job.critic is not None:
-        yield Notice(("critic",), f"is not built: {cause}", kind=NoticeKind.NOT_BUILT)
-
-
 # ---- lengths
 
 
 def length_problems(job: JobKeys) -> Iterator[Problem]:
     """Lengths that do not fit each other."""
     response, longest = job.response_length, job.sequence_length
-    if supervised(job):
+    if job.is_supervised:
         return
     if job.max_steps and response is not None and longest is not None and "sequence_length" in job.model_fields_set:
         if longest < job.prompt_length + response:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from roll_batching.settings.fields import MOST_PROCESSES, Settings, setting
+from roll_batching.settings.fields import MOST_PROCESSES, Settings, Switch, setting
+
+_STREAMS = Switch(lambda job: job.stream, "train.train_policy.enable_dp_load_balancing is false", of_job=True)
+_READ_IF = {
+    "*": _STREAMS,
+    "load_balanced_batching_strategy": (
+        _STREAMS,
+        Switch(lambda job: not job.stream.sequence_packing, "sequence_packing takes every sample that fits", True),
+    ),
+}
 
 
-class TrainPolicy(Settings):
+class TrainPolicy(Settings, read_if=_READ_IF):
     """`train.train_policy`: how a stream of samples is batched."""
 
     enable_dp_load_balancing: bool = setting(
@@ -51,7 +60,7 @@ class TrainPolicy(Settings):
     )
 
 
-class TrainSection(Settings):
+class TrainSection(Settings, read_if={"max_num_steps": _STREAMS}):
     """`train`: length and form of such a run."""
 
     max_num_steps: int | None = setting(

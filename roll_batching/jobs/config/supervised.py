@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
-from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
-from roll_batching.jobs.config.objective import ObjectiveKeys
-from roll_batching.jobs.config.rewards import RewardKeys
-from roll_batching.jobs.config.rollout_keys import DynamicSamplingKeys, RewardShapingKeys, RolloutKeys
 
 TEACHER_FIELDS = ("teacher_log_probs", "teacher_ids")
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -22,40 +18,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Fields of the samples by task; `ref_log_probs` only with a reference, those of a teacher only with one."""
 
-_ROLLOUT_KEYS = (
-    "rollout_batch_size",
-    "batch_balance",
-    "is_offload_states",
-    "rollout_samples",
-    "num_return_sequences_in_group",
-    "prompt_length",
-    "response_length",
-    "actor_infer",
-    "validation",
-    *RewardKeys.model_fields,
-    *RewardShapingKeys.model_fields,
-    *RolloutKeys.model_fields,
-    *DynamicSamplingKeys.model_fields,
-    *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
-)
-_REPLACED = {"sft": ("prompt", "response"), "dpo": ("prompt",), "kto": ("prompt",)}
-"""By task, the keys of data that `messages` replaces."""
-_PROMPT_KEYS = ("tag", "domain_interleave_probs", "long_prompts")
-_DATA_KEYS = {
-    "sft": ("prompt", "response", "messages"),
-    "dpo": ("prompt", "messages", "chosen", "rejected"),
-    "kto": ("prompt", "response", "messages", "label"),
-}
-
-
-def supervised(job: JobKeys) -> bool:
-    """Whether `job` trains on texts or pairs from a file, without rollouts."""
-    return job.task in SUPERVISED_TASKS
-
 
 def supervised_problems(job: JobKeys) -> Iterator[Problem]:
     """Problems of keys that exclude each other in such a job, or in an RL job."""
-    if not supervised(job):
+    if not job.is_supervised:
         if job.num_train_epochs is not None:
             yield Problem(("num_train_epochs",), "is read under task: sft and task: dpo; RL has max_steps")
         return
@@ -102,31 +68,3 @@ def missing_for_supervised(job: JobKeys) -> Iterator[Problem]:
             ("max_steps",),
             "is 0: nothing to do; set it to the number of optimizer steps, or set num_train_epochs instead",
         )
-
-
-def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
-    """Notices on `given` keys that the other kinds of jobs read: RL, or SFT and DPO."""
-    train = given.get("actor_train") or {}
-    data = train.get("data_args") or {}
-    if not supervised(job):
-        for key in ("chosen", "rejected", "label"):
-            if key in data:
-                yield no_effect(("actor_train", "data_args", key), f"task is {job.task}")
-        return
-    for key in _ROLLOUT_KEYS:
-        if given.get(key) is None or (key in ("prompt_length", "response_length") and "sequence_length" not in given):
-            continue  # their sum is the sequence_length where that is not given
-        yield no_effect((key,), f"task is {job.task}, which makes no rollouts")
-    for key in ("logprob_plan", "logprob_temperature", "router_replay"):
-        if train.get(key) is not None:
-            yield no_effect(("actor_train", key), f"task is {job.task}, which samples nothing")
-    for key in _PROMPT_KEYS:
-        if data.get(key) is not None:
-            yield no_effect(("actor_train", "data_args", key), f"task is {job.task}, which has no prompts")
-    for key in ("prompt", "response", "messages", "chosen", "rejected", "label"):
-        if data.get(key) is None:
-            continue
-        if key not in _DATA_KEYS[job.task]:
-            yield no_effect(("actor_train", "data_args", key), f"task is {job.task}")
-        elif key in _REPLACED[job.task] and job.actor_train.data_args.messages is not None:
-            yield no_effect(("actor_train", "data_args", key), "messages is given")
