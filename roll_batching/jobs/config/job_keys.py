@@ -12,6 +12,7 @@ from pydantic import field_validator, model_validator
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.advantages import GAE
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
+from roll_batching.jobs.config.job_sections import TokenizerConfig, TrainSection, WarmupConfig
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
 from roll_batching.jobs.config.rollout_keys import (
@@ -21,11 +22,9 @@ from roll_batching.jobs.config.rollout_keys import (
     RewardShapingKeys,
     RolloutKeys,
 )
-from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import Environment, ValidationConfig, WorkerConfig
 from roll_batching.settings.batching import refuse_without_old_log_probs
-from roll_batching.settings.fields import MOST_TOKENS, ROLLOUTS, TRAINED, Settings, Switch, setting
-from roll_batching.settings.training import TrainingArgs
+from roll_batching.settings.fields import MOST_TOKENS, ROLLOUTS, TRAINED, Switch, setting
 
 TRACKERS = ("wandb", "swanlab")
 """Trackers that can receive the metrics."""
@@ -48,74 +47,6 @@ def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not isinstance(model, dict) or model.get("model_name_or_path") is not None:
         return data
     return {**data, "actor_train": {**train, "model_args": {**model, "model_name_or_path": name}}}
-
-
-_CHARACTERS = Switch(lambda tokenizer: tokenizer.type == "char", "tokenizer.type is hf")
-_READ_IF_TOKENIZER = {
-    "vocabulary": (
-        _CHARACTERS,
-        Switch(lambda tokenizer: tokenizer.vocabulary_file is None, "vocabulary_file is given"),
-    ),
-    "vocabulary_file": _CHARACTERS,
-    "name_or_path": Switch(lambda tokenizer: tokenizer.type == "hf", "tokenizer.type is char"),
-}
-
-
-class TokenizerConfig(Settings, read_if=_READ_IF_TOKENIZER):
-    """`tokenizer`: characters, or a Hugging Face tokenizer."""
-
-    type: Literal["char", "hf"] = setting(
-        "char",
-        help="char: one token per character. hf: Hugging Face's tokenizers. Default with a model directory and no "
-        "vocabulary: hf.",
-    )
-    vocabulary: str | None = setting(None, help="char: the characters, in the order of their ids.")
-    vocabulary_file: str | None = setting(None, help="char: text file that holds the characters instead.")
-    name_or_path: str | None = setting(
-        None, help="hf: folder of the tokenizer, or its name. Default: the model directory."
-    )
-    eos_token: str | None = setting(None, help="End token of a response; char: one of the characters.")
-    pad_token: str | None = setting(None, help="Padding token; default: the end token.")
-
-
-_WITHOUT_CHATS = Switch(lambda warmup: warmup.messages is None, "warmup.messages is given")
-
-
-class WarmupConfig(Settings, read_if={"prompt response": _WITHOUT_CHATS}):
-    """`warmup`: supervised training on a corpus before RL, with the same model and strategy."""
-
-    file_name: str | list[str] = setting(help="JSONL file or files of the corpus, one document per line.")
-    messages: str | None = setting(
-        None,
-        help="Key of a chat's messages, which go through the tokenizer's chat template. The assistant's turns are "
-        "trained on; `prompt` and `response` are not read.",
-    )
-    prompt: str = setting("prompt", help="Key of the beginning of a document, without loss.")
-    response: str = setting("response", help="Key of the rest, which is trained on.")
-    training_args: TrainingArgs = setting(
-        default_factory=TrainingArgs, help="Optimizer, schedule, mini-batch and max_steps of the warm-up."
-    )
-    num_train_epochs: float | None = setting(
-        None, help="Passes over the corpus, instead of training_args.max_steps.", gt=0
-    )
-
-    @model_validator(mode="after")
-    def _has_steps(self) -> WarmupConfig:
-        if self.training_args.max_steps < 1 and self.num_train_epochs is None:
-            raise ValueError(
-                "set warmup.training_args.max_steps, the optimizer steps of the warm-up, or "
-                "warmup.num_train_epochs, its passes over the corpus"
-            )
-        if self.training_args.max_steps >= 1 and self.num_train_epochs is not None:
-            raise ValueError("warmup.num_train_epochs replaces training_args.max_steps; keep one of the two")
-        return self
-
-    def scheduled(self, documents: int, mini_batch: int) -> TrainingArgs:
-        """`training_args` with the `max_steps` of `num_train_epochs` passes over `documents` documents."""
-        if self.num_train_epochs is None:
-            return self.training_args
-        steps = max(1, math.ceil(self.num_train_epochs * documents / mini_batch))
-        return self.training_args.model_copy(update={"max_steps": steps})
 
 
 def _has_default_norm(job: JobKeys) -> bool:

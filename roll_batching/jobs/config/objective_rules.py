@@ -9,8 +9,7 @@ from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.jobs.config.arguments import Arguments
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.losses import LOSSES, Loss
-from roll_batching.jobs.config.supervised import FIELDS
+from roll_batching.jobs.config.losses import FIELDS, LOSSES, Loss
 
 KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "clip_low": ("pg_clip", "use_pg_clip_range", "pg_clip_low"),

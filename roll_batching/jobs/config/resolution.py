@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from roll_batching.jobs.config.engine_rules import logprob_plan_of
-from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys, TokenizerConfig
+from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
+from roll_batching.jobs.config.job_sections import TokenizerConfig, TrainSection
 from roll_batching.jobs.config.model_rules import ADAPTER_KEYS
-from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import ValidationConfig, WorkerConfig
 from roll_batching.settings.megatron_config import SPLIT_KEYS
 

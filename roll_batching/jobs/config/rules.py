@@ -28,27 +28,29 @@ from roll_batching.jobs.config.model_rules import (
     image_problems,
     models_that_cannot_sample,
 )
-from roll_batching.jobs.config.objective_rules import objective_problems, whitens
+from roll_batching.jobs.config.objective_rules import objective_problems
+from roll_batching.jobs.config.plain_data import withheld_problems
 from roll_batching.jobs.config.pretrained import missing_model, model_problems
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
 from roll_batching.jobs.config.rl_rules import (
-    async_problems,
     critic_problems,
-    dynamic_sampling_problems,
     gigpo_problems,
     group_problems,
     length_problems,
     reward_shaping_problems,
-    router_replay_problems,
     single_responses,
     train_infer_problems,
     uses_critic,
 )
 from roll_batching.jobs.config.rollout_keys import rollout_problems
-from roll_batching.jobs.config.stream_rules import stream_problems, token_budget_problems
-from roll_batching.jobs.config.supervised import missing_for_supervised, supervised_problems
+from roll_batching.jobs.config.supervised_rules import (
+    missing_for_supervised,
+    stream_problems,
+    supervised_problems,
+    token_budget_problems,
+)
+from roll_batching.jobs.config.support import pair_problems
 from roll_batching.jobs.config.teacher_rules import missing_for_distillation, teacher_problems
-from roll_batching.jobs.config.withheld import withheld_problems
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 from roll_batching.secret_names import is_secret
@@ -79,7 +81,6 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += _environment(job)
     if not job.is_supervised:
         problems += _objective(job)
-        problems += router_replay_problems(job)
     problems += supervised_problems(job)
     problems += [*_chats(job), *image_problems(job)]
     problems += [*stream_problems(job), *token_budget_problems(job)]
@@ -92,11 +93,10 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += train_infer_problems(job)
     problems += gigpo_problems(job)
     problems += group_problems(job)
-    problems += async_problems(job)
-    problems += dynamic_sampling_problems(job)
     problems += reward_shaping_problems(job)
     problems += engine_problems(job)
     problems += length_problems(job)
+    problems += pair_problems(job)
     for name, role in job.roles.items():
         if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
             problems += cp_per_pack_problems(name, role, job)
@@ -272,27 +272,6 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
     if own not in (None, sampled) and reads_sampled and not _samples_from_servers(job):
         text = f"is {own}, but the loss reads log-probs of the rollouts, at the sampling temperature {sampled}"
         yield Problem(("actor_train", "logprob_temperature"), f"{text}; leave it out, or use logprob_plan: train")
-    if job.drop_zero_advantage_groups and (job.kl_coef or job.entropy_loss_coef):
-        term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
-        text = f"such groups still learn from {term}; set {term} to 0 or this to false"
-        yield Problem(("drop_zero_advantage_groups",), text)
-    learns = job.add_token_level_kl or whitens(job) or uses_critic(job)
-    if job.drop_zero_advantage_groups and job.advantages_of_tokens and learns:
-        cause = "add_token_level_kl" if job.add_token_level_kl else "the critic" if uses_critic(job) else "whitening"
-        yield Problem(("drop_zero_advantage_groups",), f"such groups still learn from {cause}; set this to false")
-    if job.add_token_level_kl and job.reference is None:
-        yield Problem(
-            ("add_token_level_kl",),
-            "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
-        )
-    if job.add_token_level_kl and job.actor_train.logprob_plan == "none":
-        text = "add_token_level_kl reads old log-probs; use train or own"
-        yield Problem(("actor_train", "logprob_plan"), text)
-    if job.use_kl_loss and job.reference is None:
-        yield Problem(
-            ("use_kl_loss",),
-            "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
-        )
     if job.difficulty_mask and job.difficulty_low_threshold >= job.difficulty_high_threshold:
         text = f"is {job.difficulty_low_threshold}, not below difficulty_high_threshold {job.difficulty_high_threshold}"
         yield Problem(("difficulty_low_threshold",), f"{text}: no prompt would be left")

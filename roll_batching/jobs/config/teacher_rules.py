@@ -35,8 +35,6 @@ def teacher_problems(job: JobKeys) -> Iterator[Problem]:
         return
     yield from _model(job)
     yield from _settings(job)
-    if job.task == "distill":
-        yield from _rollouts(job)
 
 
 def _model(job: JobKeys) -> Iterator[Problem]:
@@ -74,25 +72,6 @@ def _settings(job: JobKeys) -> Iterator[Problem]:
     if job.task == "distill" and job.distill_loss_weight != 1:
         text = f"is {job.distill_loss_weight}; the rest of 1 would teach the student its own tokens; set it to 1"
         yield Problem(("distill_loss_weight",), text)
-    packing = job.actor_train.sequence_packing_args
-    if job.actor_train.use_sequence_packing and packing.share_prefixes is True:
-        text = "is true; each sample has the teacher's tokens at its own positions; set it to auto or false"
-        yield Problem(("actor_train", "sequence_packing_args", "share_prefixes"), text)
-
-
-def _rollouts(job: JobKeys) -> Iterator[Problem]:
-    if job.asynchronous:
-        text = "lets older weights sample, and a teacher corrects the tokens of the current ones; leave it out"
-        yield Problem(("async_generation_ratio",), text)
-    elif job.has_sampler:
-        text = "differs from actor_train's: with a teacher the student samples on actor_train's devices for now, or an "
-        text += "engine does; leave it out here"
-        yield Problem(("actor_infer", "device_mapping"), text)
-    if job.critic is not None:
-        yield Problem(("critic",), "has no part in task: distill, whose loss reads no rewards; leave it out")
-    for name in ("drop_zero_advantage_groups", "add_token_level_kl", "whiten_advantages"):
-        if getattr(job, name):
-            yield Problem((name,), "concerns advantages, which task: distill does not have; set it to false")
 
 
 def missing_for_distillation(job: JobKeys) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ import yaml
 from roll_batching.errors import RollBatchingError
 from roll_batching.files import atomic_file
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.withheld import without_secrets
+from roll_batching.jobs.config.plain_data import without_secrets
 from roll_batching.jobs.observe.curves import plot_learning_curve
 from roll_batching.jobs.observe.metrics_file import EVENTS, METRICS, Metrics, MetricsWriter, read_metrics, rows_until
 from roll_batching.jobs.observe.plan_file import PLAN, write_plan

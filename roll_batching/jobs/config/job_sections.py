@@ -1,10 +1,82 @@
-"""cosmos-rl's load-balanced dynamic batching: `train` and `train.train_policy`, with its names and defaults."""
+"""Sections of a job beside its roles: the tokenizer, the warm-up, and batching over a stream (cosmos-rl's names)."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from roll_batching.settings.fields import MOST_PROCESSES, Settings, Switch, setting
+from roll_batching.settings.training import TrainingArgs
+
+_CHARACTERS = Switch(lambda tokenizer: tokenizer.type == "char", "tokenizer.type is hf")
+_READ_IF_TOKENIZER = {
+    "vocabulary": (
+        _CHARACTERS,
+        Switch(lambda tokenizer: tokenizer.vocabulary_file is None, "vocabulary_file is given"),
+    ),
+    "vocabulary_file": _CHARACTERS,
+    "name_or_path": Switch(lambda tokenizer: tokenizer.type == "hf", "tokenizer.type is char"),
+}
+
+
+class TokenizerConfig(Settings, read_if=_READ_IF_TOKENIZER):
+    """`tokenizer`: characters, or a Hugging Face tokenizer."""
+
+    type: Literal["char", "hf"] = setting(
+        "char",
+        help="char: one token per character. hf: Hugging Face's tokenizers. Default with a model directory and no "
+        "vocabulary: hf.",
+    )
+    vocabulary: str | None = setting(None, help="char: the characters, in the order of their ids.")
+    vocabulary_file: str | None = setting(None, help="char: text file that holds the characters instead.")
+    name_or_path: str | None = setting(
+        None, help="hf: folder of the tokenizer, or its name. Default: the model directory."
+    )
+    eos_token: str | None = setting(None, help="End token of a response; char: one of the characters.")
+    pad_token: str | None = setting(None, help="Padding token; default: the end token.")
+
+
+_WITHOUT_CHATS = Switch(lambda warmup: warmup.messages is None, "warmup.messages is given")
+
+
+class WarmupConfig(Settings, read_if={"prompt response": _WITHOUT_CHATS}):
+    """`warmup`: supervised training on a corpus before RL, with the same model and strategy."""
+
+    file_name: str | list[str] = setting(help="JSONL file or files of the corpus, one document per line.")
+    messages: str | None = setting(
+        None,
+        help="Key of a chat's messages, which go through the tokenizer's chat template. The assistant's turns are "
+        "trained on; `prompt` and `response` are not read.",
+    )
+    prompt: str = setting("prompt", help="Key of the beginning of a document, without loss.")
+    response: str = setting("response", help="Key of the rest, which is trained on.")
+    training_args: TrainingArgs = setting(
+        default_factory=TrainingArgs, help="Optimizer, schedule, mini-batch and max_steps of the warm-up."
+    )
+    num_train_epochs: float | None = setting(
+        None, help="Passes over the corpus, instead of training_args.max_steps.", gt=0
+    )
+
+    @model_validator(mode="after")
+    def _has_steps(self) -> WarmupConfig:
+        if self.training_args.max_steps < 1 and self.num_train_epochs is None:
+            raise ValueError(
+                "set warmup.training_args.max_steps, the optimizer steps of the warm-up, or "
+                "warmup.num_train_epochs, its passes over the corpus"
+            )
+        if self.training_args.max_steps >= 1 and self.num_train_epochs is not None:
+            raise ValueError("warmup.num_train_epochs replaces training_args.max_steps; keep one of the two")
+        return self
+
+    def scheduled(self, documents: int, mini_batch: int) -> TrainingArgs:
+        """`training_args` with the `max_steps` of `num_train_epochs` passes over `documents` documents."""
+        if self.num_train_epochs is None:
+            return self.training_args
+        steps = max(1, math.ceil(self.num_train_epochs * documents / mini_batch))
+        return self.training_args.model_copy(update={"max_steps": steps})
+
 
 _STREAMS = Switch(lambda job: job.stream, "train.train_policy.enable_dp_load_balancing is false", of_job=True)
 _READ_IF = {

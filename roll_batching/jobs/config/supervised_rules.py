@@ -1,22 +1,11 @@
-"""Rules for supervised fine-tuning (`task: sft`), preference pairs (`dpo`) and judged answers (`kto`)."""
+"""Rules for supervised jobs (`task: sft`, `dpo`, `kto`), for batching over a stream (`train`) and `token_budget`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
-
-TEACHER_FIELDS = ("teacher_log_probs", "teacher_ids")
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "grpo": tuple(ROLLOUT_FIELDS),
-    "distill": ("response_mask", "rewards", *TEACHER_FIELDS),
-    "sft": ("response_mask", "ref_log_probs", *TEACHER_FIELDS),
-    "dpo": ("response_mask", "ref_log_probs", "pair", "chosen"),
-    "kto": ("response_mask", "ref_log_probs", "desirable", "reference_point"),
-}
-"""Fields of the samples by task; `ref_log_probs` only with a reference, those of a teacher only with one."""
 
 
 def supervised_problems(job: JobKeys) -> Iterator[Problem]:
@@ -25,9 +14,6 @@ def supervised_problems(job: JobKeys) -> Iterator[Problem]:
         if job.num_train_epochs is not None:
             yield Problem(("num_train_epochs",), "is read under task: sft and task: dpo; RL has max_steps")
         return
-    if job.warmup is not None:
-        text = f"precedes RL, and task: {job.task} has one phase: put its keys into actor_train, or choose task: grpo"
-        yield Problem(("warmup",), text)
     if (
         job.stream is None
         and job.num_train_epochs is not None
@@ -41,11 +27,6 @@ def supervised_problems(job: JobKeys) -> Iterator[Problem]:
     if job.task == "dpo" and job.stream is None and rows % 2:
         path = ("actor_train", "training_args", "per_device_train_batch_size")
         yield Problem(path, f"is {rows}; it counts sequences, and a pair is two of them: make it even")
-    if job.task == "kto" and job.stream is not None:
-        text = "forms steps while it reads, and the reference point of KTO is over planned mini-batches; leave it out"
-        yield Problem(("train",), text)
-    if job.stream is not None and "teacher_ids" in getattr(LOSSES.get(job.loss_function), "reads", ()):
-        yield Problem(("train",), "forms steps while it reads, without a teacher for now; leave it out")
     if job.task == "kto" and job.world_size is not None:
         model_size = job.actor_train.strategy_args.strategy_config.model_size
         if job.world_size % model_size == 0 and job.mini_batch_size(job.world_size // model_size) < 2:
@@ -68,3 +49,40 @@ def missing_for_supervised(job: JobKeys) -> Iterator[Problem]:
             ("max_steps",),
             "is 0: nothing to do; set it to the number of optimizer steps, or set num_train_epochs instead",
         )
+
+
+# ---- streams, and TRL's token budget
+
+
+_POLICY = ("train", "train_policy")
+
+
+def stream_problems(job: JobKeys) -> Iterator[Problem]:
+    """Problems of `train`."""
+    train = job.train
+    if train is None:
+        return
+    policy = train.train_policy
+    if not policy.enable_dp_load_balancing:
+        if train.sequence_packing:
+            text = "needs train.train_policy.enable_dp_load_balancing: true; or pack planned mini-batches with"
+            yield Problem(("train", "sequence_packing"), f"{text} actor_train.use_sequence_packing: true")
+        return
+    if train.max_num_steps is None:
+        text = "is missing: with enable_dp_load_balancing it is the number of optimizer steps"
+        yield Problem(("train", "max_num_steps"), text)
+    both = {"load_balanced_accumulate_steps", "load_balanced_batches_per_optimizer_step"}
+    if both <= policy.model_fields_set and train.batches_per_step != policy.load_balanced_batches_per_optimizer_step:
+        text = "is another name for load_balanced_batches_per_optimizer_step, with another value; keep one of them"
+        yield Problem((*_POLICY, "load_balanced_accumulate_steps"), text)
+
+
+def token_budget_problems(job: JobKeys) -> Iterator[Problem]:
+    """Keys that say something else than TRL's short form."""
+    train, path = job.actor_train, ("token_budget",)
+    if job.token_budget <= 0:
+        return
+    cap = train.sequence_packing_args.max_packed_sequence_length_train
+    if job.stream is None and train.use_sequence_packing and cap != job.token_budget:
+        text = f"is {job.token_budget}, but actor_train.sequence_packing_args.max_packed_sequence_length_train is {cap}"
+        yield Problem(path, f"{text}: both are the cap of a pack; leave one of them out")
