@@ -18,7 +18,6 @@ import numpy as np
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.observe.progress import ReadingProgress
 from roll_batching.jobs.rewards.pool import RewardPool, reward_of
 from roll_batching.jobs.text_sets import TextSet, prompts_of, text_sets_of, tokenizer_that_fits
@@ -125,8 +124,8 @@ def load_inputs(config: JobConfig) -> JobInputs:
         corpus=dataset,
         token_counts=None if counts is None else counts.tokens,
         prompts=None if training is None else PromptDataset(training),
-        heldout=None if evaluation is None or supervised(config) else PromptDataset(evaluation),
-        validation=TextDataset(evaluation) if evaluation is not None and supervised(config) else None,
+        heldout=None if evaluation is None or config.is_supervised else PromptDataset(evaluation),
+        validation=TextDataset(evaluation) if evaluation is not None and config.is_supervised else None,
         reward=reward_of(config),
     )
     is_first = os.environ.get("RANK", "0") == "0"

@@ -8,7 +8,6 @@ from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import engine_sleeps
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.engines.sampler import engine_sampler
 from roll_batching.jobs.engines.servers import engine_servers
 from roll_batching.jobs.inputs import load_inputs
@@ -47,7 +46,7 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
     # A user's own loss, estimator or function may fail on one rank: made before the model, and an error on all ranks.
     with consensus(host_group(), "the job's objective"):
         loss = loss_of(config) if config.max_steps else None
-        advantages = advantages_of(config) if config.max_steps and not supervised(config) else None
+        advantages = advantages_of(config) if config.max_steps and not config.is_supervised else None
     with consensus(host_group(), "the job's rollout function"):
         function = function_rollouts_of(config)
     with contextlib.ExitStack() as exit_stack:
@@ -61,7 +60,7 @@ def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_wor
         try:
             if config.warmup is not None:
                 warm_up(context)
-            if supervised(config):
+            if config.is_supervised:
                 train_on_texts(context, loss)
             if advantages is not None:
                 with engine_sampler(sampler_config, context.strategy, sleeps=engine_sleeps(config)) as engine:

@@ -13,7 +13,6 @@ from roll_batching.errors import ConfigError, DataError
 from roll_batching.huggingface.directory import directory_of, find_directory
 from roll_batching.jobs.config import DataArgs, JobConfig
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.rewards.pool import reward_of
@@ -179,7 +178,7 @@ def text_sets_of(
 
     Raises DataError for messages without a chat template.
     """
-    if supervised(config):
+    if config.is_supervised:
         texts, held_out = _supervised_parts(config, tokenizer)
         return texts, None, held_out
     data, warmup, reward = config.actor_train.data_args, config.warmup, reward_of(config)

@@ -66,7 +66,7 @@ def build_problems(
             stages=strategy.pipeline_model_parallel_size,
         )
     if architecture.vision is not None:
-        from roll_batching.settings.vision_rules import vision_problems  # few models take images
+        from roll_batching.settings.model_parts import vision_problems  # few models take images
 
         problems += vision_problems(
             engine_layers=engine_layers, rotates=kernels.attention.rotates, value_head=value_head, fp8=strategy.fp8

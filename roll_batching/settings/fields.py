@@ -1,4 +1,4 @@
-"""Fields of settings: their help text, their limits, and where they apply.
+"""Fields of settings: their help text, their limits, and who reads them under which other settings.
 
 Loader, notices, reference page and tests all read this one declaration beside the field's type.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from annotated_types import DocInfo
@@ -39,9 +40,29 @@ MOST_PROCESSES = 1024
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, finite, unknown keys are errors, values are not converted between kinds."""
+    """Base of all settings: frozen, finite, unknown keys are errors, values are not converted between kinds.
+
+    A class names by `read_if` the switches of its fields: names of fields, separated by spaces, to one switch or
+    several that must all be on. "*" stands for the fields that no other row names.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    def __init_subclass__(cls, *, read_if: Switches | None = None, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, *, read_if: Switches | None = None, **keywords: Any) -> None:
+        super().__pydantic_init_subclass__(**keywords)
+        rows = {name: switches for names, switches in (read_if or {}).items() for name in names.split()}
+        others = rows.pop("*", ())
+        for name in inspect.get_annotations(cls) if read_if else ():
+            if (field := cls.model_fields.get(name)) is not None:
+                switches = rows.pop(name, others)
+                switches = (switches,) if isinstance(switches, Switch) else switches
+                field.json_schema_extra = replace(scope_of(field), switches=switches)
+        if rows:
+            raise TypeError(f"read_if of {cls.__name__} names no fields: {', '.join(rows)}")
 
     @model_serializer(mode="wrap")
     def _in_the_order_of_the_page(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -62,9 +83,34 @@ POLICY = Roles(names=("actor_train",), otherwise="the policy in training alone r
 TRAINED = Roles(names=("actor_train", "critic"), otherwise="this role is not trained")
 
 
+@dataclass(frozen=True)
+class Switch:
+    """Other settings under which a key is read."""
+
+    is_on: Callable[[Any], object]
+    """Of the section that has the key."""
+    otherwise: str
+    """Why the key is not read, for the notice; `{0.name}` is a value of that section."""
+    of_job: bool = False
+    """Both look at the job instead."""
+
+
+Switches = Mapping[str, Switch | tuple[Switch, ...]]
+
+
+def tasks(*names: str, otherwise: str) -> Switch:
+    """The switch of keys that jobs of some tasks read; `otherwise` says of a task why it does not."""
+    return Switch(lambda job: job.task in names, f"task is {{0.task}}, {otherwise}", of_job=True)
+
+
+ROLLOUTS = tasks("grpo", "distill", otherwise="which makes no rollouts")
+ADVANTAGES = tasks("grpo", otherwise="whose loss reads no advantages")
+OLD_LOG_PROBS = tasks("grpo", otherwise="which has no old log-probs")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Scope of a key: the roles, passes and mode that read it. None: all."""
+    """Scope of a key: the roles, passes and mode that read it (None: all), and the switches that must be on."""
 
     roles: Roles | None = None
     """The roles that read the key."""
@@ -72,6 +118,7 @@ class Scope:
     """The passes that read the key, in every role that makes them (`PASSES_OF_ROLES`)."""
     mode: Mode | None = None
     """The batching mode in which those passes read the key."""
+    switches: tuple[Switch, ...] = ()
 
     def __call__(self, schema: dict[str, Any]) -> None:
         """Adds nothing to the JSON schema of the field, which pydantic asks a field's extra for."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from roll_batching.settings.support import FP8, Parts, refused_parts
+
 TOKEN_MULTIPLES = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 """By recipe, the multiple of the tokens that one rank holds.
 
@@ -61,16 +63,8 @@ def layout_problems(megatron: Any) -> Iterator[tuple[str, str]]:
 
 def model_problems(megatron: Any, architecture: Any) -> Iterator[tuple[str, str]]:
     """(key, problem) of a `MegatronConfig` with FP8 and the model that it trains."""
-    unsupported = {
-        "layers of one part each (architecture.hybrid)": architecture.hybrid is not None,
-        "sandwich norms": architecture.sandwich_norms,
-        "attention sinks": architecture.attention_sinks,
-        "multi-token prediction": bool(architecture.mtp_num_layers),
-    }
-    for name, is_on in unsupported.items():
-        if is_on:
-            text = f"is not supported with {name}, which are built of Megatron's local layers; leave it out"
-            yield "fp8", text.replace("which are", "which is") if name.endswith("prediction") else text
+    for text in refused_parts(FP8, Parts(None, architecture, megatron, megatron.transformer_impl)):
+        yield "fp8", f"{text}; leave it out"
     if megatron.first_last_layers_bf16:
         yield from _bf16_layers(megatron, architecture.num_layers)
     multiple = WEIGHT_MULTIPLES.get(str(megatron.fp8_recipe))

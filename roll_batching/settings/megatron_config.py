@@ -11,7 +11,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
 from roll_batching.planning.pack_times import Cluster
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
-from roll_batching.settings.fields import POLICY, TRAINED, RegisteredName, Settings, section_of, setting
+from roll_batching.settings.fields import POLICY, TRAINED, RegisteredName, Settings, Switch, section_of, setting
 
 MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
@@ -56,7 +56,23 @@ SPLIT_KEYS = (
 """Keys of pipeline stages of unequal size."""
 
 
-class MegatronConfig(Settings):
+_READ_IF = {
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split": Switch(
+        lambda layout: layout.pipeline_model_parallel_size > 1, "pipeline_model_parallel_size is 1"
+    ),
+    "sequence_parallel": Switch(
+        lambda layout: layout.tensor_model_parallel_size > 1, "tensor_model_parallel_size is 1"
+    ),
+    "mtp_detach_heads": Switch(
+        lambda layout: layout.mtp_loss_scaling_factor, "mtp_loss_scaling_factor is 0: the heads are not trained"
+    ),
+    "microbatch_group_size_per_vp_stage": Switch(
+        lambda layout: layout.vpp_size > 1, "virtual_pipeline_model_parallel_size is 1"
+    ),
+}
+
+
+class MegatronConfig(Settings, read_if=_READ_IF):
     """`strategy_config` of the Megatron strategies. Keys left out are taken from actor_train's."""
 
     tensor_model_parallel_size: int = setting(1, help="Tensor-parallel size (TP).", ge=1)

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from roll_batching.errors import LayoutError
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
-from roll_batching.settings.fields import POLICY, TRAINED, Roles, Settings, setting
+from roll_batching.settings.fields import OLD_LOG_PROBS, POLICY, TRAINED, Roles, Settings, setting
 from roll_batching.settings.megatron_config import StrategyArgs
 from roll_batching.settings.model import ArchitectureConfig, ModelArgs
 from roll_batching.settings.training import TrainingArgs
@@ -16,7 +16,7 @@ from roll_batching.settings.training import TrainingArgs
 MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
 
 
-class RoleSettings(RoleBatching):
+class RoleSettings(RoleBatching, read_if={"logprob_plan": OLD_LOG_PROBS}):
     """Model, optimizer, layout and batching of a `MegatronTrainStrategy` or `MegatronInferStrategy`."""
 
     model_args: ModelArgs = setting(default_factory=ModelArgs, help="The model.")

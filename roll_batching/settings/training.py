@@ -6,10 +6,16 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
+from roll_batching.settings.fields import MOST_TOKENS, Settings, Switch, setting
+
+_READ_IF = {
+    "min_lr": Switch(lambda args: not args.is_constant, "lr_scheduler_type is {0.lr_scheduler_type}"),
+    "lr_warmup_init": Switch(lambda args: args.warms_up, "there is no warm-up: warmup_steps is 0"),
+    "warmup_ratio": Switch(lambda args: not args.warmup_steps, "warmup_steps is {0.warmup_steps}"),
+}
 
 
-class TrainingArgs(Settings):
+class TrainingArgs(Settings, read_if=_READ_IF):
     """`training_args`: optimizer, schedule and mini-batch."""
 
     learning_rate: float = setting(1e-6, help="Peak learning rate of AdamW.", gt=0, le=1e37)
@@ -41,6 +47,11 @@ class TrainingArgs(Settings):
     max_steps: int = setting(
         -1, help="Optimizer steps that the schedule spans; -1: as many as the job will make.", ge=-1
     )
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the learning rate stays at its peak after the warm-up."""
+        return self.lr_scheduler_type.startswith("constant")
 
     @property
     def warms_up(self) -> bool:

@@ -227,12 +227,12 @@ def test_contradictory_settings(architecture: dict[str, Any], message: str) -> N
 
 
 def test_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roll_batching.settings import vision_rules
-    from roll_batching.settings.vision_rules import vision_problems
+    from roll_batching.settings import model_parts
+    from roll_batching.settings.model_parts import vision_problems
 
     here = {"engine_layers": False, "rotates": True, "value_head": False, "fp8": None}
     assert vision_problems(**here) == []  # type: ignore[arg-type]
-    monkeypatch.setattr(vision_rules.metadata, "version", lambda name: "4.57.1")
+    monkeypatch.setattr(model_parts.metadata, "version", lambda name: "4.57.1")
     (problem,) = vision_problems(**here)  # type: ignore[arg-type]
     assert "is version 4.57.1: install" in problem
     assert len(vision_problems(engine_layers=True, rotates=True, value_head=True, fp8="e4m3")) == 4

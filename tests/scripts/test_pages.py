@@ -16,7 +16,6 @@ import typer
 
 from roll_batching.cli import app
 from roll_batching.jobs.config import JobConfig, load_config
-from roll_batching.jobs.config.supervised import supervised
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = typer.main.get_command(app)
@@ -48,7 +47,7 @@ def made_by(script: str, arguments: tuple[str, ...]) -> frozenset[str]:
 
 def data_files(job: JobConfig) -> set[str]:
     names = [job.actor_train.data_args.file_name, job.actor_train.data_args.eval_file_name]
-    if not supervised(job) and job.warmup is not None:
+    if not job.is_supervised and job.warmup is not None:
         names.append(job.warmup.file_name)
     return {name for name in names if name}
 

@@ -6,7 +6,7 @@ config.actor_train.batching()
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Notice, Problem
 from roll_batching.jobs.config.job import JobConfig
-from roll_batching.jobs.config.job_keys import TokenizerConfig, WarmupConfig
+from roll_batching.jobs.config.job_sections import TokenizerConfig, WarmupConfig
 from roll_batching.jobs.config.loader import config_from_dict, load_config
 from roll_batching.jobs.config.worker import DataArgs, GeneratingArgs, WorkerConfig
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from roll_batching.jobs.config.diagnostics import KeyPath, shortened
 from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.job_sections import TrainPolicy, TrainSection
 from roll_batching.jobs.config.key_paths import all_keys
-from roll_batching.jobs.config.stream import TrainPolicy, TrainSection
 from roll_batching.jobs.config.worker import DataArgs, GeneratingArgs, WorkerConfig
 from roll_batching.settings.fields import Settings, nested_settings
 from roll_batching.settings.megatron_config import ENGINE_STRATEGIES, MegatronConfig

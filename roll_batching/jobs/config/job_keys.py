@@ -12,6 +12,7 @@ from pydantic import field_validator, model_validator
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.advantages import GAE
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
+from roll_batching.jobs.config.job_sections import TokenizerConfig, TrainSection, WarmupConfig
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
 from roll_batching.jobs.config.rollout_keys import (
@@ -21,11 +22,9 @@ from roll_batching.jobs.config.rollout_keys import (
     RewardShapingKeys,
     RolloutKeys,
 )
-from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import Environment, ValidationConfig, WorkerConfig
 from roll_batching.settings.batching import refuse_without_old_log_probs
-from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
-from roll_batching.settings.training import TrainingArgs
+from roll_batching.settings.fields import MOST_TOKENS, ROLLOUTS, TRAINED, Switch, setting
 
 TRACKERS = ("wandb", "swanlab")
 """Trackers that can receive the metrics."""
@@ -36,6 +35,8 @@ SUPERVISED_TASKS = ("sft", "dpo", "kto")
 """Tasks that train on texts or pairs from a file, without rollouts."""
 _LONGEST_NAME = 255
 """Most bytes of a folder name."""
+NOT_EVALUATED = "nothing is evaluated"
+"""End of the notices about keys of an evaluation."""
 
 
 def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
@@ -48,61 +49,48 @@ def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
     return {**data, "actor_train": {**train, "model_args": {**model, "model_name_or_path": name}}}
 
 
-class TokenizerConfig(Settings):
-    """`tokenizer`: characters, or a Hugging Face tokenizer."""
-
-    type: Literal["char", "hf"] = setting(
-        "char",
-        help="char: one token per character. hf: Hugging Face's tokenizers. Default with a model directory and no "
-        "vocabulary: hf.",
-    )
-    vocabulary: str | None = setting(None, help="char: the characters, in the order of their ids.")
-    vocabulary_file: str | None = setting(None, help="char: text file that holds the characters instead.")
-    name_or_path: str | None = setting(
-        None, help="hf: folder of the tokenizer, or its name. Default: the model directory."
-    )
-    eos_token: str | None = setting(None, help="End token of a response; char: one of the characters.")
-    pad_token: str | None = setting(None, help="Padding token; default: the end token.")
+def _has_default_norm(job: JobKeys) -> bool:
+    """Whether a role that trains has the `max_grad_norm` of the job."""
+    args = [role.training_args for name, role in job.roles.items() if name in TRAINED.names]
+    return any(one.max_grad_norm == job.max_grad_norm for one in args)
 
 
-class WarmupConfig(Settings):
-    """`warmup`: supervised training on a corpus before RL, with the same model and strategy."""
-
-    file_name: str | list[str] = setting(help="JSONL file or files of the corpus, one document per line.")
-    messages: str | None = setting(
-        None,
-        help="Key of a chat's messages, which go through the tokenizer's chat template. The assistant's turns are "
-        "trained on; `prompt` and `response` are not read.",
-    )
-    prompt: str = setting("prompt", help="Key of the beginning of a document, without loss.")
-    response: str = setting("response", help="Key of the rest, which is trained on.")
-    training_args: TrainingArgs = setting(
-        default_factory=TrainingArgs, help="Optimizer, schedule, mini-batch and max_steps of the warm-up."
-    )
-    num_train_epochs: float | None = setting(
-        None, help="Passes over the corpus, instead of training_args.max_steps.", gt=0
-    )
-
-    @model_validator(mode="after")
-    def _has_steps(self) -> WarmupConfig:
-        if self.training_args.max_steps < 1 and self.num_train_epochs is None:
-            raise ValueError(
-                "set warmup.training_args.max_steps, the optimizer steps of the warm-up, or "
-                "warmup.num_train_epochs, its passes over the corpus"
-            )
-        if self.training_args.max_steps >= 1 and self.num_train_epochs is not None:
-            raise ValueError("warmup.num_train_epochs replaces training_args.max_steps; keep one of the two")
-        return self
-
-    def scheduled(self, documents: int, mini_batch: int) -> TrainingArgs:
-        """`training_args` with the `max_steps` of `num_train_epochs` passes over `documents` documents."""
-        if self.num_train_epochs is None:
-            return self.training_args
-        steps = max(1, math.ceil(self.num_train_epochs * documents / mini_batch))
-        return self.training_args.model_copy(update={"max_steps": steps})
+_EVALUATES = Switch(lambda job: job.without_evaluation is None, f"{{0.without_evaluation}}: {NOT_EVALUATED}")
+_TRACKED = " and ".join(TRACKERS)
+_READ_IF = {
+    "rollout_samples rollout_batch_size num_return_sequences_in_group batch_balance is_offload_states": ROLLOUTS,
+    "actor_infer": ROLLOUTS,
+    "validation": (ROLLOUTS, _EVALUATES),
+    # Their sum is sequence_length where that is not given.
+    "prompt_length response_length": Switch(
+        lambda job: not job.is_supervised or "sequence_length" not in job.model_fields_set,
+        "task is {0.task}, which makes no rollouts",
+    ),
+    "pretrain": Switch(
+        lambda job: job.actor_train.model_args.model_name_or_path in (None, job.pretrain),
+        "actor_train.model_args.model_name_or_path is given",
+    ),
+    "save_total_limit async_save": Switch(lambda job: job.save_steps, "save_steps is 0: no checkpoint is written"),
+    "eval_steps": _EVALUATES,
+    "eval_samples": Switch(lambda job: not job.eval_samples or _EVALUATES.is_on(job), _EVALUATES.otherwise),
+    "track_with": Switch(
+        lambda job: job.track_with in TRACKERS, f"metrics go to metrics.jsonl and TensorBoard; {_TRACKED} add to them"
+    ),
+    "tracker_kwargs": Switch(lambda job: job.track_with in TRACKERS, f"track_with is neither of {_TRACKED}"),
+    "max_grad_norm": Switch(_has_default_norm, "training_args.max_grad_norm is given"),
+}
 
 
-class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, RolloutKeys, DynamicSamplingKeys, AsyncKeys):
+class JobKeys(
+    ObjectiveKeys,
+    DistillKeys,
+    RewardKeys,
+    RewardShapingKeys,
+    RolloutKeys,
+    DynamicSamplingKeys,
+    AsyncKeys,
+    read_if=_READ_IF,
+):
     """The keys of a job."""
 
     task: Task = setting(
@@ -267,6 +255,22 @@ class JobKeys(ObjectiveKeys, DistillKeys, RewardKeys, RewardShapingKeys, Rollout
         if isinstance(data.get("train"), dict) and data["train"].get("train_policy", {}) is None:
             data["train"] = {key: value for key, value in data["train"].items() if key != "train_policy"}
         return _set_model(data, data.get("pretrain"))
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the job trains on texts or pairs from a file, without rollouts."""
+        return self.task in SUPERVISED_TASKS
+
+    @property
+    def without_evaluation(self) -> str | None:
+        """Why nothing held out is evaluated; None where it is."""
+        if not self.eval_samples:
+            return "eval_samples is 0"
+        if self.actor_train.data_args.eval_file_name is None:
+            return "actor_train.data_args.eval_file_name is not given"
+        if self.is_supervised or self.has_reward or self.rollout_function is not None:
+            return None
+        return "no reward_function scores answers"
 
     @property
     def roles(self) -> dict[str, WorkerConfig]:

@@ -8,7 +8,6 @@ from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.idle_options import idle_options
 from roll_batching.settings.megatron_config import SPLIT_KEYS, MegatronConfig
@@ -227,7 +226,7 @@ def device_problems(job: JobKeys) -> Iterator[Problem]:
 
 def _role_problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Problem]:
     role, train, where = job.roles[name], job.actor_train.device_mapping, (name, "device_mapping")
-    if supervised(job):
+    if job.is_supervised:
         text = f"differs from actor_train's, but all roles of task: {job.task} run on the same devices"
         yield Problem(where, f"{text}; leave it out here")
         return

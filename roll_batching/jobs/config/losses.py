@@ -29,6 +29,15 @@ ROLLOUT_FIELDS: Mapping[str, str] = {
     "ref_log_probs": "where the job has a reference",
 }
 """Fields of the samples of the RL phase beside `input_ids`, for losses."""
+TEACHER_FIELDS = ("teacher_log_probs", "teacher_ids")
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "grpo": tuple(ROLLOUT_FIELDS),
+    "distill": ("response_mask", "rewards", *TEACHER_FIELDS),
+    "sft": ("response_mask", "ref_log_probs", *TEACHER_FIELDS),
+    "dpo": ("response_mask", "ref_log_probs", "pair", "chosen"),
+    "kto": ("response_mask", "ref_log_probs", "desirable", "reference_point"),
+}
+"""Fields of the samples by task; `ref_log_probs` only with a reference, those of a teacher only with one."""
 
 
 @dataclass(frozen=True, kw_only=True)

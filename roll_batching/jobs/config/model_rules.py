@@ -18,8 +18,6 @@ from roll_batching.jobs.config.layout_rules import (
     sampling_role,
 )
 from roll_batching.jobs.config.objective_rules import wants_reference
-from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.adapters import adapter_problems as problems_of_model
 from roll_batching.settings.fp8 import layout_problems, model_problems
@@ -49,23 +47,10 @@ def adapter_problems(job: JobKeys) -> Iterator[Problem]:
     if model.architecture is not None:
         for problem in problems_of_model(model, model.architecture, layout.transformer_impl, layout):
             yield Problem(path, f"is set, and {problem}; leave it out")
-    if uses_critic(job):
-        yield Problem(path, "is set, and adapters are not supported with a critic (gae) for now; leave it out")
-    if job.reference is None or not wants_reference(job):
-        return
-    if job.own_devices("reference") is not None:
-        text = "differs from actor_train's, and with lora_target the reference is the policy without its adapters"
-        yield Problem(("reference", "device_mapping"), f"{text}; leave it out")
-    else:
+    if job.reference is not None and wants_reference(job) and job.own_devices("reference") is None:
         for key in differing_keys(job.reference, job.actor_train):
             text = "differs from actor_train's, and with lora_target the reference is the policy without its adapters"
             yield Problem(("reference", "strategy_args", "strategy_config", key), f"{text}; leave it out here")
-    if job.warmup is not None:
-        text = (
-            "is given, and with lora_target the reference would be the model before the warm-up; train the warm-up "
-            "in a separate job (task: sft) and start from its export, or train without a reference"
-        )
-        yield Problem(("warmup",), text)
 
 
 def adapter_notices(job: JobKeys) -> Iterator[Notice]:
@@ -147,7 +132,7 @@ def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
     yield from policy_cannot_sample(job)
     sampler = sampling_role(job)
     fp8 = sampler.strategy_args.strategy_config.fp8
-    if fp8 is None or supervised(job) or not job.max_steps:
+    if fp8 is None or job.is_supervised or not job.max_steps:
         return
     path = ("strategy_args", "strategy_config", "fp8")
     engine = "set actor_infer.strategy_args.strategy_name to sglang or vllm, with `pretrain`"
@@ -160,9 +145,6 @@ def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
 
 
 _DATA = ("actor_train", "data_args")
-_TASKS = ("sft", "grpo")
-ENGINES = ("sglang",)
-"""Engines that take images."""
 
 
 def image_problems(job: JobKeys) -> Iterator[Problem]:
@@ -183,12 +165,6 @@ def image_problems(job: JobKeys) -> Iterator[Problem]:
     elif model.architecture is not None and model.architecture.vision is None:
         text = f"is given, and {model.model_name_or_path} has no vision encoder that is trained: Qwen2.5-VL's are"
         yield Problem(path, text)
-    if job.tokenizer.type != "hf":
-        yield Problem(("tokenizer", "type"), "is char, which has no tokens of images; leave it out")
-    if job.task not in _TASKS:
-        yield Problem(path, f"is not supported under task: {job.task} for now; tasks with images: {', '.join(_TASKS)}")
-    for where, what in _unsupported(job):
-        yield Problem(where, f"{what} is not supported with images (actor_train.data_args.images) for now")
 
 
 def image_notices(job: JobKeys) -> Iterator[Notice]:
@@ -198,23 +174,3 @@ def image_notices(job: JobKeys) -> Iterator[Notice]:
         text = "the model reads images, and this job none: for images set actor_train.data_args.images to their key in "
         text += "the data (docs/vision.md)"
         yield Notice(("actor_train", "model_args", "model_name_or_path"), text)
-
-
-def _unsupported(job: JobKeys) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Keys of this job that are not tested with images, each with what it sets."""
-    if job.stream is not None:
-        yield ("train",), "a stream of texts"
-    if job.task != "grpo" or not job.max_steps:
-        return
-    if job.asynchronous:
-        yield ("async_generation_ratio",), "sampling ahead of training"
-    if job.rollout_function is not None:
-        yield ("rollout_function",), "a rollout function"
-    if uses_critic(job):
-        yield ("adv_estimator",), "an advantage estimator with a critic"
-    if job.own_devices("actor_infer") is not None and not job.asynchronous:
-        yield ("actor_infer", "device_mapping"), "a sampler on other devices"
-    if uses_engine(job) and (name := job.actor_infer.strategy_args.strategy_name) not in ENGINES:
-        yield ("actor_infer", "strategy_args", "strategy_name"), f"{name}"
-    if job.reference is not None and wants_reference(job) and job.own_devices("reference") is not None:
-        yield ("reference", "device_mapping"), "a reference on other devices"

@@ -2,44 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from roll_batching.jobs.config.diagnostics import KeyPath, Notice, no_effect
-from roll_batching.jobs.config.engine_rules import ignored_option, starts_servers, uses_engine
+from roll_batching.jobs.config.diagnostics import KeyPath, Notice, NoticeKind, no_effect
+from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.foreign_keys import Verdict, given_foreign_keys
-from roll_batching.jobs.config.idle_rules import idle_notices
-from roll_batching.jobs.config.job_keys import TRACKERS, JobKeys
+from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
 from roll_batching.jobs.config.key_paths import field_at, given_keys
-from roll_batching.jobs.config.layout_rules import sampling_role
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.jobs.config.model_rules import adapter_notices, image_notices
-from roll_batching.jobs.config.objective_rules import AGGREGATIONS, objective_notices
-from roll_batching.jobs.config.rl_rules import async_notices, dynamic_sampling_notices
-from roll_batching.jobs.config.stream_rules import stream_notices
-from roll_batching.jobs.config.supervised import supervised, supervised_notices
+from roll_batching.jobs.config.objective_rules import unread_reference
+from roll_batching.jobs.config.rl_rules import uses_critic
+from roll_batching.jobs.config.teacher_rules import distills, uses_teacher
+from roll_batching.jobs.config.unread_keys import replaced_keys, unread_by_engine, unread_keys
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.config.yaml_source import Source
-from roll_batching.planning.batching_spec import Mode
 from roll_batching.settings.batching import PASSES_OF_ROLES
-from roll_batching.settings.fields import Pass, Roles, Scope, scope_of
+from roll_batching.settings.fields import Pass, Scope, scope_of
 from roll_batching.settings.megatron_config import ENGINE_STRATEGIES
+from roll_batching.settings.training import TrainingArgs
 
-_SERVER_KEYS = (("engine_args", "command"), ("engine_args", "start_timeout"))
-"""Keys for servers that the job starts."""
-_HF_KEYS = ("weights_folder", "gap_warning")
-"""Keys of engine_args that `hf_infer`, an engine in the job's own processes, reads."""
 _DECODED = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
-_CONSTANT = tuple(mode for mode, how in AGGREGATIONS.items() if how.startswith("constant_"))
-_BIAS_RATE = "moe_router_bias_update_rate"
 _PASSES: dict[Pass, str] = {"train": "training passes", "infer": "passes without gradient"}
+_RESOLVED: Mapping[KeyPath, Mapping[str, str]] = {
+    ("adv_estimator",): {"distill": "reinforce"},
+    ("actor_train", "logprob_plan"): dict.fromkeys(("distill", *SUPERVISED_TASKS), "none"),
+}
+"""By key and task that does not read it, the value that the loader gives it; a run's config.yaml has it."""
 
 
 def collect_notices(job: JobKeys, source: Source) -> tuple[Notice, ...]:
-    """The notices of `job` as written in `source`, in the order of the file."""
-    notices = [replace(notice, place=source.place(notice.key)) for notice in _notices(job, source.data)]
-    return tuple(sorted(notices, key=lambda notice: notice.line or 10**9))
+    """The notices of `job` as written in `source`, in the order of the file; at most one per key."""
+    notices = _without_effect(job, source.data)
+    for notice in _with_other_effect(job, source.data):
+        notices.setdefault(notice.key, notice)
+    placed = [replace(notice, place=source.place(notice.key)) for notice in notices.values()]
+    return tuple(sorted(placed, key=lambda notice: notice.line or 10**9))
+
+
+def _without_effect(job: JobKeys, data: dict[str, Any]) -> dict[KeyPath, Notice]:
+    """The notices on all given keys that nothing reads, by path: of the outermost section that is not read."""
+    foreign = {path: key.reason for path, _, key in given_foreign_keys(data) if key.verdict is Verdict.NO_EFFECT}
+    beside, replaced = dict(reversed(list(unread_keys(job)))), dict(replaced_keys(job))
+    notices: dict[KeyPath, Notice] = {}
+    for path, value in given_keys(data):
+        if value is None:
+            continue
+        unread: tuple[KeyPath, str] | None = None
+        if _is_changed(job, path, value):
+            unread = _switched_off(job, path)
+        if unread is None and (role := job.roles.get(str(path[0]))) is not None:
+            reason = unread_in(str(path[0]), path[1:]) or unread_by_engine(job, role, path[1:])
+            unread = (path, reason) if reason else None
+        if unread is None and path in foreign:
+            unread = path, foreign[path]
+        if unread is None and path[0] in job.roles:
+            unread = _of_other_mode(job.roles[str(path[0])], path)
+        if unread is None and path in replaced and value != _value_at(job, path):
+            unread = path, replaced[path]
+        if unread is None and _is_changed(job, path, value):
+            sections = [path[:end] for end in range(1, len(path) + 1) if path[:end] in beside]
+            unread = (sections[0], beside[sections[0]]) if sections else None
+        if unread is not None:
+            notices[unread[0]] = no_effect(*unread)
+    return notices
+
+
+def _is_changed(job: JobKeys, path: KeyPath, value: Any) -> bool:
+    """Whether the `value` of a key is neither its default nor what the loader makes of it."""
+    field = field_at(path)
+    return field is None or value not in (
+        field.get_default(call_default_factory=True),
+        _RESOLVED.get(path, {}).get(job.task),
+    )
+
+
+def _value_at(job: JobKeys, path: KeyPath) -> Any:
+    """The section or value of the job at `path`; None where there is none."""
+    value: Any = job
+    for part in path:
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list):
+            value = value[int(part)]
+        else:
+            value = getattr(value, str(part), None)
+    return value
+
+
+def _switched_off(job: JobKeys, path: KeyPath) -> tuple[KeyPath, str] | None:
+    """The outermost key on `path` with a switch that is off, and why."""
+    for end in range(1, len(path) + 1):
+        field = field_at(path[:end])
+        for switch in scope_of(field).switches if field is not None else ():
+            section = job if switch.of_job else _value_at(job, path[: end - 1])
+            if section is not None and not switch.is_on(section):
+                return path[:end], switch.otherwise.format(section)
+    return None
 
 
 def unread_in(role: str, path: KeyPath) -> str | None:
@@ -56,95 +118,18 @@ def unread_in(role: str, path: KeyPath) -> str | None:
 
 def _scope(role: str, path: KeyPath) -> Scope:
     """The scope of the key at `path` (within `role`); enclosing sections supply what it leaves open."""
-    roles: Roles | None = None
-    passes: tuple[Pass, ...] | None = None
-    mode: Mode | None = None
+    scope = Scope()
     for end in range(1, len(path) + 1):
-        field = field_at((role, *path[:end]))
-        if field is not None:
-            scope = scope_of(field)
-            roles, passes, mode = scope.roles or roles, scope.passes or passes, scope.mode or mode
-    return Scope(roles=roles, passes=passes, mode=mode)
+        if (field := field_at((role, *path[:end]))) is not None:
+            inner = scope_of(field)
+            scope = Scope(
+                roles=inner.roles or scope.roles, passes=inner.passes or scope.passes, mode=inner.mode or scope.mode
+            )
+    return scope
 
 
-def _notices(job: JobKeys, data: dict[str, Any]) -> list[Notice]:
-    """At most one notice per key: on the key alone, else on a combination of keys."""
-    notices: dict[KeyPath, Notice] = {}
-    foreign = {path: key for path, _, key in given_foreign_keys(data) if key.verdict is Verdict.NO_EFFECT}
-    for path, value in given_keys(data):
-        if value is None:
-            continue
-        notice = _notice_of_key(job, path)
-        if notice is None and path in foreign:
-            notice = no_effect(path, foreign[path].reason)
-        if notice is None and path[0] in job.roles:
-            notice = _notice_of_mode(job.roles[str(path[0])], path)
-        if notice is not None:
-            notices[notice.key] = notice
-    for notice in _combinations(job, data):
-        notices.setdefault(notice.key, notice)
-    return list(notices.values())
-
-
-def _notice_of_key(job: JobKeys, path: KeyPath) -> Notice | None:
-    """The notice that one given key gets by its place in the file and by the strategy of its role."""
-    role = job.roles.get(str(path[0]))
-    if role is not None:
-        unread = unread_in(str(path[0]), path[1:])
-        if unread is not None:
-            return no_effect(path, unread)
-        if role.strategy_args.strategy_name in ENGINE_STRATEGIES:
-            notice = _notice_of_engine(job, role, path)
-            if notice is not None:
-                return notice
-    if "system_envs" in path[:2] and str(path[-1]).startswith("NVTE_") and not _uses_transformer_engine(job):
-        text = (
-            "is set for the workers, but only TransformerEngine reads it, which is not used here: "
-            "transformer_impl: transformer_engine in strategy_config takes its layers, attention_backend its attention"
-        )
-        return Notice(path, text)
-    return None
-
-
-def _uses_transformer_engine(job: JobKeys) -> bool:
-    return any(
-        "transformer_engine" in (config.transformer_impl, config.attention_backend)
-        for config in (role.strategy_args.strategy_config for role in job.roles.values())
-    )
-
-
-def _notice_of_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> Notice | None:
-    """The notice of a key of a role whose strategy is an engine."""
-    engine, used = role.strategy_args.strategy_name, uses_engine(job)
-    if path[1:] == ("strategy_args", "strategy_name") and not used:
-        text = (
-            f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights; engines "
-            "read model directories, and the model starts from none (pretrain)"
-        )
-        return Notice(path, text)
-    if path[1:3] == ("strategy_args", "strategy_config") and not starts_servers(job):
-        return no_effect(path, f"a setting of {engine}, which is not started here")
-    if path[1:3] == ("strategy_args", "strategy_config"):
-        ignored = ignored_option(str(path[-1]), role.strategy_args.engine_options.get(str(path[-1])))
-        return None if ignored is None else no_effect(path, ignored)
-    if path[1:] in _SERVER_KEYS and used and not starts_servers(job):
-        return no_effect(path, "the job starts no server")
-    if path[1:2] == ("engine_args",) and (not used or (engine == "hf_infer" and path[-1] not in _HF_KEYS)):
-        return no_effect(path, f"{engine} sends no requests to servers")
-    if path[1:] == ("engine_args", "weights_folder") and role.engine_args.update_weights_from == "distributed":
-        return no_effect(path, "weights go to the engine without a file (update_weights_from: distributed)")
-    if path[1:] == ("generating_args", "max_tokens_in_cache") and used:
-        return no_effect(path, "it limits the Megatron model's cache; the engine has its own limit")
-    if path[1:] == ("device_mapping",) and role.device_mapping != job.actor_train.device_mapping:
-        if starts_servers(job):
-            return None
-        where = "where the engine's servers do" if engine != "hf_infer" and used else "on actor_train's devices"
-        return no_effect(path, f"rollouts run {where}")
-    return None
-
-
-def _notice_of_mode(role: WorkerConfig, path: KeyPath) -> Notice | None:
-    """The notice of the outermost section or key on `path` for a batching mode that no pass of `role` has."""
+def _of_other_mode(role: WorkerConfig, path: KeyPath) -> tuple[KeyPath, str] | None:
+    """The outermost section or key on `path` of a batching mode that no pass of `role` has, and why."""
     name = str(path[0])
     for end in range(2, len(path) + 1):
         scope = _scope(name, path[1:end])
@@ -162,108 +147,131 @@ def _notice_of_mode(role: WorkerConfig, path: KeyPath) -> Notice | None:
             reason = f"no pass of this role is {scope.mode}"
         if scope.mode == "packed":
             reason += " (use_sequence_packing)"
-        return no_effect(path[:end], reason)
+        return path[:end], reason
     return None
 
 
-def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
-    """Notices that depend on several keys."""
-    loss = LOSSES.get(job.loss_function)
-    if loss is not None:
-        yield from _policy_notices(job, data, set(loss.keys))
-    yield from objective_notices(job, data)
-    yield from idle_notices(job, data)
-    yield from supervised_notices(job, data)
-    yield from stream_notices(job, data)
-    if job.track_with not in TRACKERS:
-        names = " and ".join(TRACKERS)
-        if "track_with" in data:
-            yield no_effect(("track_with",), f"metrics go to metrics.jsonl and TensorBoard; {names} add to them")
-        if data.get("tracker_kwargs"):
-            yield no_effect(("tracker_kwargs",), f"track_with is neither of {names}")
-    yield from async_notices(job, data)
-    yield from dynamic_sampling_notices(job, data)
-    yield from adapter_notices(job)
-    yield from image_notices(job)
-    sampling = data.get("actor_infer") or {}
-    number = (sampling.get("generating_args") or {}).get("num_return_sequences")
-    if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
-        key = ("actor_infer", "generating_args", "num_return_sequences")
-        yield no_effect(key, f"num_return_sequences_in_group = {job.group_size} is used")
-    stages = sampling_role(job).strategy_args.strategy_config.pipeline_model_parallel_size
-    if job.actor_infer.generating_args.max_tokens_in_cache is not None and stages > 1:
-        key = ("actor_infer", "generating_args", "max_tokens_in_cache")
-        yield no_effect(key, f"with {stages} pipeline stages generation keeps no cache")
+# ---- keys with another effect
+
+
+def _with_other_effect(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
+    """Notices on keys that are read, with a consequence worth knowing, and on roles that are not built."""
+    yield from _of_engines(job, data)
     if data.get("export_model") and job.actor_train.model_args.model_name_or_path is None:
         text = "the model starts from an architecture; only one that starts from a model directory (pretrain) is"
         yield no_effect(("export_model",), f"{text} exported")
-    yield from _derived_values(job, data)
-    if not supervised(job):
-        yield from _old_log_probs(job.actor_train, data.get("actor_train") or {})
-    yield from _lengths(job)
+    yield from _of_roles_not_built(job)
+    yield from _of_loss(job, data)
+    yield from _of_greedy_answers(job, data)
+    yield from _of_short_warmups(job)
+    yield from adapter_notices(job)
+    yield from image_notices(job)
+    yield from _of_derived_caps(job, data)
+    if not job.is_supervised:
+        yield from _of_old_log_probs(job.actor_train, data.get("actor_train") or {})
+    yield from _of_lengths(job)
 
 
-def _derived_values(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
-    """Packing caps derived from sequence_length; unread keys of TP, warm-up and difficulty_mask."""
+def _of_engines(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
+    """Engines that are not started, and variables of TransformerEngine where nothing is of it."""
     for name, role in job.roles.items():
-        given = data.get(name) or {}
-        caps = given.get("sequence_packing_args") or {}
-        if role.use_sequence_packing and PASSES_OF_ROLES[name] and job.stream is None:
-            budgeted = name == "actor_train" and job.token_budget > 0
-            if not budgeted and not any(
-                caps.get(f"max_packed_sequence_length_{kind}") for kind in ("train", "forward")
-            ):
-                cap = role.sequence_packing_args.max_packed_sequence_length_train
-                rows = "per_device_train_batch_size" if name == "actor_train" else "infer_batch_size"
-                text = f"no cap is given: packs hold up to {cap} tokens, {rows} x sequence_length"
-                key = "sequence_packing_args.max_packed_sequence_length_train"
-                yield Notice((name, "use_sequence_packing"), f"{text} ({key})")
-        layout = (given.get("strategy_args") or {}).get("strategy_config") or {}
-        if layout.get("sequence_parallel") and role.strategy_args.strategy_config.tensor_model_parallel_size == 1:
-            path = (name, "strategy_args", "strategy_config", "sequence_parallel")
-            yield no_effect(path, "tensor_model_parallel_size is 1")
-        if (given.get("training_args") or {}).get("lr_warmup_init") and not role.training_args.warms_up:
-            yield no_effect((name, "training_args", "lr_warmup_init"), "there is no warm-up: warmup_steps is 0")
-        yield from _routers(name, role, layout)
-    for key in ("difficulty_low_threshold", "difficulty_high_threshold"):
-        if key in data and not job.difficulty_mask:
-            yield no_effect((key,), "difficulty_mask is false")
-
-
-def _routers(name: str, role: WorkerConfig, layout: dict[str, Any]) -> Iterator[Notice]:
-    """Keys of routers in the `layout` of a model that has none, or none with expert biases."""
-    model = role.model_args.architecture
-    if model is None:
+        engine = role.strategy_args.strategy_name
+        if engine in ENGINE_STRATEGIES and not uses_engine(job) and not (name == "actor_infer" and job.is_supervised):
+            text = (
+                f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights; "
+                "engines read model directories, and the model starts from none (pretrain)"
+            )
+            yield Notice((name, "strategy_args", "strategy_name"), text)
+    layouts = [role.strategy_args.strategy_config for role in job.roles.values()]
+    if any("transformer_engine" in (layout.transformer_impl, layout.attention_backend) for layout in layouts):
         return
-    reasons = dict.fromkeys(
-        ("moe_router_dtype", "freeze_moe_router", _BIAS_RATE), "the model has no mixture of experts"
-    )
-    if model.moe is not None:
-        reasons = {} if model.moe.router_expert_bias else {_BIAS_RATE: "the model's routers have no expert biases"}
-    for key, reason in reasons.items():
-        if (value := layout.get(key)) is not None and value is not False:
-            yield no_effect((name, "strategy_args", "strategy_config", key), reason)
+    for path, _ in given_keys(data):
+        if "system_envs" in path[:2] and str(path[-1]).startswith("NVTE_"):
+            text = (
+                "is set for the workers, but only TransformerEngine reads it, which is not used here: "
+                "transformer_impl: transformer_engine in strategy_config takes its layers, attention_backend its "
+                "attention"
+            )
+            yield Notice(path, text)
 
 
-def _policy_notices(job: JobKeys, data: dict[str, Any], fields: set[str]) -> Iterator[Notice]:
-    """Keys of the loss's `fields` that other keys switch off."""
-    if "clip_low" in fields:
-        if job.use_pg_clip_range and "pg_clip" in data and not (job.dual_clip_loss and "dual_clip" in fields):
-            yield no_effect(("pg_clip",), "use_pg_clip_range takes pg_clip_low and pg_clip_high")
-        for key in ("pg_clip_low", "pg_clip_high"):
-            if key in data and not job.use_pg_clip_range:
-                yield no_effect((key,), "set use_pg_clip_range: true, or pg_clip")
-    if "dual_clip" in fields and job.dual_clip_ratio is not None and not job.dual_clip_loss:
-        yield no_effect(("dual_clip_ratio",), "dual_clip_loss is false")
-    if "aggregation" in fields and job.loss_agg_length is not None and job.loss_agg_mode not in _CONSTANT:
-        yield no_effect(("loss_agg_length",), f"loss_agg_mode is neither of {' and '.join(_CONSTANT)}")
-    if "kl_coef" in fields and job.kl_loss_coef and not job.use_kl_loss:
-        yield no_effect(("kl_loss_coef",), "use_kl_loss is false")
-    if "kl_coef" in fields and job.use_kl_loss and not job.kl_loss_coef:
-        yield no_effect(("use_kl_loss",), "kl_loss_coef is 0")
+def _of_roles_not_built(job: JobKeys) -> Iterator[Notice]:
+    causes: dict[str, str | None] = {"reference": unread_reference(job)}
+    if not uses_critic(job):
+        causes["critic"] = f"adv_estimator is {job.adv_estimator}, not gae" if job.max_steps else "max_steps is 0"
+        if job.task != "grpo":
+            causes["critic"] = f"task is {job.task}"
+    if not uses_teacher(job):
+        unread = f"the loss {job.loss_function} does not read it"
+        causes["teacher"] = "max_steps is 0" if distills(job) else unread
+    for name, cause in causes.items():
+        if cause is not None and name in job.roles:
+            yield Notice((name,), f"is not built: {cause}", kind=NoticeKind.NOT_BUILT)
 
 
-def _old_log_probs(role: WorkerConfig, given: dict[str, Any]) -> Iterator[Notice]:
+def _of_loss(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
+    """A loss that reads no advantages, and a bound of k3 in a loss without it."""
+    loss = LOSSES.get(job.loss_function)
+    if loss is None:
+        return
+    if job.task == "grpo" and "advantages" not in loss.reads:
+        text = f"{loss.name} reads no advantages: rewards are measured and change nothing"
+        yield Notice(("loss_function",), text)
+    estimator, default = job.loss_args.get("kl_estimator", "k3"), JobKeys.model_fields["kl_loss_bound"].default
+    is_read = "kl_bound" in loss.keys and "kl_loss_bound" in data and job.kl_loss_bound != default
+    if is_read and not (job.kl_coef and estimator == "k3"):
+        cause = f"kl_estimator is {estimator}" if job.kl_coef else "use_kl_loss is false or kl_loss_coef is 0"
+        yield Notice(("kl_loss_bound",), f"bounds the metric approx_kl alone: {cause}")
+
+
+def _of_greedy_answers(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
+    """Several greedy answers to a held-out prompt: they cost time and are the same."""
+    args = job.validation.generating_args
+    number = ((data.get("validation") or {}).get("generating_args") or {}).get("num_return_sequences")
+    if isinstance(number, int) and number > 1 and args.greedy is not None and job.without_evaluation is None:
+        text = f"decoding is greedy: the {number} answers to a prompt are equal, and 1 measures the same"
+        yield Notice(("validation", "generating_args", "num_return_sequences"), text)
+
+
+def _of_short_warmups(job: JobKeys) -> Iterator[Notice]:
+    """Warm-ups of the learning rate that are longer than their phase."""
+    phases: list[tuple[Sequence[str], TrainingArgs, int | None]] = []
+    dp_size = 1  # of all sizes the one with the most optimizer steps
+    size = job.actor_train.strategy_args.strategy_config.model_size
+    if job.world_size is not None and job.world_size % size == 0:
+        dp_size = job.world_size // size
+    phases.append((("actor_train",), job.actor_train.training_args, job.optimizer_steps(dp_size)))
+    if uses_critic(job) and job.critic is not None:
+        args = job.critic.training_args
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
+        phases.append(
+            (("critic",), args, job.max_steps * math.ceil(job.samples_per_rollout / size) * job.critic_epochs)
+        )
+    if job.warmup is not None:
+        steps = job.warmup.training_args.max_steps if job.warmup.num_train_epochs is None else None
+        phases.append((("warmup",), job.warmup.training_args, steps))
+    for path, args, steps in phases:
+        text = args.unfinished_warmup(steps) if steps else None
+        if text is not None:
+            yield Notice((*path, "training_args", "warmup_steps"), text)
+
+
+def _of_derived_caps(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
+    """Caps of packs that are derived from sequence_length."""
+    for name, role in job.roles.items():
+        caps = (data.get(name) or {}).get("sequence_packing_args") or {}
+        if not role.use_sequence_packing or not PASSES_OF_ROLES[name] or job.stream is not None:
+            continue
+        is_budgeted = name == "actor_train" and job.token_budget > 0
+        if not is_budgeted and not any(caps.get(f"max_packed_sequence_length_{kind}") for kind in ("train", "forward")):
+            cap = role.sequence_packing_args.max_packed_sequence_length_train
+            rows = "per_device_train_batch_size" if name == "actor_train" else "infer_batch_size"
+            text = f"no cap is given: packs hold up to {cap} tokens, {rows} x sequence_length"
+            key = "sequence_packing_args.max_packed_sequence_length_train"
+            yield Notice((name, "use_sequence_packing"), f"{text} ({key})")
+
+
+def _of_old_log_probs(role: WorkerConfig, given: dict[str, Any]) -> Iterator[Notice]:
     """Whether old log-probs use the keys for passes without gradient that differ from those for training."""
     for path in role.infer_keys:
         key = ("actor_train", *path)
@@ -277,7 +285,7 @@ def _old_log_probs(role: WorkerConfig, given: dict[str, Any]) -> Iterator[Notice
             yield Notice(key, f"{text}exactly 1, on training's plans")
 
 
-def _lengths(job: JobKeys) -> Iterator[Notice]:
+def _of_lengths(job: JobKeys) -> Iterator[Notice]:
     """Sequences that may exceed the model's positions, or a cap."""
     longest = job.sequence_length
     if longest is None:

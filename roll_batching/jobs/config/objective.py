@@ -7,12 +7,60 @@ from typing import Annotated, Any, Literal
 from roll_batching.checked_fields import NotNegative, OptionalPositive, Positive, PositiveShare, Share
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, GAE
 from roll_batching.jobs.config.losses import LOSSES
-from roll_batching.settings.fields import RegisteredName, Settings, setting
+from roll_batching.settings.fields import ADVANTAGES, ROLLOUTS, RegisteredName, Settings, Switch, setting
 from roll_batching.settings.losses import DualClip
 from roll_batching.settings.train_infer import TrainInferCorrection
 
+_CONSTANT = ("seq-mean-token-sum-norm", "token-sum")
+"""Values of loss_agg_mode with a fixed divisor."""
+_KL = Switch(lambda job: job.add_token_level_kl, "add_token_level_kl is false")
+_NORM = Switch(lambda job: job.norms_of_reward_norm, "it modifies reward_norm, which is not in effect")
+_READ_IF = {
+    "*": ROLLOUTS,
+    "loss_function loss_args": (),
+    "adv_estimator norm_mean_type norm_std_type whiten_advantages reward_clip advantage_clip gamma": ADVANTAGES,
+    "episode_reward_weight step_reward_weight step_reward_gamma": ADVANTAGES,
+    "reward_norm": (ADVANTAGES, Switch(lambda job: job.norms_of_reward_norm, "{0.adv_estimator} does not read it")),
+    "reward_shift": (ADVANTAGES, _NORM),
+    "reward_scale": (ADVANTAGES, _NORM, Switch(lambda job: not job.reward_shift, "reward_shift takes precedence")),
+    "lambd value_clip critic_warmup critic_epochs": (
+        ADVANTAGES,
+        Switch(lambda job: job.adv_estimator == GAE, "adv_estimator is {0.adv_estimator}, not gae"),
+        Switch(lambda job: job.max_steps, "max_steps is 0"),
+    ),
+    "add_token_level_kl": (
+        ROLLOUTS,
+        Switch(lambda job: job.init_kl_coef, "init_kl_coef is 0, and target_kl only scales it"),
+    ),
+    "kl_penalty init_kl_coef target_kl": (ADVANTAGES, _KL),
+    "kl_horizon": (
+        ADVANTAGES,
+        _KL,
+        Switch(lambda job: job.target_kl is not None, "without target_kl the weight is fixed"),
+    ),
+    "drop_zero_advantage_groups": (
+        ROLLOUTS,
+        Switch(lambda job: not job.dynamic_sampling, "dynamic_sampling leaves no group with equal rewards"),
+    ),
+    "pg_clip": Switch(
+        lambda job: not job.use_pg_clip_range or (job.dual_clip_loss and job.sets_field_of_loss("dual_clip")),
+        "use_pg_clip_range takes pg_clip_low and pg_clip_high",
+    ),
+    "pg_clip_low pg_clip_high": Switch(lambda job: job.use_pg_clip_range, "set use_pg_clip_range: true, or pg_clip"),
+    "dual_clip_ratio": Switch(lambda job: job.dual_clip_loss, "dual_clip_loss is false"),
+    "difficulty_low_threshold difficulty_high_threshold": (
+        ROLLOUTS,
+        Switch(lambda job: job.difficulty_mask, "difficulty_mask is false"),
+    ),
+    "use_kl_loss": Switch(lambda job: job.kl_loss_coef, "kl_loss_coef is 0"),
+    "kl_loss_coef": Switch(lambda job: job.use_kl_loss, "use_kl_loss is false"),
+    "loss_agg_length": Switch(
+        lambda job: job.loss_agg_mode in _CONSTANT, f"loss_agg_mode is neither of {' and '.join(_CONSTANT)}"
+    ),
+}
 
-class ObjectiveKeys(Settings):
+
+class ObjectiveKeys(Settings, read_if=_READ_IF):
     """The keys of advantages and of the policy loss."""
 
     loss_function: Annotated[str, RegisteredName(LOSSES)] = setting(
@@ -158,6 +206,26 @@ class ObjectiveKeys(Settings):
         if self.use_pg_clip_range:
             return self.pg_clip_low, self.pg_clip_high
         return self.pg_clip, self.pg_clip
+
+    def sets_field_of_loss(self, name: str) -> bool:
+        """Whether keys of the job set the field `name` of its registered loss."""
+        loss = LOSSES.get(self.loss_function)
+        return loss is not None and name in loss.keys
+
+    @property
+    def norms_of_reward_norm(self) -> dict[str, str | None]:
+        """`norm_mean_type` and `norm_std_type` for `reward_norm`; empty where the estimator reads no norm.
+
+        Source: ROLL's `reward_postprocess` before its commit 7b97eef8, which introduced the two keys.
+        """
+        estimator = ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
+        if self.reward_norm is None or estimator is None or "norm_mean_type" not in estimator.keys:
+            return {}
+        scaled_only = self.reward_scale and not self.reward_shift
+        return {
+            "norm_mean_type": None if scaled_only else self.reward_norm,
+            "norm_std_type": None if self.reward_shift else self.reward_norm,
+        }
 
     @property
     def advantages_of_tokens(self) -> bool:

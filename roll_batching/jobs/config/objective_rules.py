@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_KEYS
+from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.jobs.config.arguments import Arguments
-from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem, no_effect
+from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.losses import LOSSES, Loss
-from roll_batching.jobs.config.rl_rules import critic_notices
-from roll_batching.jobs.config.supervised import FIELDS, supervised
-from roll_batching.jobs.config.teacher_rules import teacher_notices
+from roll_batching.jobs.config.losses import FIELDS, LOSSES, Loss
 
 KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "clip_low": ("pg_clip", "use_pg_clip_range", "pg_clip_low"),
@@ -32,7 +29,6 @@ KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "zero_outside_topk": ("zero_outside_topk",),
 }
 """By field of a registered loss, the keys of the job that set it."""
-LOSS_KEYS = tuple(dict.fromkeys(key for keys in KEYS_OF_FIELDS.values() for key in keys))
 _RATIO = {"token": "token", "seq": "sequence", "seq-token": "sequence_token"}
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -94,21 +90,6 @@ def advantage_arguments(job: JobKeys) -> dict[str, Any]:
     return {name: values[name] for name in keywords if values[name] is not None}
 
 
-def reward_norm_of(job: JobKeys) -> dict[str, Any]:
-    """`norm_mean_type` and `norm_std_type` for `reward_norm`; empty where the estimator reads no norm.
-
-    Source: ROLL's `reward_postprocess` before its commit 7b97eef8, which introduced the two keys.
-    """
-    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
-    if job.reward_norm is None or estimator is None or "norm_mean_type" not in estimator.keys:
-        return {}
-    scaled_only = job.reward_scale and not job.reward_shift
-    return {
-        "norm_mean_type": None if scaled_only else job.reward_norm,
-        "norm_std_type": None if job.reward_shift else job.reward_norm,
-    }
-
-
 def whitens(job: JobKeys) -> bool:
     """Whether the registered estimator of `job` whitens advantages."""
     entry = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
@@ -117,10 +98,10 @@ def whitens(job: JobKeys) -> bool:
 
 def wants_reference(job: JobKeys) -> bool:
     """Whether the job has a reference that its rewards or its loss read; a user's loss counts as reading it."""
-    return job.reference is not None and _unread_reference(job) is None
+    return job.reference is not None and unread_reference(job) is None
 
 
-def _unread_reference(job: JobKeys) -> str | None:
+def unread_reference(job: JobKeys) -> str | None:
     """Why nothing reads the reference; None where the rewards or the loss do."""
     if job.add_token_level_kl:
         return None
@@ -143,11 +124,11 @@ def objective_problems(job: JobKeys) -> Iterator[Problem]:
         whose = "rollouts" if job.task == "grpo" else f"samples of task: {job.task}"
         text = f"{loss.name} reads {' and '.join(absent)}, which {whose} do not have ({', '.join(fields)})"
         yield Problem(("loss_function",), f"{text}; choose another loss, or call strategy.train_step with this one")
-    if "ref_log_probs" in loss.reads and supervised(job) and job.reference is None:
+    if "ref_log_probs" in loss.reads and job.is_supervised and job.reference is None:
         yield Problem(
             ("loss_function",), f"{loss.name} needs the role `reference`; add that section (`reference: {{}}`)"
         )
-    if "old_log_probs" in loss.reads and job.max_steps and not supervised(job):
+    if "old_log_probs" in loss.reads and job.max_steps and not job.is_supervised:
         if job.actor_train.logprob_plan == "none":
             text = f"the loss {loss.name} reads old log-probs; use train or own"
             yield Problem(("actor_train", "logprob_plan"), text)
@@ -163,69 +144,6 @@ def objective_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("loss_args", "undesirable_weight"), text)
     own = {name: value for name, value in job.loss_args.items() if name not in loss.keys}
     yield from _arguments(loss).read(own, ("loss_args",))[1]
-
-
-def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
-    """Notices on `given` keys that the loss or the advantage estimator does not read."""
-    name = job.loss_function
-    loss = LOSSES.get(name)
-    read = {key for field in (loss.keys if loss else ()) for key in KEYS_OF_FIELDS[field]}
-    for key in LOSS_KEYS:
-        if key in given and key not in read:
-            yield no_effect((key,), f"{name} does not read it; its own settings go into loss_args")
-    yield from _unread_loss_args(job, read)
-    yield from teacher_notices(job, given)
-    unread_reference = _unread_reference(job)
-    if job.reference is not None and unread_reference is not None:
-        yield Notice(("reference",), f"is not built: {unread_reference}", kind=NoticeKind.NOT_BUILT)
-    if supervised(job) or job.task == "distill":
-        yield from critic_notices(job, given)
-        return
-    for key in ("kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"):
-        if key in given and not job.add_token_level_kl:
-            yield no_effect((key,), "add_token_level_kl is false")
-    if job.add_token_level_kl and not job.init_kl_coef:
-        yield no_effect(("add_token_level_kl",), "init_kl_coef is 0, and target_kl only scales it")
-    if "kl_horizon" in given and job.add_token_level_kl and job.target_kl is None:
-        yield no_effect(("kl_horizon",), "without target_kl the weight is fixed")
-    if loss is not None and "advantages" not in loss.reads:
-        yield Notice(("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing")
-    yield from critic_notices(job, given)
-    yield from _unread_norms(job, given)
-    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
-    for key in ADVANTAGE_KEYS:
-        if key in given and estimator is None:
-            yield no_effect((key,), f"{job.adv_estimator} alone computes the advantages")
-        elif key in given and estimator is not None and key not in {*estimator.keys, *estimator.implied}:
-            yield no_effect((key,), f"the advantages of {job.adv_estimator} do not depend on it")
-
-
-def _unread_norms(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
-    """Notices on reward_norm, reward_shift and reward_scale."""
-    if given.get("reward_norm") is not None and not reward_norm_of(job):
-        yield no_effect(("reward_norm",), f"{job.adv_estimator} does not read it")
-    for key in ("reward_shift", "reward_scale"):
-        if given.get(key) and not reward_norm_of(job):
-            yield no_effect((key,), "it modifies reward_norm, which is not in effect")
-    if given.get("reward_scale") and job.reward_shift and reward_norm_of(job):
-        yield no_effect(("reward_scale",), "reward_shift takes precedence")
-
-
-def _unread_loss_args(job: JobKeys, read: set[str]) -> Iterator[Notice]:
-    """Settings in loss_args that other settings switch off."""
-    if "kl_loss_coef" not in read:
-        return
-    for name in ("kl_estimator", "kl_gradient"):
-        if name in job.loss_args and not job.kl_coef:
-            yield no_effect(("loss_args", name), "use_kl_loss is false or kl_loss_coef is 0")
-    for name in ("engine_correction", "engine_ratio_min"):
-        if name in job.loss_args and job.loss_args.get("engine_ratio_cap") is None:
-            yield no_effect(("loss_args", name), "engine_ratio_cap is not given")
-    if job.loss_args.get("engine_ratio_cap") is not None and job.actor_train.logprob_plan == "rollout":
-        yield no_effect(
-            ("loss_args", "engine_ratio_cap"),
-            "under logprob_plan: rollout the old log-probs are the engine's own: no other numbers to correct",
-        )
 
 
 def _arguments(loss: Loss) -> Arguments:

@@ -1,6 +1,6 @@
-"""Generates the reference page of all settings from the schema.
+"""Generates the reference page of all settings from the schema, and the page of what goes with what.
 
-python -m roll_batching.jobs.config.reference docs/configuration.md
+python -m roll_batching.jobs.config.reference docs/configuration.md docs/what-goes-with-what.md
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from roll_batching.jobs.config.job_keys import ROLES, JobKeys
 from roll_batching.jobs.config.key_paths import ANY_NAME, heading_of, schema_keys
 from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.jobs.config.notices import unread_in
+from roll_batching.jobs.config.support import REFUSALS, TESTED
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields, registered_name
+from roll_batching.settings.support import ROLE_REFUSALS, ROLE_TESTED, support_rows
 from roll_batching.settings.training import TrainingArgs
 
 INTRODUCTION = """# Configuration
@@ -63,6 +65,24 @@ FOREIGN_NOTE = """These keys of ROLL, Megatron-Core and cosmos-rl do nothing in 
 | section | key | of | here |
 |---|---|---|---|
 """
+
+SUPPORT = """# What goes with what
+
+<!-- Made by `python -m roll_batching.jobs.config.reference docs/what-goes-with-what.md`; do not edit. -->
+
+Features meet in pairs. This page lists the pairs that a job refuses, with the key that the error names, the reason and
+the cure, and pairs that a test trains. A pair that is not listed works as far as is known: no rule refuses it, and no
+test of its own trains it. `{task}` and the like stand for values of the job.
+
+## Features of a job
+
+"""
+
+
+def support_page() -> str:
+    """The page of what goes with what, Markdown."""
+    parts = "Parts of a model, adapters, precision and layers"
+    return f"{SUPPORT}{support_rows(REFUSALS, TESTED)}\n## {parts}\n\n{support_rows(ROLE_REFUSALS, ROLE_TESTED)}"
 
 
 def reference_page() -> str:
@@ -203,4 +223,5 @@ def _plain(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference_page(), encoding="utf-8")
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(support_page() if path.stem == "what-goes-with-what" else reference_page(), encoding="utf-8")

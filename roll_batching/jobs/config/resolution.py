@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from roll_batching.jobs.config.engine_rules import logprob_plan_of
-from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys, TokenizerConfig
+from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
+from roll_batching.jobs.config.job_sections import TokenizerConfig, TrainSection
 from roll_batching.jobs.config.model_rules import ADAPTER_KEYS
-from roll_batching.jobs.config.objective_rules import reward_norm_of
-from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import ValidationConfig, WorkerConfig
 from roll_batching.settings.megatron_config import SPLIT_KEYS
 
@@ -39,7 +38,7 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)
     fields: dict[str, Any] = {
         **lengths,
-        **{key: value for key, value in reward_norm_of(job).items() if key not in job.model_fields_set},
+        **{key: value for key, value in job.norms_of_reward_norm.items() if key not in job.model_fields_set},
         "num_return_sequences_in_group": group,
         "actor_train": train,
         "actor_infer": infer,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.registry import Entry, Registry
-from roll_batching.settings.fields import MOST_PROCESSES, RegisteredName, Settings, setting
+from roll_batching.settings.fields import MOST_PROCESSES, ROLLOUTS, RegisteredName, Settings, Switch, setting
 
 REWARDS: Registry[Entry] = Registry(
     "reward function",
@@ -95,7 +95,14 @@ class RewardConfig(Settings):
     )
 
 
-class RewardKeys(Settings):
+_SCORED = Switch(lambda job: job.has_reward, "no reward_function scores responses")
+_READ_IF = {
+    "*": (ROLLOUTS, _SCORED),
+    "reward_args": (ROLLOUTS, _SCORED, Switch(lambda job: not job.rewards, "each of `rewards` has its own")),
+}
+
+
+class RewardKeys(Settings, read_if=_READ_IF):
     """The keys of rewards."""
 
     reward_function: Annotated[str | None, RegisteredName(REWARDS)] = setting(

@@ -11,14 +11,14 @@ from pydantic import field_validator
 from roll_batching.checked_fields import Positive, Share
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.registry import is_dotted
-from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
+from roll_batching.settings.fields import MOST_TOKENS, ROLLOUTS, Settings, Switch, setting
 from roll_batching.settings.losses import DistillObjective, InnerShare
 
 NEMO_GYM = "roll_batching.jobs.rollouts.nemo_gym:rollout"
 """The rollout function of NeMo-Gym."""
 
 
-class RolloutKeys(Settings):
+class RolloutKeys(Settings, read_if={"*": ROLLOUTS}):
     """The keys of a rollout function."""
 
     rollout_function: str | None = setting(
@@ -59,7 +59,18 @@ def rollout_problems(keys: RolloutKeys) -> Iterator[Problem]:
 # ---- asynchronous rollouts
 
 
-class AsyncKeys(Settings):
+_AHEAD = "async_generation_ratio is 0"
+_READ_IF_ASYNC = {
+    "*": ROLLOUTS,
+    "max_staleness": (ROLLOUTS, Switch(lambda job: job.asynchronous, _AHEAD)),
+    "sampler_restarts rollout_timeout": (
+        ROLLOUTS,
+        Switch(lambda job: job.has_sampler or job.own_devices("reference") is not None, _AHEAD),
+    ),
+}
+
+
+class AsyncKeys(Settings, read_if=_READ_IF_ASYNC):
     """The keys of asynchronous rollouts."""
 
     async_generation_ratio: float = setting(
@@ -102,7 +113,16 @@ class AsyncKeys(Settings):
 # ---- dynamic sampling
 
 
-class DynamicSamplingKeys(Settings):
+_READ_IF_DYNAMIC = {
+    "*": ROLLOUTS,
+    "dynamic_sampling_max_batches dynamic_sampling_batch_size": (
+        ROLLOUTS,
+        Switch(lambda job: job.dynamic_sampling, "dynamic_sampling is false"),
+    ),
+}
+
+
+class DynamicSamplingKeys(Settings, read_if=_READ_IF_DYNAMIC):
     """The keys of dynamic sampling."""
 
     dynamic_sampling: bool = setting(
@@ -146,7 +166,7 @@ class OverlongBuffer(Settings):
     )
 
 
-class RewardShapingKeys(Settings):
+class RewardShapingKeys(Settings, read_if={"*": ROLLOUTS}):
     """The keys that change rewards before advantages."""
 
     reward_scaling: RewardScaling | None = setting(
@@ -165,7 +185,19 @@ class RewardShapingKeys(Settings):
 # ---- distillation
 
 
-class DistillKeys(Settings):
+def _objective(*names: str) -> Switch:
+    """The switch of keys of some values of `kd_objective`."""
+    return Switch(lambda job: job.kd_objective in names, "kd_objective is {0.kd_objective}")
+
+
+_READ_IF_DISTILL = {
+    "mixed_kl_weight": _objective("mixed_kl"),
+    "skew_lambda": _objective("skewed_forward_kl", "skewed_reverse_kl"),
+    "adaptive_kl_alpha": _objective("adaptive_kl"),
+}
+
+
+class DistillKeys(Settings, read_if=_READ_IF_DISTILL):
     """The keys of the loss `distill` and of its teacher."""
 
     logits_topk: int = setting(

@@ -13,7 +13,6 @@ from roll_batching.jobs.config.engine_rules import (
     missing_for_gym,
     uses_engine,
 )
-from roll_batching.jobs.config.idle_rules import group_problems, single_responses
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
     cp_per_pack_problems,
@@ -29,25 +28,29 @@ from roll_batching.jobs.config.model_rules import (
     image_problems,
     models_that_cannot_sample,
 )
-from roll_batching.jobs.config.objective_rules import objective_problems, reward_norm_of, whitens
+from roll_batching.jobs.config.objective_rules import objective_problems
+from roll_batching.jobs.config.plain_data import withheld_problems
 from roll_batching.jobs.config.pretrained import missing_model, model_problems
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
 from roll_batching.jobs.config.rl_rules import (
-    async_problems,
     critic_problems,
-    dynamic_sampling_problems,
     gigpo_problems,
+    group_problems,
     length_problems,
     reward_shaping_problems,
-    router_replay_problems,
+    single_responses,
     train_infer_problems,
     uses_critic,
 )
 from roll_batching.jobs.config.rollout_keys import rollout_problems
-from roll_batching.jobs.config.stream_rules import stream_problems, token_budget_problems
-from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
+from roll_batching.jobs.config.supervised_rules import (
+    missing_for_supervised,
+    stream_problems,
+    supervised_problems,
+    token_budget_problems,
+)
+from roll_batching.jobs.config.support import pair_problems
 from roll_batching.jobs.config.teacher_rules import missing_for_distillation, teacher_problems
-from roll_batching.jobs.config.withheld import withheld_problems
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 from roll_batching.secret_names import is_secret
@@ -76,26 +79,24 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += _roles(job)
     problems += device_problems(job)
     problems += _environment(job)
-    if not supervised(job):
+    if not job.is_supervised:
         problems += _objective(job)
-        problems += router_replay_problems(job)
     problems += supervised_problems(job)
     problems += [*_chats(job), *image_problems(job)]
     problems += [*stream_problems(job), *token_budget_problems(job)]
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
     problems += rollout_problems(job)
-    if not supervised(job):
+    if not job.is_supervised:
         shares = job.actor_train.data_args.domain_interleave_probs
         problems += share_problems(shares, job.rewards, job.rollout_batch_size)
     problems += train_infer_problems(job)
     problems += gigpo_problems(job)
     problems += group_problems(job)
-    problems += async_problems(job)
-    problems += dynamic_sampling_problems(job)
     problems += reward_shaping_problems(job)
     problems += engine_problems(job)
     problems += length_problems(job)
+    problems += pair_problems(job)
     for name, role in job.roles.items():
         if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
             problems += cp_per_pack_problems(name, role, job)
@@ -220,7 +221,7 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
         elif not separate and name != "teacher":  # device_rules checks the others, teacher_rules the teacher
             if different or role.model_args.architecture != job.actor_train.model_args.architecture:
                 yield from size_problems(name, role)
-            if different and samples and not supervised(job):
+            if different and samples and not job.is_supervised:
                 yield from sampling_problems(name, role, job.actor_train)
         own = role.strategy_args.strategy_config.transformer_impl
         if own != shared.transformer_impl and name != "teacher":
@@ -271,27 +272,6 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
     if own not in (None, sampled) and reads_sampled and not _samples_from_servers(job):
         text = f"is {own}, but the loss reads log-probs of the rollouts, at the sampling temperature {sampled}"
         yield Problem(("actor_train", "logprob_temperature"), f"{text}; leave it out, or use logprob_plan: train")
-    if job.drop_zero_advantage_groups and (job.kl_coef or job.entropy_loss_coef):
-        term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
-        text = f"such groups still learn from {term}; set {term} to 0 or this to false"
-        yield Problem(("drop_zero_advantage_groups",), text)
-    learns = job.add_token_level_kl or whitens(job) or uses_critic(job)
-    if job.drop_zero_advantage_groups and job.advantages_of_tokens and learns:
-        cause = "add_token_level_kl" if job.add_token_level_kl else "the critic" if uses_critic(job) else "whitening"
-        yield Problem(("drop_zero_advantage_groups",), f"such groups still learn from {cause}; set this to false")
-    if job.add_token_level_kl and job.reference is None:
-        yield Problem(
-            ("add_token_level_kl",),
-            "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
-        )
-    if job.add_token_level_kl and job.actor_train.logprob_plan == "none":
-        text = "add_token_level_kl reads old log-probs; use train or own"
-        yield Problem(("actor_train", "logprob_plan"), text)
-    if job.use_kl_loss and job.reference is None:
-        yield Problem(
-            ("use_kl_loss",),
-            "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
-        )
     if job.difficulty_mask and job.difficulty_low_threshold >= job.difficulty_high_threshold:
         text = f"is {job.difficulty_low_threshold}, not below difficulty_high_threshold {job.difficulty_high_threshold}"
         yield Problem(("difficulty_low_threshold",), f"{text}: no prompt would be left")
@@ -321,7 +301,7 @@ def _reward_norm(job: JobKeys) -> Iterator[Problem]:
         return
     given = {"norm_mean_type", "norm_std_type"} & job.model_fields_set
     derived = {key: getattr(job, key) for key in given}  # config.yaml of a run has both, and they agree
-    if given and derived != reward_norm_of(job):
+    if given and derived != job.norms_of_reward_norm:
         yield Problem(("reward_norm",), "is a short form of norm_mean_type and norm_std_type; keep one of the two")
     elif job.adv_estimator == "grpo" and job.reward_shift:
         text = "grpo divides by the group's deviation; use adv_estimator: reinforce, or set this to false"
@@ -346,7 +326,7 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
             "is missing: the model's shape (hidden_size, num_layers, ...); or name a model directory in pretrain",
         )
     need(
-        supervised(job) or job.max_steps or job.warmup,
+        job.is_supervised or job.max_steps or job.warmup,
         ("max_steps",),
         "is 0 and there is no warmup section: nothing to do",
     )
@@ -361,7 +341,7 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     critic = job.critic.model_args.model_name_or_path if job.critic is not None and uses_critic(job) else None
     if critic is not None and critic != model.model_name_or_path:
         problems += missing_model(job, "critic", critic)
-    if supervised(job):
+    if job.is_supervised:
         return [*problems, *missing_for_supervised(job)]
     if not job.max_steps:
         return problems

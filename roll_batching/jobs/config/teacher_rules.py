@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.directory import directory_of
-from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem, no_effect
+from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import size_problems
 from roll_batching.jobs.config.losses import LOSSES
@@ -36,8 +35,6 @@ def teacher_problems(job: JobKeys) -> Iterator[Problem]:
         return
     yield from _model(job)
     yield from _settings(job)
-    if job.task == "distill":
-        yield from _rollouts(job)
 
 
 def _model(job: JobKeys) -> Iterator[Problem]:
@@ -75,25 +72,6 @@ def _settings(job: JobKeys) -> Iterator[Problem]:
     if job.task == "distill" and job.distill_loss_weight != 1:
         text = f"is {job.distill_loss_weight}; the rest of 1 would teach the student its own tokens; set it to 1"
         yield Problem(("distill_loss_weight",), text)
-    packing = job.actor_train.sequence_packing_args
-    if job.actor_train.use_sequence_packing and packing.share_prefixes is True:
-        text = "is true; each sample has the teacher's tokens at its own positions; set it to auto or false"
-        yield Problem(("actor_train", "sequence_packing_args", "share_prefixes"), text)
-
-
-def _rollouts(job: JobKeys) -> Iterator[Problem]:
-    if job.asynchronous:
-        text = "lets older weights sample, and a teacher corrects the tokens of the current ones; leave it out"
-        yield Problem(("async_generation_ratio",), text)
-    elif job.has_sampler:
-        text = "differs from actor_train's: with a teacher the student samples on actor_train's devices for now, or an "
-        text += "engine does; leave it out here"
-        yield Problem(("actor_infer", "device_mapping"), text)
-    if job.critic is not None:
-        yield Problem(("critic",), "has no part in task: distill, whose loss reads no rewards; leave it out")
-    for name in ("drop_zero_advantage_groups", "add_token_level_kl", "whiten_advantages"):
-        if getattr(job, name):
-            yield Problem((name,), "concerns advantages, which task: distill does not have; set it to false")
 
 
 def missing_for_distillation(job: JobKeys) -> Iterator[Problem]:
@@ -105,37 +83,3 @@ def missing_for_distillation(job: JobKeys) -> Iterator[Problem]:
         directory_of(name)
     except ConfigError as error:
         yield Problem(("teacher", "model_args", "model_name_or_path"), str(error))
-
-
-_UNREAD = (
-    *("adv_estimator", "norm_mean_type", "norm_std_type", "reward_norm", "reward_shift", "reward_scale"),
-    *("reward_clip", "advantage_clip", "gamma", "kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"),
-    *("episode_reward_weight", "step_reward_weight", "step_reward_gamma"),
-)
-"""Keys of advantages; `critic_notices` has those of a critic."""
-_RESOLVED = {"adv_estimator": "reinforce"}
-"""Values that the loader gives such keys, which a resolved file has."""
-
-
-def teacher_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
-    """Notices on a teacher that the job does not build, and on `given` keys that distillation does not read."""
-    if job.task == "distill":
-        for key in _UNREAD:
-            if given.get(key) not in (None, JobKeys.model_fields[key].default, _RESOLVED.get(key)):
-                yield no_effect((key,), "task is distill, whose loss reads no advantages")
-        trained = given.get("actor_train") or {}
-        if trained.get("logprob_plan") not in (None, "none"):
-            yield no_effect(("actor_train", "logprob_plan"), "task is distill, whose loss reads no old log-probs")
-        if trained.get("logprob_temperature") is not None:
-            text = "task is distill, where kd_temperature divides the logits"
-            yield no_effect(("actor_train", "logprob_temperature"), text)
-        if job.actor_train.router_replay.mode != "disabled":
-            text = "task is distill, which has no pass of old log-probs to record experts in"
-            yield no_effect(("actor_train", "router_replay"), text)
-        if (trained.get("data_args") or {}).get("eval_file_name") and not (job.has_reward or job.rollout_function):
-            text = "no reward_function scores the answers to held-out prompts"
-            yield no_effect(("actor_train", "data_args", "eval_file_name"), text)
-    if job.teacher is None or uses_teacher(job):
-        return
-    cause = "max_steps is 0" if distills(job) else f"the loss {job.loss_function} does not read it"
-    yield Notice(("teacher",), f"is not built: {cause}", kind=NoticeKind.NOT_BUILT)

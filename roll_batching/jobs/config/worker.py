@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, field_validator
 
 from roll_batching.jobs.config.devices import parse_devices
 from roll_batching.jobs.config.engines import EngineArgs
-from roll_batching.settings.fields import MOST_TOKENS, POLICY, Roles, Settings, setting
+from roll_batching.settings.fields import MOST_TOKENS, OLD_LOG_PROBS, POLICY, Roles, Settings, Switch, setting, tasks
 from roll_batching.settings.role import RoleSettings
 
 
@@ -25,7 +25,28 @@ PROMPTED = Roles(names=("actor_train",), otherwise="prompts are described by act
 SAMPLED = Roles(names=("actor_infer",), otherwise="rollouts are sampled as actor_infer.generating_args says")
 
 
-class DataArgs(Settings):
+_PROMPTS = tasks("grpo", "distill", otherwise="which has no prompts")
+_NO_CHATS = "messages is given"
+_READ_IF = {
+    "eval_file_name": Switch(
+        lambda job: job.without_evaluation is None, "{0.without_evaluation}: nothing is evaluated", of_job=True
+    ),
+    "prompt": Switch(lambda data: data.messages is None, _NO_CHATS),
+    "tag": (
+        _PROMPTS,
+        Switch(lambda job: job.rewards, "there are no `rewards`, whose prompts tags select", of_job=True),
+    ),
+    "domain_interleave_probs long_prompts": _PROMPTS,
+    "response": (
+        tasks("grpo", "distill", "sft", "kto", otherwise="whose answers are `chosen` and `rejected`"),
+        Switch(lambda job: job.task != "sft" or job.actor_train.data_args.messages is None, _NO_CHATS, of_job=True),
+    ),
+    "chosen rejected": tasks("dpo", otherwise="which has no pairs"),
+    "label": tasks("kto", otherwise="which has no verdicts"),
+}
+
+
+class DataArgs(Settings, read_if=_READ_IF):
     """`data_args`: where prompts come from. Read from actor_train."""
 
     file_name: str | list[str] | None = setting(
@@ -106,7 +127,16 @@ class DataArgs(Settings):
     label: str = setting("label", help="task: kto: key of the verdict, true for a desirable answer.")
 
 
-class GeneratingArgs(Settings):
+_GREEDY = 1e-4
+"""Largest top_p and temperature at which the likeliest token is taken in practice."""
+
+
+def _unless_greedy(key: str) -> Switch:
+    """The switch of a key of sampling; the key that makes decoding greedy is read."""
+    return Switch(lambda args: args.greedy in (None, key), "{0.greedy} is {0.greedy_value}: decoding is greedy")
+
+
+class GeneratingArgs(Settings, read_if={key: _unless_greedy(key) for key in ("top_p", "top_k")}):
     """`generating_args`: how rollouts are sampled. Read from actor_infer."""
 
     max_new_tokens: int | None = setting(
@@ -129,6 +159,20 @@ class GeneratingArgs(Settings):
         "since no derived one would be equal on all ranks and in every run.",
         gt=0,
     )
+
+    @property
+    def greedy(self) -> str | None:
+        """The key that makes decoding greedy; None where tokens are sampled."""
+        if not self.do_sample:
+            return "do_sample"
+        if self.top_k == 1:
+            return "top_k"
+        return next((key for key in ("temperature", "top_p") if getattr(self, key) <= _GREEDY), None)
+
+    @property
+    def greedy_value(self) -> str:
+        """The value of that key, for messages."""
+        return "false" if self.greedy == "do_sample" else f"{getattr(self, self.greedy or ''):g}"
 
 
 class ValidationConfig(Settings):
@@ -153,7 +197,7 @@ class RouterReplay(Settings):
     )
 
 
-class WorkerConfig(RoleSettings):
+class WorkerConfig(RoleSettings, read_if={"router_replay logprob_temperature": OLD_LOG_PROBS}):
     """One role of the job."""
 
     data_args: DataArgs = setting(default_factory=DataArgs, help="The data.", roles=PROMPTED)

@@ -16,7 +16,6 @@ from roll_batching.jobs.config.arguments import Arguments
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.jobs.config.objective_rules import AGGREGATIONS, advantage_arguments, loss_arguments, whitens
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.objectives.advantages import AdvantageFunction, check_advantages
 from roll_batching.jobs.objectives.gigpo import shuffled_turns, state_metrics
@@ -217,9 +216,9 @@ def steps_key(config: JobConfig, phase: str) -> str:
     """The configuration key that sets the number of steps of `phase`."""
     if phase == "warmup" and config.warmup is not None:
         return "warmup.training_args.max_steps" if config.warmup.num_train_epochs is None else "warmup.num_train_epochs"
-    if supervised(config) and config.stream is not None:
+    if config.is_supervised and config.stream is not None:
         return "train.max_num_steps"
-    return "num_train_epochs" if supervised(config) and config.num_train_epochs is not None else "max_steps"
+    return "num_train_epochs" if config.is_supervised and config.num_train_epochs is not None else "max_steps"
 
 
 def sampling_of(config: JobConfig, tokenizer: Tokenizer | None, *, held_out: bool = False) -> GenerationSettings:

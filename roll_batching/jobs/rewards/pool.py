@@ -14,7 +14,6 @@ import numpy as np
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.rewards import REWARDS
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.rewards.contract import MOST_MARKS, Completion, PromptLine, Scored
 from roll_batching.jobs.rewards.process import RewardLimits, RewardProcess
 from roll_batching.jobs.texts.texts import Prompt
@@ -240,7 +239,7 @@ def reward_of(config: JobConfig) -> RewardPool | None:
     Without domains where a rollout function returns the rewards, or where distillation has none.
     """
     scored = config.has_reward or config.rollout_function or config.task == "distill"
-    if supervised(config) or not config.max_steps or not scored:
+    if config.is_supervised or not config.max_steps or not scored:
         return None
     domains = [
         RewardDomain(

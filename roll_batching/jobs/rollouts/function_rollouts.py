@@ -15,7 +15,6 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.advantages import compares_states
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.engines.client import replica_group
 from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Completion, Scored
@@ -165,7 +164,7 @@ class FunctionRollouts:
 
 def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:
     """The rollout function of `config`, imported; None without one. Raises ConfigError."""
-    if config.rollout_function is None or supervised(config) or not config.max_steps:
+    if config.rollout_function is None or config.is_supervised or not config.max_steps:
         return None
     function = load_rollout_function(config.rollout_function, config.rollout_args)
     loaded = LoadedRolloutFunction(

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError, RollBatchingError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import steps_key
 from roll_batching.jobs.objectives.stateful import Stateful
@@ -315,7 +314,7 @@ def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
         )
     if point is None and dist.get_rank() == 0:
         logger.warning("there is no checkpoint in %s: the run starts at the beginning", place)
-    rl = not supervised(config)
+    rl = not config.is_supervised
     phases = {
         "warmup": (config.warmup is not None, "no warmup section"),
         "rl": (rl and config.max_steps > 0, "max_steps: 0" if rl else f"task: {config.task}"),

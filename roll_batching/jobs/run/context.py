@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from roll_batching.distributed import consensus
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.engines.sampler import shares_weights_folder, weights_folder
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import sampling_of, schedule_of, steps_key, supervised_schedule_of
@@ -47,7 +46,7 @@ class JobContext:
         dp_size = config.dp_size(int(os.environ.get("WORLD_SIZE", "1")))
         self.texts_per_step = config.mini_batch_size(dp_size) // (2 if config.task == "dpo" else 1)
         """sft and dpo: texts or pairs of an optimizer step over all ranks."""
-        if supervised(config):
+        if config.is_supervised:
             self.schedule = supervised_schedule_of(config, len(inputs.corpus or ()), self.texts_per_step)
         else:
             self.schedule = schedule_of(config, dp_size)

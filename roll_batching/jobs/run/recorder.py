@@ -11,7 +11,7 @@ import yaml
 from roll_batching.errors import RollBatchingError
 from roll_batching.files import atomic_file
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.withheld import without_secrets
+from roll_batching.jobs.config.plain_data import without_secrets
 from roll_batching.jobs.observe.closing import plot_learning_curve, show_summary, summarize
 from roll_batching.jobs.observe.progress import ProgressReporter
 from roll_batching.jobs.observe.run_files import (

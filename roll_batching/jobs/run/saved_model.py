@@ -10,7 +10,7 @@ from typing import Any
 
 from roll_batching.errors import CheckpointError, ConfigError
 from roll_batching.jobs.config import JobConfig, WorkerConfig, load_config
-from roll_batching.jobs.config.withheld import withheld_problems
+from roll_batching.jobs.config.plain_data import withheld_problems
 from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.rollouts.evaluation import Evaluator

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import LayoutError
-from roll_batching.jobs.config.stream import TrainSection
+from roll_batching.jobs.config.job_sections import TrainSection
 from roll_batching.jobs.steps.planned_steps import Encoder
 from roll_batching.jobs.streams import LoadBalancedDataset, StepBatches
 from roll_batching.jobs.texts.texts import TextDataset

@@ -13,11 +13,11 @@ from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, NoticeKind, Problem, dotted
 from roll_batching.jobs.config.foreign_keys import given_foreign_keys
-from roll_batching.jobs.config.idle_rules import NOT_EVALUATED
 from roll_batching.jobs.config.job import JobConfig
+from roll_batching.jobs.config.job_keys import NOT_EVALUATED
 from roll_batching.jobs.config.key_paths import field_at, given_keys
+from roll_batching.jobs.config.plain_data import is_free
 from roll_batching.jobs.config.validation import check_source
-from roll_batching.jobs.config.withheld import is_free
 from roll_batching.jobs.config.yaml_source import Source
 from roll_batching.secret_names import is_secret, redact, redact_forms
 from roll_batching.tools.conversion.report import Conversion, KeptKey, Kind, LeftOut

@@ -10,7 +10,6 @@ from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.layout_rules import differing_keys, model_fits
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.planning import ParallelDims
 from roll_batching.settings.fields import Pass
@@ -224,7 +223,7 @@ def caps_of(config: JobConfig, dims: ParallelDims) -> list[Cap]:
     plan = config.actor_train.logprob_plan
     in_training = (*GRADIENTS, *((LOG_PROBS,) if plan == "train" else ()))
     taught = [_cap(config, "teacher", "infer", (TEACHER,))] if uses_teacher(config) else []
-    if supervised(config):
+    if config.is_supervised:
         caps = [_cap(config, "actor_train", "train", (*in_training, REFERENCE)), *taught]
         if config.reference is not None and not follows(config, "reference"):  # else it runs on the plans of training
             caps[0] = _cap(config, "actor_train", "train", in_training)

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.diagnostics import Problem
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.losses.distillation import TEACHER_IDS, TEACHER_LOG_PROBS
 from roll_batching.modeling.attention.varlen import VarlenSpans
 from roll_batching.packing.batch import PackedBatch
@@ -188,7 +187,7 @@ def image_sizes(config: JobConfig) -> ImageSizes | None:
         vision=vision,
         least=max(1, -(-(low or 1) // pixels)),
         most=max(1, high // pixels),
-        prompt=None if supervised(config) else config.prompt_length,
+        prompt=None if config.is_supervised else config.prompt_length,
     )
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.inputs import load_inputs
 from roll_batching.jobs.texts.epochs import EpochStream
 from roll_batching.jobs.texts.fit import token_counts
@@ -147,9 +146,9 @@ def lengths_of_data(config: JobConfig, dp_size: int) -> list[int]:
 
     Raises ConfigError if lengths are known only while the job runs, and the errors of `load_inputs`.
     """
-    if not supervised(config) or config.stream is not None:
+    if not config.is_supervised or config.stream is not None:
         reason = (
-            "a stream forms its steps" if supervised(config) else "responses have no length before they are sampled"
+            "a stream forms its steps" if config.is_supervised else "responses have no length before they are sampled"
         )
         raise ConfigError(
             f"--lengths data: {reason}. Give a file of lengths, or omit --lengths to rehearse the longest samples"

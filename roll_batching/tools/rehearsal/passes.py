@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.config.teacher_rules import uses_teacher
 from roll_batching.jobs.objectives.from_config import (
     critic_role,
@@ -341,7 +340,7 @@ def _with_schedule(config: JobConfig) -> WorkerConfig:
 
 def is_rl(config: JobConfig) -> bool:
     """Whether the main phase of the job is reinforcement learning."""
-    return bool(config.max_steps) and not supervised(config)
+    return bool(config.max_steps) and not config.is_supervised
 
 
 def _of_critic(critic: MegatronInferStrategy, plan: Plan) -> SampleBatch:

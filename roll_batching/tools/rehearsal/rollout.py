@@ -9,7 +9,6 @@ import torch
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
-from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.planning import ParallelDims
 from roll_batching.strategy.decoding import cache_positions, split_by_cache_limit
@@ -29,7 +28,7 @@ from roll_batching.tools.rehearsal.task import COMPACTION, DECODING, PREFILL
 
 def has_local_rollouts(config: JobConfig) -> bool:
     """Whether the training model itself samples rollouts in every step."""
-    return bool(config.max_steps) and not (supervised(config) or uses_engine(config) or config.has_sampler)
+    return bool(config.max_steps) and not (config.is_supervised or uses_engine(config) or config.has_sampler)
 
 
 def fault_of(config: JobConfig, dims: ParallelDims) -> str | None:

@@ -76,7 +76,7 @@ def run_twice(job):
 
 
 def test_a_written_configuration_loads_and_trains_only_once_its_secrets_are_given(tmp_path):
-    from roll_batching.jobs.config.withheld import without_secrets
+    from roll_batching.jobs.config.plain_data import without_secrets
 
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(without_secrets(config_from_dict(job_of(tmp_path)).to_dict())))
@@ -142,7 +142,7 @@ def test_an_override_of_a_key_is_refused_without_its_value(tmp_path):
 
 def test_a_url_with_a_password_is_neither_written_nor_shown(tmp_path):
     """Keys of the schema are told by their values too."""
-    from roll_batching.jobs.config.withheld import withheld_problems, without_secrets
+    from roll_batching.jobs.config.plain_data import withheld_problems, without_secrets
 
     job = settings(tmp_path, pretrain="https://user:pass-7@hub/model", exp_name="9f86d081884c7d659a2feaa0c55ad015")
     written = without_secrets(config_from_dict(job).to_dict())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_batching.jobs.config import load_config
-from roll_batching.jobs.config.stream import TrainPolicy, TrainSection
+from roll_batching.jobs.config.job_sections import TrainPolicy, TrainSection
 
 pytestmark = pytest.mark.streams
 PAGE = (Path(__file__).parents[3] / "docs" / "streams.md").read_text(encoding="utf-8")

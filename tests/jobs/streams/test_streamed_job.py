@@ -148,7 +148,7 @@ def into_a_model_for_rows(packed):
     """On a rank: what is said when a model that Megatron built for rows is given a stream."""
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.errors import RankError
-    from roll_batching.jobs.config.stream import TrainSection
+    from roll_batching.jobs.config.job_sections import TrainSection
     from roll_batching.jobs.steps.planned_steps import Encoder
     from roll_batching.jobs.steps.streamed_steps import StreamedSteps
     from roll_batching.jobs.texts.texts import Document, TextDataset

@@ -9,7 +9,7 @@ import pytest
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import load_config
-from roll_batching.jobs.config.idle_rules import NOT_EVALUATED
+from roll_batching.jobs.config.job_keys import NOT_EVALUATED
 from roll_batching.tools.conversion import ORIGINS, Conversion, convert_file, origin_of
 
 BASE = """
