@@ -57,17 +57,6 @@ def refused_pairs(table: Iterable[Refusal], configuration: Any) -> Iterator[Refu
     return (row for row in table if row.feature.is_on(configuration) and row.other.is_on(configuration))
 
 
-def support_rows(refusals: Iterable[Refusal], tested: Mapping[tuple[Feature, Feature], str]) -> str:
-    """Markdown table of pairs: refused with reason and cure, or tested and by which test."""
-    lines = ["| feature | with | |", "|---|---|---|"]
-    for row in refusals:
-        text = f"{row.reason}; {row.cure}".replace("{1.name}", row.feature.name).replace("{0.", "{").replace("|", "\\|")
-        text = text.replace("{{", "{").replace("}}", "}")
-        lines.append(f"| {row.feature.name} | {row.other.name} | refused: `{row.feature.key}` {text} |")
-    lines += [f"| {one.name} | {other.name} | works: `tests/{test}` |" for (one, other), test in tested.items()]
-    return "\n".join(lines) + "\n"
-
-
 class Parts(NamedTuple):
     """What the table of a role is about: a model, its settings and its layout."""
 
@@ -124,15 +113,14 @@ MORE_RANKS_THAN_HEADS = Feature(
     f"{_CONFIG}.tensor_model_parallel_size",
     lambda parts: parts.architecture.kv_heads < parts.layout.tensor_model_parallel_size,
 )
-_OTHERS = (
-    *(ENGINE_LAYERS, VALUE_HEAD, LATENT, HYBRID, HEADS, VISION, DELTA_NETS, OUTPUT_GATES, ALL_BIASES, MOVING_BIASES),
-)
-_UNTESTED = "{{1.name}} are not supported with {} for now; leave it out"
+_WITHOUT_ADAPTERS = (
+    ENGINE_LAYERS, VALUE_HEAD, LATENT, HYBRID, HEADS, VISION, DELTA_NETS, OUTPUT_GATES, ALL_BIASES, MOVING_BIASES,
+)  # fmt: skip
 ROLE_REFUSALS = refusals_of(
     {
         **{
             (ADAPTERS, other): f"{{1.name}} are not supported with {other.name} for now; leave it out"
-            for other in _OTHERS
+            for other in _WITHOUT_ADAPTERS
         },
         (ADAPTERS, MORE_RANKS_THAN_HEADS): (
             "{1.name} are not supported with TP = {0.layout.tensor_model_parallel_size}, above the "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import types
 import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from roll_batching.jobs.config.notices import unread_in
 from roll_batching.jobs.config.support import REFUSALS, TESTED
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields, registered_name
-from roll_batching.settings.support import ROLE_REFUSALS, ROLE_TESTED, support_rows
+from roll_batching.settings.support import ROLE_REFUSALS, ROLE_TESTED, Feature, Refusal
 from roll_batching.settings.training import TrainingArgs
 
 INTRODUCTION = """# Configuration
@@ -82,7 +83,18 @@ test of its own trains it. `{task}` and the like stand for values of the job.
 def support_page() -> str:
     """The page of what goes with what, Markdown."""
     parts = "Parts of a model, adapters, precision and layers"
-    return f"{SUPPORT}{support_rows(REFUSALS, TESTED)}\n## {parts}\n\n{support_rows(ROLE_REFUSALS, ROLE_TESTED)}"
+    return f"{SUPPORT}{_support_rows(REFUSALS, TESTED)}\n## {parts}\n\n{_support_rows(ROLE_REFUSALS, ROLE_TESTED)}"
+
+
+def _support_rows(refusals: Iterable[Refusal], tested: Mapping[tuple[Feature, Feature], str]) -> str:
+    """Markdown table of pairs: refused with reason and cure, or tested and by which test."""
+    lines = ["| feature | with | |", "|---|---|---|"]
+    for row in refusals:
+        text = f"{row.reason}; {row.cure}".replace("{1.name}", row.feature.name).replace("{0.", "{").replace("|", "\\|")
+        text = text.replace("{{", "{").replace("}}", "}")
+        lines.append(f"| {row.feature.name} | {row.other.name} | refused: `{row.feature.key}` {text} |")
+    lines += [f"| {feature.name} | {other.name} | works: `tests/{test}` |" for (feature, other), test in tested.items()]
+    return "\n".join(lines) + "\n"
 
 
 def reference_page() -> str:
