@@ -304,8 +304,12 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-IN_MODULES = {x: f"roll_batching.huggingface.{x}:{x.upper()}" for x in ("minimax_m2", "nemotron_h", "qwen2_5_vl")}
-"""Families with a module each, which few models need."""
+IN_MODULES = {
+    "minimax_m2": "roll_batching.huggingface.family_layers:MINIMAX_M2",
+    "nemotron_h": "roll_batching.huggingface.family_layers:NEMOTRON_H",
+    "qwen2_5_vl": "roll_batching.huggingface.qwen2_5_vl:QWEN2_5_VL",
+}
+"""Families that few models need, in modules that are imported for them alone."""
 MISSING: Mapping[str, str] = {
     "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",
     "glm4": "its projections of gate and input are one tensor, which no rule here cuts",
