@@ -46,11 +46,7 @@ _REFUSED = {
         "does not change the rewards of the greedy responses that {0.adv_estimator} compares with; choose another "
         "adv_estimator"
     ),
-    (
-        f.SCALED,
-        f.OVERLONG,
-        f.GIGPO,
-    ): "changes rewards of whole samples, and gigpo reads those of turns; leave it out",
+    (f.SCALED, f.OVERLONG, f.GIGPO): ("changes rewards of whole samples, and gigpo reads those of turns; leave it out"),
     (f.GIGPO, f.NO_FUNCTION): (
         "gigpo compares the turns of samples that reach equal states; set rollout_function to a function that returns "
         "states and a reward for each turn (docs/rollouts.md), or choose grpo"
@@ -113,10 +109,7 @@ _REFUSED = {
         "needs the role `reference`; add that section (`reference: {{}}` takes actor_train's)"
     ),
     (f.NO_PLAN, f.REWARD_KL): "add_token_level_kl reads old log-probs; use train or own",
-    (
-        f.OWN_CRITIC,
-        f.CRITIC,
-    ): "differs from actor_train's: the critic shares its devices for now; leave it out here",
+    (f.OWN_CRITIC, f.CRITIC): ("differs from actor_train's: the critic shares its devices for now; leave it out here"),
     (f.BATCH_BALANCE, f.CRITIC): (
         "is true, and the critic's mini-batches are drawn over all ranks; set it to false under gae"
     ),
@@ -161,9 +154,13 @@ _REFUSED = {
     ),
     (f.CHARACTERS, f.IMAGES): "is char, which has no tokens of images; leave it out",
     (
-        *(f.STREAM, f.ASYNC, f.FUNCTION, f.CRITIC_ESTIMATOR, f.OWN_SAMPLER, f.TEXT_ENGINE, f.OWN_REFERENCE),
+        *(f.STREAM, f.ASYNC, f.FUNCTION, f.CRITIC_ESTIMATOR, f.OWN_SAMPLER, f.OWN_REFERENCE),
         f.IMAGES,
     ): "{1.name} is not supported with images (actor_train.data_args.images) for now; leave one of them out",
+    (f.TEXT_ENGINE, f.IMAGES): (
+        "sampling with {0.actor_infer.strategy_args.strategy_name} is not supported with images "
+        "(actor_train.data_args.images) for now; choose sglang or megatron_infer, or leave images out"
+    ),
 }
 """Pairs of features that are refused, the last of each row with the others: reason and cure."""
 REFUSALS = refusals_of(_REFUSED)
