@@ -32,7 +32,7 @@ _REFUSED = {
         "compares the responses to one prompt, and there is one; raise num_return_sequences_in_group"
     ),
     (f.DYNAMIC, f.ASYNC): (
-        "needs prompts of later steps only when a step is known to need more; set async_generation_ratio: 0, or this "
+        "needs async_generation_ratio: 0, since prompts are drawn once a step is known to need more; set that, or this "
         "to false"
     ),
     (f.DYNAMIC, f.SHARES): (

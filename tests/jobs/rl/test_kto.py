@@ -273,6 +273,6 @@ def test_keys_and_notices(tmp_path: Path) -> None:
     assert (config.loss_function, data.response, data.label) == ("kto", "completion", "label")
     assert config.reference is not None and not config.notices
     notices = {n.path: n.text for n in config_from_dict(job(tmp_path, actor_train__data_args__chosen="a")).notices}
-    assert notices["actor_train.data_args.chosen"].endswith("task is kto")
+    assert notices["actor_train.data_args.chosen"].endswith("task is kto, which has no pairs")
     sft = job(tmp_path, task="sft", loss_args={}, actor_train__data_args__label="a")
     assert "actor_train.data_args.label" in {notice.path for notice in config_from_dict(sft).notices}
