@@ -116,9 +116,7 @@ class Resharding:
             target.copy_(source)
         device = group_device(dist.group.WORLD, self.source.device)
         with consensus(self._group, "memory for weights on their way"):
-            # As large as the largest bucket that this rank sends, and the largest that it receives.
-            sizes = [max((sum(p.bytes for p in pieces[side]) for pieces in self._rounds), default=0) for side in (0, 1)]
-            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._bucket_sizes()]
         for outgoing, incoming in self._rounds:
             sent, received = _exchange_buckets(outgoing, incoming, *buckets)
             total, largest = total + received, max(largest, sent, received)
@@ -126,6 +124,10 @@ class Resharding:
             torch.cuda.synchronize(self.target.device)
         seconds = time.perf_counter() - started
         return Transfer(bytes=total, seconds=seconds, buckets=len(self._rounds), largest=largest)
+
+    def _bucket_sizes(self) -> list[int]:
+        """Bytes of the largest bucket that this rank sends, and of the largest that it receives."""
+        return [max((sum(p.bytes for p in pieces[side]) for pieces in self._rounds), default=0) for side in (0, 1)]
 
 
 def _exchange_buckets(

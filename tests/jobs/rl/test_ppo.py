@@ -274,7 +274,7 @@ def test_a_critic_that_cannot_be_is_refused_with_its_key(name: str, tmp_path, re
 
 @pytest.mark.config
 def test_a_critic_without_gae_is_not_built_and_its_keys_have_notices(tmp_path) -> None:
-    job = ppo(tmp_path, adv_estimator="reinforce")
+    job = ppo(tmp_path, adv_estimator="reinforce", lambd=0.9)
     notices = {notice.path: notice.text for notice in config_from_dict(job).notices}
     assert "is not built: adv_estimator is reinforce, not gae" in notices["critic"]
     for key in ("value_clip", "critic_warmup", "lambd"):
