@@ -4,8 +4,7 @@ To add a family: an entry of `FAMILIES` and a tiny model in `tests/huggingface/t
 user's is named by `model_args.family`.
 
 Every field of a family's `config.json` is in its entry or in one of the tables of `fields`; any other field is an error
-that names it. Sources: each family's configuration and modeling files in Hugging Face's transformers, and
-Megatron-Core's GPTModel for parameter names.
+that names it. Sources: each family's configuration and modeling files in transformers, and Megatron-Core's GPTModel.
 """
 
 from __future__ import annotations
@@ -304,11 +303,8 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-IN_MODULES = {
-    "minimax_m2": "roll_batching.huggingface.family_layers:MINIMAX_M2",
-    "nemotron_h": "roll_batching.huggingface.family_layers:NEMOTRON_H",
-    "qwen2_5_vl": "roll_batching.huggingface.qwen2_5_vl:QWEN2_5_VL",
-}
+_MODULES = {"minimax_m2": "family_layers", "nemotron_h": "family_layers", "qwen2_5_vl": "qwen2_5_vl"}
+IN_MODULES = {name: f"roll_batching.huggingface.{file}:{name.upper()}" for name, file in _MODULES.items()}
 """Families that few models need, in modules that are imported for them alone."""
 MISSING: Mapping[str, str] = {
     "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",

@@ -94,7 +94,7 @@ def test_a_size_of_pairs_that_is_no_number_is_not_doubled(tmp_path):
 
 def test_a_response_without_room_is_not_made_negative(tmp_path):
     done = converted(tmp_path, "rlvr", {"sequence_length": 8, "prompt_length": 32})
-    assert "-24" not in done.to_yaml().split("\n\n")[-1]
+    assert "-24" not in str(done.settings)
     assert {one.key for one in done.left_out_as("refused")} & {"sequence_length", "response_length"}
 
 
