@@ -11,7 +11,7 @@ from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning import BatchingSpec
 from roll_batching.planning.batching_spec import Mode, Objective, Oversize, load_algorithm
 from roll_batching.planning.registry import ALGORITHMS
-from roll_batching.settings.fields import Pass, RegisteredName, Settings, setting
+from roll_batching.settings.fields import Pass, RegisteredName, Settings, require_positive, setting
 
 LogprobPlan = Literal["train", "own", "rollout", "none"]
 SharePrefixes = bool | Literal["auto"]
@@ -53,12 +53,6 @@ class BatchingConfig:
         """Imports what forms the micro-batches, a user's module perhaps. Raises `PlanError` where that fails."""
         for spec in (self.train, self.infer):
             load_algorithm(spec)
-
-
-def _at_least_one(value: int | str | None) -> int | str | None:
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"is {value}; it must be at least 1")
-    return value
 
 
 def refuse_without_old_log_probs(samples: int, mini_batch_size: int, epochs: int) -> str | None:
@@ -118,7 +112,7 @@ class PlanningArgs(Settings):
         help="Dynamic batching: one shape per step for all ranks, as ROLL does, instead of each rank's own.",
         mode="dynamic",
     )
-    sequence_multiple: Annotated[int | Literal["2*cp*tp"] | None, AfterValidator(_at_least_one)] = setting(
+    sequence_multiple: Annotated[int | Literal["2*cp*tp"] | None, AfterValidator(require_positive)] = setting(
         None,
         help="Round each sequence up to this multiple; default: 2 x CP with context parallelism, else 1.",
     )
@@ -178,7 +172,7 @@ class RoleBatching(Settings):
         mode="dynamic",
         passes=("infer",),
     )
-    padded_length: Annotated[int | Literal["longest"] | None, AfterValidator(_at_least_one)] = setting(
+    padded_length: Annotated[int | Literal["longest"] | None, AfterValidator(require_positive)] = setting(
         None,
         help="Padded mode: length of every row. Default: the job's sequence_length; longest: each "
         "micro-batch's longest.",

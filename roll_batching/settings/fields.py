@@ -147,6 +147,13 @@ class InFile:
     type: Any
 
 
+def require_positive(value: int | str | None) -> int | str | None:
+    """`value`. Raises ValueError for a number below 1; words and None pass."""
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"is {value}; it must be at least 1")
+    return value
+
+
 def section_of(kind: type[Any]) -> type[Settings]:
     """The section of a file for the dataclass `kind`: its fields with a `doc`, before those of its bases.
 

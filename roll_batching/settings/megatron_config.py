@@ -11,7 +11,16 @@ from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
 from roll_batching.planning.pack_times import Cluster
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
-from roll_batching.settings.fields import POLICY, TRAINED, RegisteredName, Settings, Switch, section_of, setting
+from roll_batching.settings.fields import (
+    POLICY,
+    TRAINED,
+    RegisteredName,
+    Settings,
+    Switch,
+    require_positive,
+    section_of,
+    setting,
+)
 
 MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
@@ -21,12 +30,6 @@ OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "e
 """Keys of the precisions of an optimizer's state, as Megatron's OptimizerConfig has them."""
 _DTYPES = frozenset(OPTIMIZER_DTYPES)
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
-
-
-def _at_least_one(value: int | str) -> int | str:
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"is {value}; it must be at least 1")
-    return value
 
 
 class ClusterConfig(section_of(Cluster)):  # type: ignore[misc]
@@ -97,7 +100,7 @@ class MegatronConfig(Settings, read_if=_READ_IF):
         help="Layers of each model chunk, in Megatron's notation: E embedding, t decoder layer, L loss, | between "
         "chunks, such as Ettt|tttt|tttL; or a list of lists. Chunks above PP are virtual stages.",
     )
-    context_parallel_size: Annotated[int | Literal["auto"], AfterValidator(_at_least_one)] = setting(
+    context_parallel_size: Annotated[int | Literal["auto"], AfterValidator(require_positive)] = setting(
         1, help="Context-parallel size (CP). auto: each pack has its own; needs use_sequence_packing."
     )
     max_context_parallel_size: int | None = setting(

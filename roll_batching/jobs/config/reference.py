@@ -73,7 +73,7 @@ SUPPORT = """# What goes with what
 
 Features meet in pairs. This page lists the pairs that a job refuses, with the key that the error names, the reason and
 the cure, and pairs that a test trains. A pair that is not listed works as far as is known: no rule refuses it, and no
-test of its own trains it. `{task}` and the like stand for values of the job.
+test is about it. `{task}` and the like stand for values of the job.
 
 ## Features of a job
 

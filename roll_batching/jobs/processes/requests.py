@@ -1,4 +1,4 @@
-"""HTTP requests to servers: one client for engines and agents, and one rule of retries, for judges as well."""
+"""HTTP requests to servers: one client for engines and agents, and one retry rule, which LLM judges share."""
 
 from __future__ import annotations
 

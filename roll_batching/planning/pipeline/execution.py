@@ -57,7 +57,7 @@ def stage_program(
 ) -> tuple[Instruction, ...]:
     """Passes of one stage for `count` micro-batches and its calls of the communicator, in order.
 
-    `group_size` as in Megatron's interleaved schedule. With free transfers each pass has calls of its own.
+    `group_size` as in Megatron's interleaved schedule. With free transfers each pass has separate calls.
     """
     passes = stage_operations(stage, stages, count, chunks, group_size)
     if chunks > 1 and not has_free_transfers:

@@ -183,7 +183,7 @@ _PARTS = (
 
 
 def time_section(runs: Sequence[RunFiles]) -> Section:
-    """Time of each step by what it is spent on, and throughput."""
+    """Time of each step by activity, and throughput."""
     charts: list[Chart] = []
     for phase in phases_of(runs):
         for make_chart in (_step_chart, _parts_chart):
