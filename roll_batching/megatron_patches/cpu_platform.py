@@ -4,7 +4,8 @@ Megatron calls `torch.cuda` for the current device, streams, events and random s
 `device="cuda"`. `install` redirects these calls to the CPU; it is an error where CUDA is available. Replaced for the
 rest of the process, for Megatron 0.16 to 0.19:
 
-- functions of `torch.cuda`, and factory calls with `device="cuda"` (a function mode);
+- functions of `torch.cuda`, `torch.Tensor.cuda` and `torch.Tensor.type`, and what takes `device="cuda"`. A function
+  mode would see every call of torch, and takes a quarter of a step's processor time;
 - `megatron.core.tensor_parallel.random._set_cuda_rng_state`, which queues states until CUDA is there;
 - `all_to_all_single`, `all_gather` and `reduce_scatter` of `torch.distributed`, for mixtures of experts over gloo.
 """
@@ -15,11 +16,11 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 
@@ -47,24 +48,6 @@ class _Event:
         return 0.0
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Redirects `device="cuda"` in factory calls and `.cuda()`; reports the tensor type that clip_grads asserts."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs = kwargs | {"device": _CPU}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return result.replace("torch.", "torch.cuda.")
-        return result
-
-
-_mode = _CudaMeansCpu()
 _installed = False
 
 
@@ -104,7 +87,7 @@ def install() -> None:
     torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
     torch.distributed.all_gather = _with_unequal_parts(torch.distributed.all_gather)
     torch.distributed.reduce_scatter = _with_unequal_sums(torch.distributed.reduce_scatter)
-    _mode.__enter__()
+    _redirect_tensors()
     _installed = True
 
 
@@ -114,6 +97,37 @@ def replace_streams() -> None:
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.current_stream = lambda *args, **kwargs: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def _redirect_tensors() -> None:
+    """Let calls with `device="cuda"` use the CPU, and `type` name the tensor type that clip_grads asserts."""
+    like = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+    for name in [*(function.__name__ for function in _device_constructors()), *like]:
+        if hasattr(torch, name):
+            setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    for name in ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
+        setattr(tensor, name, _on_cpu(getattr(tensor, name)))
+    tensor.cuda = lambda self, *args, **kwargs: self
+    convert = tensor.type
+
+    @functools.wraps(convert)
+    def type_or_convert(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = convert(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
+    tensor.type = type_or_convert
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _with_listed_splits(exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,16 +189,3 @@ def _with_unequal_sums(scatter: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return reduce_scatter
-
-
-@contextlib.contextmanager
-def function_mode_paused() -> Iterator[None]:
-    """Disables the function mode, which must be the topmost: decoding needs none and is twice as fast without."""
-    if not _installed:
-        yield
-        return
-    top = _pop_mode()
-    try:
-        yield
-    finally:
-        _push_mode(top)

@@ -177,30 +177,15 @@ def decoding(
     dense_cores: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if cached and model.architecture is not None and _decodes_densely(model):
         dense_cores = dense_decoding(gpt, rotary_settings(model.architecture))
-    with hidden_states_of(gpt), dense_cores, _decoding_mode(model.layout.device, cached=cached):
+    # cuBLAS splits products with few rows along the summed dimension, and may add the parts in bf16. Recorded
+    # log-probs are compared with those of packs, whose products are not split.
+    unsplit = changed_attributes(torch.backends.cuda.matmul, {"allow_bf16_reduced_precision_reduction": False})
+    with hidden_states_of(gpt), dense_cores, unsplit:
         yield (
             lambda rows, images=None: (
                 CachedDecoder(model, gpt, rows, settings, images) if cached else RecomputingDecoder(model, rows, images)
             )
         )
-
-
-@contextlib.contextmanager
-def _decoding_mode(device: torch.device, *, cached: bool) -> Iterator[None]:
-    if device.type == "cuda":
-        # cuBLAS splits products with few rows along the summed dimension, and may add the parts in bf16. Recorded
-        # log-probs are compared with those of packs, whose products are not split.
-        with changed_attributes(torch.backends.cuda.matmul, {"allow_bf16_reduced_precision_reduction": False}):
-            yield
-        return
-    if not cached:
-        yield
-        return
-    from roll_batching.megatron_patches import cpu_platform
-
-    # At small batches the platform's TorchFunctionMode takes half of a decoding step on the CPU.
-    with cpu_platform.function_mode_paused():
-        yield
 
 
 class CachedDecoder:
