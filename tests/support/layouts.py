@@ -134,8 +134,8 @@ def wanted_pairs() -> set[tuple[str, Any, str, Any]]:
     return set().union(*(_pairs(layout) for layout in _all()))
 
 
-def pairwise(at_least: int = 40) -> list[Layout]:
-    """A deterministic greedy cover of all pairs by few, small layouts; more of them up to `at_least`."""
+def pairwise() -> list[Layout]:
+    """A deterministic greedy cover of all pairs by few, small layouts, and the plainest ones."""
     # Among equals the first wins: few ranks, and fp32, whose comparison is the sharper one.
     candidates = sorted(_all(), key=lambda layout: (layout.ranks, layout.dtype != "fp32", str(layout)))
     missing = wanted_pairs()
@@ -160,10 +160,7 @@ def pairwise(at_least: int = 40) -> list[Layout]:
         Layout(pp=2, vpp=2, cp=2),
         Layout(tp=2, cp=2),
     ]
-    chosen += [layout for layout in singles if layout not in chosen]
-    spare = [x for x in candidates if x.ranks == 4 and x.dtype == "fp32" and x not in chosen]
-    short = max(at_least - len(chosen), 0)
-    return chosen + [spare[i * len(spare) // short] for i in range(short)]
+    return chosen + [layout for layout in singles if layout not in chosen]
 
 
 EXPERTS = [
