@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from roll_batching.jobs.observe.run_files import read_metrics
 from tests.huggingface import tiny
 from tests.huggingface.test_export import check_equal, tensors
 from tests.jobs.rl.jobs import settings, write_data
+from tests.support.commands import run_command
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 
@@ -57,8 +56,7 @@ def test_a_job_trains_it_and_leaves_the_model(folder, report):
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["phase"] for row in rows] == ["warmup", "warmup", "rl", "rl"]
     assert rows[0]["loss"] > rows[1]["loss"]
-    command = [sys.executable, "-m", "roll_batching.cli", "export", str(run), "--to", str(folder / "later")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_command("export", run, "--to", folder / "later")
     assert done.returncode == 0, done.stderr
     assert "rl-000002 (phase rl, step 2)" in done.stdout
     check_equal(folder / "later", run / "model")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from roll_batching.loss_check.report import compare, gradient_norm
 from roll_batching.loss_check.scenarios import Outcome
 from roll_batching.losses import check_loss
 from tests.loss_check import wrong_losses as losses
-from tests.support.ranks import ROOT
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.loss
 
@@ -179,27 +176,21 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_loss(losses.NeedsMargin(), group_by="margin")
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    line = [sys.executable, "-m", "roll_batching.cli", "check-loss", *arguments]
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
-
-
 HERE = "tests.loss_check.wrong_losses:"
 
 
 def test_the_command_takes_fields_and_says_which_are_missing() -> None:
-    missing = command(HERE + "NeedsMargin")
+    missing = run_command("check-loss", HERE + "NeedsMargin")
     assert missing.returncode == 1 and "the field 'margin'" in missing.stderr and "--field" in missing.stderr
-    done = command(HERE + "NeedsMargin", "--field", "margin=sample")
+    done = run_command("check-loss", HERE + "NeedsMargin", "--field", "margin=sample")
     assert done.returncode == 0 and "The loss is the same in every run." in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_the_command_takes_settings_and_fails_for_a_wrong_loss() -> None:
-    done = command("policy", "clip_high=0.3", "aggregation=sequence_mean")
+    done = run_command("check-loss", "policy", "clip_high=0.3", "aggregation=sequence_mean")
     assert done.returncode == 0, done.stdout + done.stderr
-    wrong = command(HERE + "TorchAllReduce")
+    wrong = run_command("check-loss", HERE + "TorchAllReduce")
     assert wrong.returncode == 1 and "x 2" in wrong.stdout
     assert wrong.stderr.splitlines()[-1] == "error: TorchAllReduce changes with tensor parallel size 2"
 
@@ -218,5 +209,5 @@ def test_the_command_takes_settings_and_fails_for_a_wrong_loss() -> None:
     ],
 )
 def test_wrong_commands_are_refused(arguments: list[str], said: str) -> None:
-    done = command(*arguments)
+    done = run_command("check-loss", *arguments)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -10,13 +10,8 @@ import pytest
 
 from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.rl.jobs import settings, write_data
+from tests.support.commands import run_command
 from tests.support.ranks import run_ranks
-
-
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "roll_batching.cli", *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
 
 
 def lines(path):
@@ -63,7 +58,10 @@ def test_all_of_them_from_all_ranks(tmp_path):
 
 
 def test_eval_finds_what_the_run_found(run):
-    done = command("eval", "--checkpoint", run, "--json", "--output", run / "answers.jsonl")
+    command = [sys.executable, "-m", "roll_batching.cli", "eval", "--checkpoint", str(run), "--json"]
+    done = subprocess.run(
+        [*command, "--output", str(run / "answers.jsonl")], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, "nothing that its reader cannot change"
     figures, last = json.loads(done.stdout), read_metrics(run / "metrics.jsonl")[-1]
@@ -96,7 +94,7 @@ def test_generate_answers_prompts(run, tmp_path, report):
     out = tmp_path / "said.jsonl"
     (tmp_path / "asked.jsonl").write_text('{"prompt": "a+1="}\n')  # without an answer
     arguments = ("--prompt", "b+2=", "--prompts", tmp_path / "asked.jsonl", "--num-return-sequences", 2, "--greedy")
-    done = command("generate", "--checkpoint", run / "checkpoints" / "rl-000001", *arguments, "--output", out)
+    done = run_command("generate", "--checkpoint", run / "checkpoints" / "rl-000001", *arguments, "--output", out)
     assert done.returncode == 0, done.stderr
     said = lines(out)
     assert [line["prompt"] for line in said] == ["b+2="] * 2 + ["a+1="] * 2 and {line["version"] for line in said} == {
@@ -110,10 +108,10 @@ def test_generate_answers_prompts(run, tmp_path, report):
 def test_more_new_tokens_than_the_model_has_positions_for_are_refused(run, report):
     checkpoint = run / "checkpoints" / "rl-000001"
     for tokens in (10**9, 125):
-        done = command("generate", "--checkpoint", checkpoint, "--prompt", "a+1=", "--max-new-tokens", tokens)
+        done = run_command("generate", "--checkpoint", checkpoint, "--prompt", "a+1=", "--max-new-tokens", tokens)
         assert done.returncode == 2 and "after the longest prompt the model has positions for 124 tokens" in done.stderr
     report(done.stderr)
-    done = command("generate", "--checkpoint", checkpoint, "--prompt", "a+1=", "--max-new-tokens", 124)
+    done = run_command("generate", "--checkpoint", checkpoint, "--prompt", "a+1=", "--max-new-tokens", 124)
     assert done.returncode == 0, done.stderr
 
 
