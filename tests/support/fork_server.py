@@ -30,6 +30,8 @@ PRELOADED = (
     "rich.progress",
     "torch.utils.tensorboard",
     "torch.distributed",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
     "megatron.core",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",

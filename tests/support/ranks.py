@@ -76,7 +76,7 @@ def run_ranks(
             late = _wait(processes, timeout, grace)
         finally:
             for process in processes:
-                _kill(process)
+                kill_process(process)
         outcomes = [_outcome(home, rank, process.returncode) for rank, process in enumerate(processes)]
     if not check:
         return outcomes
@@ -84,6 +84,13 @@ def run_ranks(
         head = f"{target} on {world_size} ranks: " + (f"not done after {timeout:g} s" if late else "failed")
         raise RanksFailed("\n".join([head, *(_shown(r, o) for r, o in enumerate(outcomes))]))
     return [o.result for o in outcomes]
+
+
+def start_process(home: Path, target: str, payload: Any) -> Process:
+    """Call `module:function(payload)` in a process, which goes on; `home / "output0"` gets what it prints."""
+    (home / "payload").write_bytes(pickle.dumps(payload))
+    (home / "output0").touch()
+    return (_fork if _CAN_FORK else _spawn)(home, target, 0, {})
 
 
 def _free_port() -> int:
@@ -161,8 +168,8 @@ def _wait(processes: list[Process], timeout: float, grace: float) -> bool:
         time.sleep(0.01)
 
 
-def _kill(process: Process) -> None:
-    # Also after a rank has ended: what it forked lives on in its group.
+def kill_process(process: Process) -> None:
+    """Kill it and what it forked, which lives on in its group after it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -52,7 +52,7 @@ def end_with(parent: int) -> None:
     os._exit(0)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--kind", choices=sorted(KINDS), default="sglang")
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true", help="as --enable-return-routed-experts")
     parser.add_argument("--keeps-head", choices=["tied", "always"], default="", help="in weight updates")
     parser.add_argument("--older", action="store_true", help="sglang: /get_server_info, and no /server_info yet")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     ports = [args.port + n if args.port else 0 for n in range(args.replicas)]

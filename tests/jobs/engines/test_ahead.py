@@ -34,7 +34,6 @@ def test_an_engine_ahead_draws_what_it_draws_in_step_though_its_asker_is_killed(
         told = seen(urls[0])
     finally:
         server.kill()
-        server.wait()
     assert outcome.returncode == 0, outcome.output
     assert re.search(r"started again \(1 of 2\), and asked again for (4|8) prompts", outcome.output), outcome.output
     assert trained_on(folder) == trained_on(folder, "sync") and len(trained_on(folder)) == 4

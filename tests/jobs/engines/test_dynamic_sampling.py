@@ -40,7 +40,6 @@ def test_an_engine_is_asked_until_the_step_is_full(folder, ranks):
         run("engine", resume_from_checkpoint=str(folder / "runs" / "engine" / "checkpoints" / "rl-000001"))
     finally:
         server.kill()
-        server.wait()
     steps, rows = trained(folder, "engine"), rows_of(folder, "engine")
     assert [row["step"] for row in rows] == [1, 2, 3] and [len(steps[step]) for step in (1, 2, 3)] == [12] * 3
     prompts = [line["prompt"] for step in (1, 2, 3) for line in sorted(steps[step], key=lambda line: line["id"])][::3]

@@ -36,7 +36,6 @@ def server(folder):
     process, urls = start(folder / "model")
     yield urls[0]
     process.kill()
-    process.wait()
 
 
 def engine_job(folder: Any, url: str, name: str, **changes: Any) -> dict[str, Any]:

@@ -36,7 +36,6 @@ def test_a_server_sees_the_images_of_training(folder, report):  # noqa: F811
         told = seen(urls[0])
     finally:
         server.kill()
-        server.wait()
     rows = read_metrics(folder / "runs" / "engine" / "metrics.jsonl")
     assert len(rows) == 2 and all(0 < row["engine_gap_mean"] < 1e-5 and row["engine_gap_max"] < 1e-4 for row in rows)
     assert told["images"] == 8 * (2 * 2 + 2), "eight images: two steps, two responses to each prompt, two evaluations"
@@ -55,7 +54,6 @@ def test_a_server_answers_as_the_model_in_training_does(folder):  # noqa: F811
             run_ranks(1, "tests.jobs.rl.jobs:run", rl(folder, name, **greedy, actor_infer={**infer, **sampling}))
     finally:
         server.kill()
-        server.wait()
     own, served = (
         [json.loads(line)["response"] for line in (folder / "runs" / name / "rollouts.jsonl").read_text().splitlines()]
         for name in ("own", "served")
@@ -83,7 +81,6 @@ def test_a_reference_in_another_layout_computes_the_images(folder, report):  # n
             run_ranks(2, "tests.jobs.rl.jobs:run", data)
         finally:
             server.kill()
-            server.wait()
         rows = read_metrics(folder / "runs" / name / "metrics.jsonl")
         found[name] = [(row["loss"], row["ref_kl"], row["grad_norm"]) for row in rows]
     report(str(found))
@@ -99,7 +96,6 @@ def test_a_server_that_makes_other_tokens_ends_the_job(folder, report):  # noqa:
         (error,) = run_ranks(1, "tests.jobs.rl.jobs:refusal", rl(folder, "longer", actor_infer=engine(urls)))
     finally:
         server.kill()
-        server.wait()
     assert "tokens of a prompt with images that has" in error
     report(error)
 

@@ -54,7 +54,6 @@ def test_an_engine_answers_as_the_model_in_training_does(folder, report):
         told = [seen(url) for url in urls]
     finally:
         server.kill()
-        server.wait()
     ours, theirs = rows_of(folder, "own"), rows_of(folder, "engine")
     assert [row["reward"] for row in theirs] == [row["reward"] for row in ours]
     assert [row["eval_reward"] for row in theirs if "eval_reward" in row] == [
@@ -86,7 +85,6 @@ def test_an_engine_sleeps_while_the_model_trains(kind, folder, report):
         told = seen(urls[0])
     finally:
         server.kill()
-        server.wait()
     awake, asleep = rows_of(folder, "awake"), rows_of(folder, "asleep")
     for name in ("reward", "loss", "grad_norm", "eval_reward"):
         assert [row[name] for row in asleep] == [row[name] for row in awake], name

@@ -151,4 +151,3 @@ def test_raw_log_probs_at_temperature_1_are_the_trainers(folder, monkeypatch):
     finally:
         for server, _ in started:
             server.kill()
-            server.wait()

@@ -40,7 +40,6 @@ def test_an_engine_gives_the_bits_of_torchrun_to_ranks_on_ray(tmp_path, report):
         assert seen(urls[0])["requests"] == 2 * asked == 2 * (3 * 4 * 3 + 2 * 5)
     finally:
         server.kill()
-        server.wait()
     ours, theirs = rows(tmp_path / "ray"), rows(tmp_path / "torchrun")
     assert [row["step"] for row in ours] == [1, 2, 3] and ours[-1]["grad_norm"] > 0
     assert ours == theirs

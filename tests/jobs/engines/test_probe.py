@@ -47,7 +47,6 @@ def test_an_engine_that_keeps_its_head_ends_the_job(folder, kind, ranks, changes
         outcomes = run_ranks(ranks, "tests.jobs.rl.jobs:run", given, check=False)
     finally:
         server.kill()
-        server.wait()
     for outcome in outcomes:
         assert outcome.returncode == 1, outcome.output
         assert "it has other weights than were sent" in outcome.output, outcome.output
@@ -61,7 +60,6 @@ def test_a_head_that_vllm_packs_on_a_cpu_is_sent(folder):
         run_ranks(2, "tests.jobs.rl.jobs:run", job(folder, warmup=None, max_steps=3, actor_infer=role("vllm", urls)))
     finally:
         server.kill()
-        server.wait()
     rows = rows_of(folder, "tiny")
     assert len(rows) == 3 and all(row["engine_gap_max"] < 1e-4 for row in rows)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import subprocess
-import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -23,29 +23,40 @@ from roll_batching.jobs.engines.vllm import VLLM
 from roll_batching.strategy.sampling import GenerationSettings
 from tests.huggingface import tiny
 from tests.jobs.engines.model import Model
+from tests.support.ranks import kill_process, start_process
 
 pytestmark = pytest.mark.cluster
 
 SETTINGS = GenerationSettings(max_new_tokens=12, eos_token_id=5, temperature=1.3, top_k=20, top_p=0.9)
 DIALECTS = {"sglang": SGLang(), "vllm": VLLM()}
-ROOT = Path(__file__).parents[3]
 
 
-def launched(folder, *options):
+class ServerProcess:
     """A process of servers, which are about to start."""
-    command = [sys.executable, "-m", "tests.jobs.engines.server", str(folder), *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
+    def __init__(self, folder, *options):
+        self.home = tempfile.TemporaryDirectory()
+        target = "tests.jobs.engines.server:main"
+        self.process = start_process(Path(self.home.name), target, [str(folder), *options])
+        self.pid = self.process.pid
 
-def urls_of(process):
-    """The URLs of its servers, which answer."""
-    return json.loads(process.stdout.readline())
+    def urls(self):
+        """The URLs of its servers, which answer."""
+        output, until = Path(self.home.name) / "output0", time.monotonic() + 60
+        while not (lines := re.findall(r"^\[.*\]\n", output.read_text(), re.MULTILINE)):
+            assert self.process.poll() is None and time.monotonic() < until, output.read_text()
+            time.sleep(0.02)
+        return json.loads(lines[0])
+
+    def kill(self):
+        kill_process(self.process)
+        self.home.cleanup()
 
 
 def start(folder, *options):
     """Servers, and their URLs."""
-    process = launched(folder, *options)
-    return process, urls_of(process)
+    process = ServerProcess(folder, *options)
+    return process, process.urls()
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +70,6 @@ def servers(request, model):
     process, urls = start(model[0], "--kind", request.param, "--replicas", "2", "--processed", "--sleeps")
     yield DIALECTS[request.param], urls
     process.kill()
-    process.wait()
 
 
 def order(url, kind, times=1, after=0):
@@ -167,7 +177,6 @@ def one_server(model):
     process, (url,) = start(model[0])
     yield url
     process.kill()
-    process.wait()
 
 
 @pytest.mark.slow
@@ -180,7 +189,6 @@ def test_a_server_that_began_with_dummy_weights_reads_real_ones(model):
         engine.update_weights(model[0].resolve(), 1)
         answers.append(engine.generate(questions(2, 1), SETTINGS))
         process.kill()
-        process.wait()
     assert answers[0] == answers[1]
 
 

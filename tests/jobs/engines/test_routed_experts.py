@@ -84,7 +84,6 @@ def test_every_optimizer_step_has_the_experts_of_the_server(folder, model, kind,
         ranks = run_ranks(2, HERE + "kept_batches", r3_job(folder, urls, kind, **layout, **changes), timeout=400)
     finally:
         server.kill()
-        server.wait()
     samples = [sample for kept in ranks for sample in kept]
     assert len(samples) >= 2 * 12
     for tokens, experts in samples:
@@ -114,7 +113,6 @@ def test_servers_that_return_no_such_experts(kind, model):
                 engine.generate(asked, SETTINGS)
     finally:
         server.kill()
-        server.wait()
 
 
 # ---- values

@@ -17,7 +17,7 @@ from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
 from roll_batching.jobs.engines.sglang import SGLang
 from roll_batching.jobs.engines.weight_broadcast import WeightBroadcast, new_store
 from tests.huggingface import tiny
-from tests.jobs.engines.test_replicas import SETTINGS, launched, order, questions, seen, urls_of
+from tests.jobs.engines.test_replicas import SETTINGS, ServerProcess, order, questions, seen
 
 pytestmark = pytest.mark.cluster
 
@@ -41,18 +41,17 @@ class Servers:
 
     def __init__(self, folder, *options, count=2):
         self.folder, self.options = folder, options
-        self.processes = [launched(folder, *options) for _ in range(count)]
-        self.urls = [urls_of(process)[0] for process in self.processes]
+        self.processes = [ServerProcess(folder, *options) for _ in range(count)]
+        self.urls = [process.urls()[0] for process in self.processes]
 
     def restart(self, number):
         self.end(number)
         port = self.urls[number].rsplit(":", 1)[1]
-        self.processes[number] = launched(self.folder, *self.options, "--port", port)
-        assert urls_of(self.processes[number]) == [self.urls[number]]
+        self.processes[number] = ServerProcess(self.folder, *self.options, "--port", port)
+        assert self.processes[number].urls() == [self.urls[number]]
 
     def end(self, number):
         self.processes[number].kill()
-        self.processes[number].wait()
 
 
 @pytest.fixture(scope="module")

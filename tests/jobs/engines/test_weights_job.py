@@ -12,7 +12,7 @@ from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.jobs.engines.test_job import rows_of
-from tests.jobs.engines.test_replicas import launched, order, seen, start, urls_of
+from tests.jobs.engines.test_replicas import ServerProcess, order, seen, start
 from tests.jobs.observe.rows import TIMES
 from tests.jobs.rl.jobs import length, write_data
 from tests.support.ranks import run_ranks
@@ -54,7 +54,6 @@ def test_rows_do_not_depend_on_how_weights_come_to_the_servers(ranks, folder, re
         told = [seen(url) for url in urls]
     finally:
         server.kill()
-        server.wait()
     found = {name: rows_of(folder, name) for name in ways}
     skipped = {"weights_bytes", "offload_bytes", "offload_seconds", *TIMES}
     plain = {name: [{k: v for k, v in row.items() if k not in skipped} for row in rows] for name, rows in found.items()}
@@ -82,8 +81,8 @@ def kills(completion, pid, after, folder):
 @pytest.mark.slow
 def test_servers_may_die_between_updates_and_in_one(folder, report):
     """Of three servers, one is gone before the second update, one dies in the third; the last one remains."""
-    processes = [launched(folder / "model") for _ in range(3)]
-    urls = [urls_of(process)[0] for process in processes]
+    processes = [ServerProcess(folder / "model") for _ in range(3)]
+    urls = [process.urls()[0] for process in processes]
     changes = {"warmup": None, "max_steps": 4, "eval_samples": 0}
     try:
         alone = job(folder, exp_name="alone", actor_infer=role(urls[:1]), **changes)
@@ -96,7 +95,6 @@ def test_servers_may_die_between_updates_and_in_one(folder, report):
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     ours, theirs = rows_of(folder, "alone"), rows_of(folder, "dying")
     for name in ("reward", "loss", "grad_norm"):
         assert [row[name] for row in theirs] == [row[name] for row in ours], name
