@@ -79,6 +79,7 @@ def test_no_folder_is_made_no_dangling_link_followed_and_no_pipe_waited_for(case
     )
 
 
+@pytest.mark.slow
 @pytest.mark.rehearse
 def test_a_rehearsal_plots_over_its_own_picture_only(folder, capsys):
     (folder / "a.png").write_bytes(b"my picture")

@@ -86,8 +86,10 @@ def test_a_mixture_trains_in_the_installed_environment(way: Any) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"expert_model_parallel_size": 2}],
-    ids=["TP2", "EP2"],
+    [
+        pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="TP2", marks=pytest.mark.slow),
+        pytest.param({"expert_model_parallel_size": 2}, id="EP2"),
+    ],
 )
 def test_a_job_with_experts_trains_in_the_installed_environment(tmp_path: Any, layout: dict[str, Any]) -> None:
     code, said = trained(

@@ -113,7 +113,7 @@ print(made)
 """
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(150, marks=pytest.mark.slow)])
 def test_searches_stay_within_their_arrays_where_samples_are_few(count):
     """Compiled code reads beside an array unnoticed; interpreted it is an IndexError."""
     done = subprocess.run(

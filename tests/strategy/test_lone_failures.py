@@ -252,6 +252,7 @@ def test_an_export_that_one_rank_cannot_write_is_an_error_on_all(tmp_path: Any) 
     assert max(first[1], second[1]) < SOON and not list(tmp_path.glob("exported*"))
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_a_job_ends_with_the_error_of_its_rank(tmp_path: Any) -> None:
     """The rank's error is the job's, and the other rank, which waits inside Megatron, is ended by the launcher."""

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.layouts
 
 HERE = "tests.strategy.test_values:"
 CAP = 64
-STEPS = 3
+STEPS = {"padded": 1, "dynamic": 1, "packed": 3}
+"""Of each mode, on which optimizers and weights do not depend."""
 RATE = 1e-3
 CLIP = 0.3
 LIMIT, STEPS_LIMIT = 1e-5, 1e-4
@@ -51,7 +52,7 @@ def _batches() -> list[Any]:
     from tests.support.models import random_batch
 
     batches = []
-    for step in range(STEPS):
+    for step in range(max(STEPS.values())):
         batch = random_batch(70 + step, 9, 40)
         g = torch.Generator().manual_seed(step)
         fields = {name: torch.randn(batch.num_tokens, generator=g) for name in ("returns", "old_values")}
@@ -170,7 +171,7 @@ def _compare_layout(folder: str, layout: Layout) -> dict[str, Any]:
         fill(strategy.chunks, 61, place.tp_rank, place.tp_size)
         strategy.start_phase(TrainingArgs(learning_rate=RATE, max_grad_norm=0.0))
         losses, gap, name, spread, values_gap = [], 0.0, "", 0.0, 0.0
-        for step, whole in enumerate(_batches()):
+        for step, whole in enumerate(_batches()[: STEPS[mode]]):
             local = whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
             plan = strategy.plan(gather_lengths(local))
             if step == 0:
@@ -184,7 +185,7 @@ def _compare_layout(folder: str, layout: Layout) -> dict[str, Any]:
                 gradient = whole_gradients(strategy.chunks, 61, place.tp_rank, layout.distopt)
                 gap, name = worst_difference(gradient, expected)
                 spread = gradient["spread"]
-        steps = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
+        steps = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=False))
         found[mode] = {"values": values_gap, "gradient": max(gap, spread), "where": name, "steps": steps}
     return found
 
@@ -205,7 +206,7 @@ def test_values_gradients_and_steps_are_the_reference_s(ranks: int, references: 
         for mode, gap in by_mode.items():
             report(
                 f"{layout!s:40} {mode:8} values {gap['values']:.1e}, gradient {gap['gradient']:.1e} ({gap['where']}), "
-                f"three steps {gap['steps']:.1e}"
+                f"{STEPS[mode]} steps {gap['steps']:.1e}"
             )
     for of_rank in found:
         for by_mode in of_rank:

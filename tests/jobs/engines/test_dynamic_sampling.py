@@ -23,7 +23,8 @@ def job_of(folder: Any, **changes: Any) -> dict[str, Any]:
     return job(folder, **(own | changes)) | {"reward_function": BASE["reward_function"]}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_is_asked_until_the_step_is_full(folder, ranks):
     """One of two servers dies in the first step. Prompts are those of the rule, in order."""
     server, urls = start(folder / "model", "--replicas", "2")

@@ -30,9 +30,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 
+QUICK = ("layers", "critic")
+
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in CASES])
 def test_a_job_is_refused_before_ranks_start(tmp_path: Any, case: str, report: Any) -> None:
     changes, words = CASES[case]
     code, said = trained(tmp_path, warmup=None, output_dir="runs", **changes)

@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * ("in json" in case)) for case in CASES])
 def test_a_job_names_the_users_line_on_all_ranks(case: str, tmp_path: Path, report: Any) -> None:
     write_data(tmp_path)
     changes, mark, words = CASES[case]

@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "grpo")) for case in CASES])
 def test_killed_and_resumed_to_the_bit(tmp_path: Any, case: str) -> None:
     write_data(tmp_path)
     changes = {

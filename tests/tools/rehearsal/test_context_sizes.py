@@ -25,6 +25,7 @@ def job(megatron: dict[str, Any], **keys: Any) -> Any:
     return config_from_dict(job_of(task="sft", sequence_length=1500, megatron=megatron, **keys))
 
 
+@pytest.mark.slow
 def test_one_rank_of_each_size_of_the_plan_is_rehearsed() -> None:
     config = job(AUTO, train=BF16)
     architecture = config.actor_train.model_args.architecture

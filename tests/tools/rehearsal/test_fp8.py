@@ -26,6 +26,7 @@ def rehearsal_of(**megatron: Any) -> Any:
     return rehearse_job(config_from_dict(job), lengths=[200, 130, 90])
 
 
+@pytest.mark.slow
 def test_an_fp8_job_is_rehearsed_with_its_alignment_and_its_copies_of_weights() -> None:
     found, plain = rehearsal_of(**FP8, first_last_layers_bf16=True), rehearsal_of()
     (stage,), (other,) = found.stages, plain.stages
