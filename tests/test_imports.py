@@ -130,11 +130,11 @@ def test_a_packages_front_imports_its_modules_and_they_never_its_front():
     assert back == []
 
 
-def test_the_table_of_patches_names_every_module():
+def test_the_list_of_patches_names_every_module():
     room = "roll_batching.megatron_patches"
     table = ast.get_docstring(ast.parse(modules()[room].read_text())) or ""
     names = {name.rsplit(".", 1)[1] for name in modules() if name.startswith(f"{room}.")}
-    assert names == {row.split("`")[1] for row in table.splitlines() if row.startswith("| `")}
+    assert names == {row.split("`")[1] for row in table.splitlines() if row.startswith("- `")}
 
 
 PACKERS = "roll_batching.planning.packers"

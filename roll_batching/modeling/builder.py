@@ -11,7 +11,7 @@ import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
-from roll_batching.megatron_patches.without_engine import define_router_gemm
+from roll_batching.megatron_patches.layers import define_router_gemm
 from roll_batching.modeling.build_problems import build_problems
 from roll_batching.modeling.experts import draw_experts, freeze_routers, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.errors import LayoutError
-from roll_batching.megatron_patches.without_engine import latent_attention_construction
+from roll_batching.megatron_patches.layers import latent_attention_construction
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.settings import ArchitectureConfig
 

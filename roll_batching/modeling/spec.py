@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.errors import LayoutError
-from roll_batching.megatron_patches.without_engine import define_router_gemm
+from roll_batching.megatron_patches.layers import define_router_gemm
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
 from roll_batching.modeling.layers import has_replicated_kv_heads, has_window, is_mixture, submodules_of

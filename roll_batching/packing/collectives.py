@@ -76,7 +76,8 @@ def gather_results(x: torch.Tensor, params: PackedParams, group: dist.ProcessGro
     """Local [tokens / cp, ...] -> [tokens, ...] in pack order; the backward takes this rank's gradients."""
     if params.local_tokens is None:
         return x
-    gathered: torch.Tensor = _GatherResults.apply(x, params.local_tokens, params.restore, group)  # type: ignore[no-untyped-call]
+    arguments = x, params.local_tokens, params.restore, group
+    gathered: torch.Tensor = _GatherResults.apply(*arguments)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -117,7 +118,9 @@ class GatheredKeys:
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None, *, keep: bool) -> None:
         local = torch.cat([key, value], -1)
-        self._gathered: torch.Tensor = local if group is None else _GatherKeys.apply(local, group)  # type: ignore[no-untyped-call]
+        self._gathered = local
+        if group is not None:
+            self._gathered = _GatherKeys.apply(local, group)  # type: ignore[no-untyped-call]
         self._key_dim, self.heads = key.shape[-1], key.shape[1]
         self._hooks = None if keep or not torch.is_grad_enabled() else _RegatherHooks(local.detach(), group)
 

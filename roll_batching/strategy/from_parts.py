@@ -15,7 +15,7 @@ from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import describe_layout
 from roll_batching.errors import LayoutError
 from roll_batching.losses.runner import has_router_losses
-from roll_batching.megatron_patches.without_engine import define_router_gemm
+from roll_batching.megatron_patches.layers import define_router_gemm
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head as defer

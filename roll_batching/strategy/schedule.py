@@ -14,8 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
+from roll_batching.megatron_patches.layers import router_padding_masked
 from roll_batching.megatron_patches.planned_p2p import PlannedP2P
-from roll_batching.megatron_patches.router_padding import router_padding_masked
 from roll_batching.modeling.experts import routed_padding
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import PackedBatch, StepPacks

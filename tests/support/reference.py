@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from roll_batching.megatron_patches.without_engine import define_router_gemm
+from roll_batching.megatron_patches.layers import define_router_gemm
 from roll_batching.samples import SampleBatch
 from tests.support.models import ARCHITECTURE, fill, global_name
 

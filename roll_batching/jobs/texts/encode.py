@@ -12,7 +12,7 @@ from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.fit import UNKNOWN, tokens_of, too_long
 from roll_batching.jobs.texts.image_references import ImageError
 from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer, with_images
-from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt
+from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt, documents_of
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.fields import FieldSpec
@@ -110,7 +110,7 @@ def encode_judged(items: Sequence[Judged], tokenizer: Tokenizer, *, max_length: 
 
 def _encode_answers(items: Sequence[Pair | Judged], tokenizer: Tokenizer, max_length: int, ids: Any) -> SampleBatch:
     """The documents of `items`; in chats only the last turn counts."""
-    documents: list[Document | Conversation] = [document for item in items for document in item.documents]
+    documents = [document for item in items for document in documents_of(item)]
     batch = encode_documents(documents, tokenizer, max_length=max_length, ids=ids)
     if not any(item.chat for item in items):
         return batch

@@ -19,7 +19,7 @@ from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.image_references import ImageError, ImageReference
 from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer
-from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt, Text
+from roll_batching.jobs.texts.texts import Conversation, Document, Pair, Prompt, Text, documents_of
 from roll_batching.jobs.texts.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.planning.arrays import Ints
 
@@ -121,7 +121,7 @@ class Fit:
         return join_counts(counts)
 
     def _check_batch(self, items: Sequence[Text], faults: Faults) -> TokenCounts:
-        samples = _split_pairs(items)
+        samples = [document for item in items for document in documents_of(item)]
         try:
             counts = _count_tokens(samples, self.tokenizer)
         except Exception:  # of at least one text: check one by one to name it
@@ -132,16 +132,14 @@ class Fit:
             self._check_lengths(item, prompt, rest, faults)
         return _merge_pairs(counts, items)
 
-    def _check_one(self, item: Text, faults: Faults) -> None:
+    def _check_one(self, item: Prompt | Document | Conversation, faults: Faults) -> None:
+        rest = 0
         try:
             if isinstance(item, Conversation):
                 tokens = ChatTemplate(self.tokenizer).conversation(item.messages, item.variables)[0]
-                (prompt,) = _expanded_lengths([tokens], [item.images], self.tokenizer)
-                self._check_lengths(item, prompt, 0, faults)
-                return
-            tokens, rest = tokens_of(item.prompt, self.tokenizer, self.keys[0]), 0
-            images = () if isinstance(item, Pair | Judged) else item.images
-            (prompt,) = _expanded_lengths([tokens], [images], self.tokenizer)
+            else:
+                tokens = tokens_of(item.prompt, self.tokenizer, self.keys[0])
+            (prompt,) = _expanded_lengths([tokens], [item.images], self.tokenizer)
             if isinstance(item, Document):
                 tokens = tokens_of(item.response, self.tokenizer, self.keys[1])
                 rest = _expanded_lengths([tokens], [()], self.tokenizer)[0] + 1
@@ -161,11 +159,9 @@ class Fit:
             faults.add(item.source, f"the prompt has no tokens ({self.keys[0]!r})", "Remove the line.")
         elif prompt + rest > self.max_length and not self.leaves_out:
             fault = too_long(item, prompt + rest, self.max_length, self.setting.partition(" (")[0])
-            faults.add(item.source, fault, self._length_cure(item), tokens=prompt + rest)
-
-    def _length_cure(self, item: Text) -> str:
-        keys = self.keys if isinstance(item, Document) else self.keys[:1]
-        return f"Shorten {' or '.join(map(repr, keys))}, remove the line, or raise {self.setting}."
+            keys = self.keys if isinstance(item, Document) else self.keys[:1]
+            cure = f"Shorten {' or '.join(map(repr, keys))}, remove the line, or raise {self.setting}."
+            faults.add(item.source, fault, cure, tokens=prompt + rest)
 
 
 def token_counts(items: Sequence[Text], tokenizer: Tokenizer) -> Ints:
@@ -174,18 +170,14 @@ def token_counts(items: Sequence[Text], tokenizer: Tokenizer) -> Ints:
     Raises the errors of the tokenizer or chat template, which do not name the text.
     """
     batches = (items[start : start + BATCH_SIZE] for start in range(0, len(items), BATCH_SIZE))
-    return join_counts([_merge_pairs(_count_tokens(_split_pairs(batch), tokenizer), batch) for batch in batches]).tokens
+    documents = ((batch, [document for item in batch for document in documents_of(item)]) for batch in batches)
+    return join_counts([_merge_pairs(_count_tokens(split, tokenizer), batch) for batch, split in documents]).tokens
 
 
 def join_counts(counts: Sequence[TokenCounts]) -> TokenCounts:
     """The counts of several lists of texts, as of one."""
     tokens = np.concatenate([part.tokens for part in counts]) if counts else np.zeros(0, dtype=np.int64)
     return TokenCounts(tokens, sum(part.without_stop for part in counts))
-
-
-def _split_pairs(items: Sequence[Text]) -> list[Any]:
-    """The texts, with each pair as its two documents, and each judged answer as its one."""
-    return [text for item in items for text in (item.documents if isinstance(item, Pair | Judged) else (item,))]
 
 
 def _merge_pairs(counts: Ints, items: Sequence[Text]) -> TokenCounts:

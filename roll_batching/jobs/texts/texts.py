@@ -74,16 +74,6 @@ class Pair:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """As those of a conversation."""
 
-    @property
-    def documents(self) -> tuple[Document, Document] | tuple[Conversation, Conversation]:
-        """The prompt with the chosen answer, and with the rejected one."""
-        if not self.chat:
-            return tuple(Document(self.prompt, one, source=self.source) for one in (self.chosen, self.rejected))  # type: ignore[return-value]
-        before = json.loads(self.prompt)
-        answers = ({"role": ASSISTANT, "content": one} for one in (self.chosen, self.rejected))
-        conversations = (Conversation((*before, one), source=self.source, variables=self.variables) for one in answers)
-        return tuple(conversations)  # type: ignore[return-value]
-
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -100,17 +90,20 @@ class Judged:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """As those of a conversation."""
 
-    @property
-    def documents(self) -> tuple[Document | Conversation]:
-        """The prompt with the answer."""
-        if not self.chat:
-            return (Document(self.prompt, self.response, source=self.source),)
-        messages = (*json.loads(self.prompt), {"role": ASSISTANT, "content": self.response})
-        return (Conversation(messages, source=self.source, variables=self.variables),)
-
 
 Text = Prompt | Document | Conversation | Pair | Judged
 T = TypeVar("T", bound=Text)
+
+
+def documents_of(item: Text) -> list[Any]:
+    """The prompt with each answer of a pair or judged answer, chosen before rejected; another text alone."""
+    if not isinstance(item, Pair | Judged):
+        return [item]
+    answers = (item.chosen, item.rejected) if isinstance(item, Pair) else (item.response,)
+    if not item.chat:
+        return [Document(item.prompt, answer, source=item.source) for answer in answers]
+    turns = [(*json.loads(item.prompt), {"role": ASSISTANT, "content": answer}) for answer in answers]
+    return [Conversation(messages, source=item.source, variables=item.variables) for messages in turns]
 
 
 def second_text(item: Text) -> str:
@@ -211,7 +204,10 @@ def iterate_texts(
     for record in iterate_records(paths, (*keys, *chat_keys), faults, read, chat=chat, images=images):
         if instruction is not None:
             record = instruction.chat(record, keys, answered=kind is Conversation)
-        if images is not None and record.texts[0]:
+        if not record.texts[0]:
+            faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
+            continue
+        if images is not None:
             try:
                 record = _place_images(record, images, chat=chat or instruction is not None, answered=kind is Document)
             except ImageError as error:
@@ -223,28 +219,22 @@ def iterate_texts(
         except DataError as error:
             faults.add(record.source, str(error), "Remove the line, or correct it.")
             continue
-        if kind is Conversation and first:
+        if kind is Conversation:
             yield make(tuple(json.loads(first)), line, record.source, **shown, variables=variables)
             continue
         if kind is Pair or kind is Judged:
-            faults_before = len(faults)
-            _check_pair(record, keys, faults)
-            verdict = () if kind is Pair else (_verdict(record, label, faults),)
-            if len(faults) == faults_before:
+            verdict = (line.get(label),) if kind is Judged else ()
+            if _check_answers(record, keys, label, faults):
                 yield make(*record.texts, *verdict, template is not None, line, record.source, variables)
             continue
-        if template is not None and first:
-            messages = json.loads(first)
+        if template is not None:
             try:
-                first = template.prompt(messages, variables)
+                first = template.prompt(json.loads(first), variables)
             except DataError as error:
                 faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or correct it.")
                 continue
-        if first:
-            second = value_at(line, answer) if kind is Prompt else record.texts[1]
-            yield make(first, second, line, record.source, **shown)
-        else:
-            faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
+        second = value_at(line, answer) if kind is Prompt else record.texts[1]
+        yield make(first, second, line, record.source, **shown)
 
 
 def _place_images(record: Record, images: ImageFields, *, chat: bool, answered: bool) -> Record:
@@ -262,21 +252,20 @@ def _place_images(record: Record, images: ImageFields, *, chat: bool, answered: 
     return replace(record, texts=(json.dumps(messages, ensure_ascii=False), *record.texts[1:]), images=used)
 
 
-def _check_pair(record: Record, keys: Sequence[str], faults: Faults) -> None:
-    prompt, *answers = record.texts
-    if not prompt:
-        faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
-    elif len(answers) == 2 and answers[0] == answers[1]:
+def _check_answers(record: Record, keys: Sequence[str], label: str, faults: Faults) -> bool:
+    """Whether the answers of a pair differ, or an answer has a verdict under `label`; else adds a fault."""
+    if not label:
+        if record.texts[1] != record.texts[2]:
+            return True
         cure = "Remove the line: equal answers give no gradient."
         faults.add(record.source, f"{keys[1]!r} and {keys[2]!r} are the same text", cure)
-
-
-def _verdict(record: Record, key: str, faults: Faults) -> bool:
-    value = record.line.get(key)
-    if not isinstance(value, bool):
-        what = f"is {value!r}" if key in record.line else "is missing"
-        faults.add(record.source, f"{key!r} {what}", "Write true for a desirable answer, false for another one.")
-    return bool(value)
+        return False
+    verdict = record.line.get(label)
+    if isinstance(verdict, bool):
+        return True
+    what = f"is {verdict!r}" if label in record.line else "is missing"
+    faults.add(record.source, f"{label!r} {what}", "Write true for a desirable answer, false for another one.")
+    return False
 
 
 class TextDataset(Sequence[T], Generic[T]):

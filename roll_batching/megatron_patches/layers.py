@@ -1,4 +1,4 @@
-"""Keeps padding out of the losses and token counts of MoE routers. For Megatron 0.16 to 0.19."""
+"""Corrections of Megatron's layers: padding in MoE routers, and 0.16 where TransformerEngine is not installed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 @contextlib.contextmanager
 def router_padding_masked(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Patches routers so that they count and balance real tokens only, also in a micro-batch without any.
+
+    For Megatron 0.16 to 0.19.
 
     Expert bias: Megatron combines the routing map [tokens, experts] with the mask [tokens], which fails, or counts
     wrongly if there are as many tokens as experts. `_apply_expert_bias` gets a masked map instead.
@@ -47,3 +49,38 @@ def _balance_real_tokens(balancing_loss: Any, *, total_num_tokens: Any, **argume
         total_num_tokens = total_num_tokens.clamp(min=1)
     loss: torch.Tensor = balancing_loss(total_num_tokens=total_num_tokens, **arguments)
     return loss
+
+
+# ---- Megatron-Core 0.16 without TransformerEngine
+
+
+@contextlib.contextmanager
+def latent_attention_construction() -> Iterator[None]:
+    """Context for constructing `MLASelfAttention`; changes nothing where TransformerEngine is installed.
+
+    Megatron-Core 0.16 sets HAVE_TE when its own wrapper module imports, then calls `isinstance(layer, TELinear)` with
+    a TELinear that is no class. 0.17 to 0.19 check TransformerEngine itself.
+    """
+    from megatron.core.transformer import multi_latent_attention as module
+
+    wrong = module.HAVE_TE and not isinstance(module.TELinear, type)
+    if wrong:
+        module.HAVE_TE = False
+    try:
+        yield
+    finally:
+        if wrong:
+            module.HAVE_TE = True
+
+
+def define_router_gemm() -> None:
+    """Defines the GEMM of Megatron's MoE routers as None, which selects torch's product, where it is undefined.
+
+    Megatron-Core 0.16 imports `te_general_gemm` only where TransformerEngine is installed, and reads it in every pass
+    of a router. 0.17 to 0.19 define it. It stays defined, because backward passes read it as well.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    module: Any = moe_utils
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
