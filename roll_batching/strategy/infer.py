@@ -26,11 +26,11 @@ from roll_batching.settings import BatchingConfig, RoleSettings
 from roll_batching.strategy.fault_messages import require_finite_outputs
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
+from roll_batching.strategy.optimizer_step import join_results, share_outputs
 from roll_batching.strategy.pack_features import gather_table, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.step_inputs import check_declared, count_local, pack_inputs
-from roll_batching.strategy.step_result import join_results, share_outputs
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from roll_batching.settings import RoleSettings
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.offload import OffloadedStates, OffloadStats
+from roll_batching.strategy.optimizer_step import share_columns
 from roll_batching.strategy.schedule import Packs
-from roll_batching.strategy.step_result import share_columns
 from roll_batching.strategy.train import MegatronTrainStrategy
 from roll_batching.strategy.weights import has_same_stages
 

@@ -36,14 +36,16 @@ from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, SchedulerUnit, StepSettings, TrainingState
 from roll_batching.strategy.offload import KINDS
 from roll_batching.strategy.optimizer_step import (
+    StepResult,
     check_training_args,
     free_optimizer_memory,
     grad_square_sum,
+    join_results,
     step_optimizer,
     with_optimizer,
 )
+from roll_batching.strategy.step_clock import StepClock
 from roll_batching.strategy.step_inputs import count_local
-from roll_batching.strategy.step_result import StepClock, StepResult, join_results
 from roll_batching.strategy.weights import Transfer, gather_parameters
 
 logger = logging.getLogger(__name__)

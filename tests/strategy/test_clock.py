@@ -10,7 +10,7 @@ import torch
 
 
 def test_a_phase_inside_another_belongs_to_itself_alone() -> None:
-    from roll_batching.strategy.step_result import PHASES, StepClock
+    from roll_batching.strategy.step_clock import PHASES, StepClock
 
     clock = StepClock(torch.device("cpu"))
     with clock.phase("forward_backward"):
@@ -28,7 +28,7 @@ def test_a_phase_inside_another_belongs_to_itself_alone() -> None:
 
 
 def test_on_a_device_events_are_recorded_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roll_batching.strategy.step_result import StepClock
+    from roll_batching.strategy.step_clock import StepClock
 
     said: list[str] = []
     clock_of_device = iter(range(100))
