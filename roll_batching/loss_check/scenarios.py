@@ -93,48 +93,35 @@ def scenarios(units: Sequence[Sequence[int]]) -> list[LayoutRuns]:
             hint="a sum over all positions of a tensor: filler counts in it; use the view's masks and reductions",
         ),
     )
+    tensor_parallel = Scenario(
+        name="tensor parallel size 2",
+        bins=reference,
+        hint="logits are shards of the vocabulary: reduce them with view.vocabulary. An all-reduce of "
+        "torch.distributed.nn multiplies gradients",
+    )
+    name = "context parallel size 2"
+    context_parallel = (
+        Scenario(
+            name=name,
+            bins=reference,
+            hint="ranks add up their parts of a sequence_loss, or compute one loss: return sums over positions "
+            "(or set gather_cp = True)",
+        ),
+        Scenario(
+            name=f"{name}, padded", bins=reference, mode="padded", hint="as for context parallelism, and for padding"
+        ),
+    )
+    data_parallel = Scenario(
+        name="data parallel size 2",
+        bins=[packs[0::2], packs[1::2]],
+        hint="counts of one rank: num_tokens, num_sequences and total count all ranks",
+    )
+    tensor_settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     return [
         LayoutRuns(scenarios=one_process),
-        LayoutRuns(
-            scenarios=(
-                Scenario(
-                    name="tensor parallel size 2",
-                    bins=reference,
-                    hint="logits are shards of the vocabulary: reduce them with view.vocabulary. An all-reduce of "
-                    "torch.distributed.nn multiplies gradients",
-                ),
-            ),
-            processes=2,
-            strategy_config={"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        ),
-        LayoutRuns(
-            scenarios=(
-                Scenario(
-                    name="context parallel size 2",
-                    bins=reference,
-                    hint="ranks add up their parts of a sequence_loss, or compute one loss: return sums over positions "
-                    "(or set gather_cp = True)",
-                ),
-                Scenario(
-                    name="context parallel size 2, padded",
-                    bins=reference,
-                    mode="padded",
-                    hint="as for context parallelism, and for padding",
-                ),
-            ),
-            processes=2,
-            strategy_config={"context_parallel_size": 2},
-        ),
-        LayoutRuns(
-            scenarios=(
-                Scenario(
-                    name="data parallel size 2",
-                    bins=[packs[0::2], packs[1::2]],
-                    hint="counts of one rank: num_tokens, num_sequences and total count all ranks",
-                ),
-            ),
-            processes=2,
-        ),
+        LayoutRuns(scenarios=(tensor_parallel,), processes=2, strategy_config=tensor_settings),
+        LayoutRuns(scenarios=context_parallel, processes=2, strategy_config={"context_parallel_size": 2}),
+        LayoutRuns(scenarios=(data_parallel,), processes=2),
     ]
 
 

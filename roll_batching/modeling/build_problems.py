@@ -28,11 +28,12 @@ def build_problems(
     value_head: bool,
 ) -> list[str]:
     """Messages with their remedies; empty if the model can be built. Needs no process group."""
+    engine_layers = kernels.layers == "transformer_engine"
     demands = ModelDemands(
         dtype=dtype,
         head_dim=architecture.head_dim,
         backend=kernels.attention,
-        engine_layers=kernels.layers == "transformer_engine",
+        engine_layers=engine_layers,
         recomputed=recomputed_modules(strategy),
         latent_attention=architecture.multi_latent_attention is not None,
         attention_sinks=architecture.attention_sinks,
@@ -42,7 +43,6 @@ def build_problems(
     problems = demands.refusals_here(device)
     if architecture.add_bias_linear and architecture.moe is not None and tp_size > 1:
         problems.append(EXPERT_BIASES)
-    engine_layers = kernels.layers == "transformer_engine"
     if architecture.sandwich_norms and engine_layers:
         problems.append("sandwich norms are built around Megatron's local layers: set transformer_impl: local")
     if architecture.gated_delta_net is not None and not kernels.attention.rotates:
@@ -72,8 +72,6 @@ def build_problems(
             engine_layers=engine_layers, rotates=kernels.attention.rotates, value_head=value_head, fp8=strategy.fp8
         )
     if strategy.fp8 is not None:
-        from roll_batching.modeling.build_problems import fp8_build_problems  # few models train in FP8
-
         problems += fp8_build_problems(architecture, strategy, device, dtype)
     problems += _indivisible(architecture, tp_size, cp_size)
     return problems

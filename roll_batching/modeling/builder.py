@@ -57,7 +57,6 @@ def build_chunks(
     ProcessGroupCollection of a second layout; None stands for Megatron's parallel state. Raises `LayoutError` if the
     layers do not divide into stages, or if this device or its libraries cannot compute the model.
     """
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.module import Float16Module
 
@@ -81,55 +80,11 @@ def build_chunks(
         auxiliary, z_loss = router_loss_weights(config, all_groups.tp_cp)
         config.moe_aux_loss_coeff /= auxiliary
         config.moe_z_loss_coeff = config.moe_z_loss_coeff and config.moe_z_loss_coeff / z_loss
-    rotary, attention = rotary_settings(architecture), kernels.attention
-    in_core = rotary if attention.rotates else None
-    rotation = {"position_embedding_type": "none"} if attention.rotates else megatron_rotation(rotary)
-    chunks = []
     with _seeded(seed + 100 * layout.pp_rank, all_groups, restore=groups is not None):
+        chunks = []
         for chunk in range(layout.vpp_size):
-            vp_stage = chunk if layout.vpp_size > 1 else None
-            held = layers_of_chunk(config, layout.pp_rank, vp_stage)
-            spec = packed_block_spec(
-                config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers,
-                sandwich_norms=architecture.sandwich_norms,
-            )  # fmt: skip
-            is_last = chunk == layout.vpp_size - 1 and layout.is_last_stage
-            kind: Any = GPTModel
-            heads: dict[str, Any] = {}
-            if architecture.mtp_num_layers and is_last:
-                from roll_batching.modeling.mtp import MultiTokenModel, prediction_options  # few models have heads
-
-                kind, detach = MultiTokenModel, strategy.mtp_detach_heads
-                heads = prediction_options(config, all_groups, in_core, attention, detach_heads=detach)
-            if architecture.vision is not None and chunk == 0 and layout.pp_rank == 0:
-                from roll_batching.modeling.vision import VisionLanguageModel, vision_options  # few models take images
-
-                kind, heads = VisionLanguageModel, vision_options(architecture, strategy, dtype, seed)
-            gpt = kind(
-                config,
-                spec,
-                vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
-                max_sequence_length=architecture.max_position_embeddings,
-                **rotation,
-                pre_process=chunk == 0 and layout.pp_rank == 0,
-                post_process=is_last,
-                parallel_output=True,
-                share_embeddings_and_output_weights=architecture.tie_word_embeddings and not value_head,
-                vp_stage=vp_stage,
-                pg_collection=all_groups,
-                **heads,
-            )
-            if config.use_cpu_initialization and initialize:
-                draw_experts(gpt)
-            mark_shards(gpt)
-            if architecture.qk_layernorm == "all_heads":
-                from roll_batching.modeling.layer_modules import normalise_all_heads  # few models need it
-
-                normalise_all_heads(gpt, all_groups.tp)
-            if value_head:
-                from roll_batching.modeling.layer_modules import set_value_head  # only critics have one
-
-                set_value_head(gpt, value_head_std, seed)
+            parts = (architecture, strategy, layout, kernels, dtype, seed, all_groups)
+            gpt = _construct_chunk(chunk, config, *parts, value_head_std if value_head else None)
             gpt = gpt.to(device=layout.device, dtype=dtype)
             if not value_head:
                 defer_head(gpt)
@@ -140,6 +95,78 @@ def build_chunks(
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
             keep_expert_biases_in_fp32(gpt)
     return chunks
+
+
+def _construct_chunk(
+    chunk: int,
+    config: Any,
+    architecture: ArchitectureConfig,
+    strategy: MegatronConfig,
+    layout: ParallelLayout,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    seed: int,
+    groups: Any,
+    value_head_std: float | None,
+) -> Any:
+    """The GPTModel of virtual stage `chunk` where Megatron constructs it; None: without a value head."""
+    from megatron.core.models.gpt import GPTModel
+
+    rotary, attention = rotary_settings(architecture), kernels.attention
+    in_core = rotary if attention.rotates else None
+    rotation = {"position_embedding_type": "none"} if attention.rotates else megatron_rotation(rotary)
+    vp_stage = chunk if layout.vpp_size > 1 else None
+    held = layers_of_chunk(config, layout.pp_rank, vp_stage)
+    spec = packed_block_spec(
+        config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers,
+        sandwich_norms=architecture.sandwich_norms,
+    )  # fmt: skip
+    is_first = chunk == 0 and layout.pp_rank == 0
+    is_last = chunk == layout.vpp_size - 1 and layout.is_last_stage
+    kind: Any = GPTModel
+    parts: dict[str, Any] = {}
+    if architecture.mtp_num_layers and is_last:
+        from roll_batching.modeling.mtp import MultiTokenModel, prediction_options  # few models have heads
+
+        kind, detach = MultiTokenModel, strategy.mtp_detach_heads
+        parts = prediction_options(config, groups, in_core, attention, detach_heads=detach)
+    if architecture.vision is not None and is_first:
+        from roll_batching.modeling.vision import VisionLanguageModel, vision_options  # few models take images
+
+        kind, parts = VisionLanguageModel, vision_options(architecture, strategy, dtype, seed)
+    gpt = kind(
+        config,
+        spec,
+        vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
+        max_sequence_length=architecture.max_position_embeddings,
+        **rotation,
+        pre_process=is_first,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tie_word_embeddings and value_head_std is None,
+        vp_stage=vp_stage,
+        pg_collection=groups,
+        **parts,
+    )
+    _adapt_chunk(gpt, config, architecture, seed, groups, value_head_std)
+    return gpt
+
+
+def _adapt_chunk(
+    gpt: Any, config: Any, architecture: ArchitectureConfig, seed: int, groups: Any, value_head_std: float | None
+) -> None:
+    """Gives a constructed GPTModel what its class does not have: weights of experts, marks, norms, a value head."""
+    if config.use_cpu_initialization and config.perform_initialization:
+        draw_experts(gpt)
+    mark_shards(gpt)
+    if architecture.qk_layernorm == "all_heads":
+        from roll_batching.modeling.layer_modules import normalise_all_heads  # few models need it
+
+        normalise_all_heads(gpt, groups.tp)
+    if value_head_std is not None:
+        from roll_batching.modeling.layer_modules import set_value_head  # only critics have one
+
+        set_value_head(gpt, value_head_std, seed)
 
 
 @contextlib.contextmanager

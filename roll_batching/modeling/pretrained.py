@@ -208,14 +208,11 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
             target[region].copy_(values)
         end = piece.at.stop
         for head in redundant if placed.rule.ours in (EMBEDDING.ours, HEAD.ours) else ():
-            if head in stored.shapes and not _equal(target, stored, head, piece.rows):
+            if head in stored.shapes and not all(
+                torch.equal(values.to(target), target[region]) for region, values in stored.read(head, piece.rows)
+            ):
                 raise CheckpointError(
                     f"{stored.path}: {head} differs from {piece.name}, but {CONFIG} has tie_word_embeddings: true. "
                     f"Remove {head} from the files, or set tie_word_embeddings to false"
                 )
     parameter[end:].zero_()  # padding of the vocabulary
-
-
-def _equal(target: torch.Tensor, stored: StoredTensors, name: str, rows: slice) -> bool:
-    """Whether `target` equals the `rows` of the stored tensor `name`."""
-    return all(torch.equal(values.to(target), target[region]) for region, values in stored.read(name, rows))

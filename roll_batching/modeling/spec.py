@@ -121,6 +121,18 @@ def packed_layer_spec(
         from roll_batching.modeling.latent_attention import latent_layer_spec  # few models need it
 
         return latent_layer_spec(config, rotary, experts=experts, norm=norm, core=core)
+    layer = _local_layer(config, core, norm, experts=experts, delta_net=delta_net)
+    if sandwich_norms and not delta_net:
+        from roll_batching.modeling.layer_modules import SandwichLayer  # few models need it
+
+        layer.module, layer.params = SandwichLayer, {"norm": norm}
+    return layer
+
+
+def _local_layer(
+    config: TransformerConfig, core: Any, norm: type[torch.nn.Module], *, experts: bool | None, delta_net: bool
+) -> Any:
+    """The spec of a layer of Megatron's own modules; arguments as in `packed_layer_spec`."""
     layer = get_gpt_layer_local_spec(
         num_experts=None if experts is False else config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -140,10 +152,6 @@ def packed_layer_spec(
     submodules.core_attention = core
     if config.qk_layernorm:
         submodules.q_layernorm = submodules.k_layernorm = norm
-    if sandwich_norms:
-        from roll_batching.modeling.layer_modules import SandwichLayer  # few models need it
-
-        layer.module, layer.params = SandwichLayer, {"norm": norm}
     return layer
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.modeling.kernels import Kernels, engine_attention
-from roll_batching.settings import ArchitectureConfig, MegatronConfig
+from roll_batching.settings import ArchitectureConfig, MegatronConfig, MoEConfig
 
 
 def transformer_config(
@@ -30,9 +30,53 @@ def transformer_config(
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    on_cpu = layout.device.type == "cpu"
     full_recompute = strategy.recompute_granularity == "full"
     options: dict[str, Any] = {
+        **_layer_options(architecture),
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "virtual_pipeline_model_parallel_size": layout.vpp_size if layout.vpp_size > 1 else None,
+        "context_parallel_size": layout.cp_size,
+        "expert_model_parallel_size": layout.ep_size,
+        "sequence_parallel": layout.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "perform_initialization": initialize,
+        "use_cpu_initialization": layout.device.type == "cpu",
+        "variable_seq_lengths": layout.pp_size > 1,
+        "batch_p2p_comm": False,
+        "batch_p2p_sync": False,
+        "overlap_p2p_comm": False,
+        "deallocate_pipeline_outputs": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "transformer_impl": kernels.layers,
+        "attention_backend": engine_attention(),
+        **kernels.options,
+        "cuda_graph_scope": [],
+        "calculate_per_token_loss": strategy.calculate_per_token_loss,
+        "recompute_granularity": strategy.recompute_granularity,
+        "recompute_method": strategy.recompute_method or ("uniform" if full_recompute else None),
+        "recompute_num_layers": strategy.recompute_num_layers or (1 if full_recompute else None),
+    }
+    options |= _optional_parts(architecture, strategy, layout, kernels)
+    kind = TransformerConfig
+    if architecture.multi_latent_attention is not None:
+        from roll_batching.modeling.latent_attention import latent_options
+
+        kind, options = MLATransformerConfig, options | latent_options(architecture)
+    if architecture.hybrid is not None:
+        from roll_batching.modeling.hybrid import HybridTransformerConfig, hybrid_options
+
+        kind, options = HybridTransformerConfig, options | hybrid_options(architecture)
+    known = {field.name for field in dataclasses.fields(kind)}
+    # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
+    return kind(**{name: value for name, value in options.items() if name in known})
+
+
+def _layer_options(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Options of every model's layers."""
+    return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "ffn_hidden_size": architecture.ffn_width,
@@ -55,32 +99,14 @@ def transformer_config(
         "attention_dropout": 0.0,
         "attention_output_gate": architecture.attention_output_gate,
         "softmax_scale": architecture.query_pre_attn_scalar and architecture.query_pre_attn_scalar**-0.5,
-        "tensor_model_parallel_size": layout.tp_size,
-        "pipeline_model_parallel_size": layout.pp_size,
-        "virtual_pipeline_model_parallel_size": layout.vpp_size if layout.vpp_size > 1 else None,
-        "context_parallel_size": layout.cp_size,
-        "expert_model_parallel_size": layout.ep_size,
-        "sequence_parallel": layout.sequence_parallel,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "perform_initialization": initialize,
-        "use_cpu_initialization": on_cpu,
-        "variable_seq_lengths": layout.pp_size > 1,
-        "batch_p2p_comm": False,
-        "batch_p2p_sync": False,
-        "overlap_p2p_comm": False,
-        "deallocate_pipeline_outputs": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "transformer_impl": kernels.layers,
-        "attention_backend": engine_attention(),
-        **kernels.options,
-        "cuda_graph_scope": [],
-        "calculate_per_token_loss": strategy.calculate_per_token_loss,
-        "recompute_granularity": strategy.recompute_granularity,
-        "recompute_method": strategy.recompute_method or ("uniform" if full_recompute else None),
-        "recompute_num_layers": strategy.recompute_num_layers or (1 if full_recompute else None),
     }
+
+
+def _optional_parts(
+    architecture: ArchitectureConfig, strategy: MegatronConfig, layout: ParallelLayout, kernels: Kernels
+) -> dict[str, Any]:
+    """Options of parts that some models or trainings have."""
+    options: dict[str, Any] = {}
     if architecture.mtp_num_layers:
         options["mtp_num_layers"] = architecture.mtp_num_layers
         options["mtp_loss_scaling_factor"] = strategy.mtp_loss_scaling_factor
@@ -101,28 +127,7 @@ def transformer_config(
     if strategy.recompute_modules:
         options["recompute_modules"] = list(strategy.recompute_modules)
     if architecture.moe is not None:
-        moe = architecture.moe
-        options |= {
-            "num_moe_experts": moe.num_experts,
-            "moe_router_topk": moe.router_topk,
-            "moe_ffn_hidden_size": moe.ffn_hidden_size or architecture.ffn_width,
-            "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
-            "moe_shared_expert_gate": moe.shared_expert_gate,
-            "moe_layer_freq": moe.layer_freq if isinstance(moe.layer_freq, int) else list(moe.layer_freq),
-            "moe_router_pre_softmax": moe.router_pre_softmax,
-            "moe_router_score_function": moe.router_score_function,
-            "moe_router_enable_expert_bias": moe.router_expert_bias,
-            "moe_router_bias_update_rate": moe.router_bias_update_rate
-            if strategy.moe_router_bias_update_rate is None
-            else strategy.moe_router_bias_update_rate,
-            "moe_router_num_groups": moe.router_num_groups,
-            "moe_router_group_topk": moe.router_group_topk,
-            "moe_router_topk_scaling_factor": None if moe.router_scaling_factor == 1 else moe.router_scaling_factor,
-            "moe_router_dtype": strategy.moe_router_dtype or moe.router_dtype,
-            "moe_aux_loss_coeff": moe.aux_loss_coeff,
-            "moe_z_loss_coeff": moe.z_loss_coeff or None,
-            "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
-        }
+        options |= _expert_options(architecture.moe, architecture.ffn_width, strategy)
     if architecture.gated_delta_net is not None:
         delta = architecture.gated_delta_net
         # Not as Megatron's `experimental_attention_variant`, which refuses context parallelism.
@@ -134,18 +139,32 @@ def transformer_config(
             "linear_value_head_dim": delta.value_head_dim,
             "linear_conv_kernel_dim": delta.conv_kernel_dim,
         }
-    kind = TransformerConfig
-    if architecture.multi_latent_attention is not None:
-        from roll_batching.modeling.latent_attention import latent_options
+    return options
 
-        kind, options = MLATransformerConfig, options | latent_options(architecture)
-    if architecture.hybrid is not None:
-        from roll_batching.modeling.hybrid import HybridTransformerConfig, hybrid_options
 
-        kind, options = HybridTransformerConfig, options | hybrid_options(architecture)
-    known = {field.name for field in dataclasses.fields(kind)}
-    # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
-    return kind(**{name: value for name, value in options.items() if name in known})
+def _expert_options(moe: MoEConfig, ffn_width: int, strategy: MegatronConfig) -> dict[str, Any]:
+    """Options of mixtures of experts."""
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.router_topk,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size or ffn_width,
+        "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
+        "moe_shared_expert_gate": moe.shared_expert_gate,
+        "moe_layer_freq": moe.layer_freq if isinstance(moe.layer_freq, int) else list(moe.layer_freq),
+        "moe_router_pre_softmax": moe.router_pre_softmax,
+        "moe_router_score_function": moe.router_score_function,
+        "moe_router_enable_expert_bias": moe.router_expert_bias,
+        "moe_router_bias_update_rate": moe.router_bias_update_rate
+        if strategy.moe_router_bias_update_rate is None
+        else strategy.moe_router_bias_update_rate,
+        "moe_router_num_groups": moe.router_num_groups,
+        "moe_router_group_topk": moe.router_group_topk,
+        "moe_router_topk_scaling_factor": None if moe.router_scaling_factor == 1 else moe.router_scaling_factor,
+        "moe_router_dtype": strategy.moe_router_dtype or moe.router_dtype,
+        "moe_aux_loss_coeff": moe.aux_loss_coeff,
+        "moe_z_loss_coeff": moe.z_loss_coeff or None,
+        "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
+    }
 
 
 def _activation(architecture: ArchitectureConfig) -> Any:

@@ -74,22 +74,8 @@ def state_from_parts(
     Raises:
         LayoutError: (one rank) or `RankError` (several) with all that cannot work.
     """
-    with consensus(host_group(), "from_parts") as facts:
-        _check_types(chunks, batching, settings, pg_collection)
-        gpt = gpt_of(chunks[0])
-        config = gpt.config
-        if vocab_size is not None:
-            vocab_size = integer_of("vocab_size", vocab_size, error=LayoutError)
-        if cost is not None:
-            require_cost(cost)
-        facts.equal("vocab_size", vocab_size)
-        facts.equal("the model", _describe_architecture(gpt))
-        facts.equal("how passes are batched", batching)
-        facts.equal("the settings", settings)
-    if getattr(config, "fp8", None):
-        from roll_batching.settings.fp8 import token_multiple  # few models train in FP8
-
-        settings = replace(settings, pack_multiple=token_multiple(config.fp8, config.fp8_recipe))
+    settings, vocab_size = _agree_on_parts(chunks, batching, settings, pg_collection, vocab_size, cost)
+    gpt, config = gpt_of(chunks[0]), gpt_of(chunks[0]).config
     layout = describe_layout(
         vpp_size=len(chunks),
         sequence_parallel=config.sequence_parallel,
@@ -111,19 +97,11 @@ def state_from_parts(
     )
     with consensus(layout.host_group, "from_parts"):
         check_compatibility(state, defer_head=defer_head, problems=problems)
-    if not settings.rows_form and gpt.position_embedding_type == "rope" and dist.get_rank() == 0:
-        logger.warning(
-            "the model rotates packed sequences itself, which without TransformerEngine's fused kernel waits for the "
-            "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
-            "does not"
-        )
+    _warn_of_rotation_and_router_losses(state)
     if config.num_moe_experts is not None:
         define_router_gemm()
-    if training is not None and has_router_losses(config):
-        _warn_of_router_loss_weights(config, pg_collection or ProcessGroupCollection.use_mpu_process_groups())
-    if defer_head:
-        for chunk in chunks:
-            _defer_head(chunk)
+    for chunk in chunks if defer_head else ():
+        _defer_head(chunk)
     return state
 
 
@@ -138,7 +116,32 @@ def gathers_every_layer(ddp_config: Any) -> bool:
     )
 
 
-def _check_types(chunks: Sequence[Any], batching: Any, settings: Any, pg_collection: Any) -> None:
+def _agree_on_parts(
+    chunks: Sequence[Any],
+    batching: BatchingConfig,
+    settings: StepSettings,
+    pg_collection: Any,
+    vocab_size: int | None,
+    cost: CostModel | None,
+) -> tuple[StepSettings, int | None]:
+    """Settings and vocabulary, checked and equal on all ranks as the model is; with FP8, the packs' multiple."""
+    with consensus(host_group(), "from_parts") as facts:
+        _check_types(chunks, batching, settings, pg_collection, cost)
+        if vocab_size is not None:
+            vocab_size = integer_of("vocab_size", vocab_size, error=LayoutError)
+        facts.equal("vocab_size", vocab_size)
+        facts.equal("the model", _describe_architecture(gpt_of(chunks[0])))
+        facts.equal("how passes are batched", batching)
+        facts.equal("the settings", settings)
+    config = gpt_of(chunks[0]).config
+    if getattr(config, "fp8", None):
+        from roll_batching.settings.fp8 import token_multiple  # few models train in FP8
+
+        settings = replace(settings, pack_multiple=token_multiple(config.fp8, config.fp8_recipe))
+    return settings, vocab_size
+
+
+def _check_types(chunks: Sequence[Any], batching: Any, settings: Any, pg_collection: Any, cost: Any) -> None:
     if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         raise LayoutError(
             "model_chunks must be a list of model chunks, one per virtual stage, and is "
@@ -159,6 +162,8 @@ def _check_types(chunks: Sequence[Any], batching: Any, settings: Any, pg_collect
     batching.load_algorithms()
     if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
         raise LayoutError(f"pg_collection is a {type(pg_collection).__name__}: pass a ProcessGroupCollection, or None")
+    if cost is not None:
+        require_cost(cost)
 
 
 def _describe_architecture(gpt: Any) -> str:
@@ -169,7 +174,17 @@ def _describe_architecture(gpt: Any) -> str:
     return ", ".join([*sizes, f"vocab_size {gpt.vocab_size}", f"positions {gpt.position_embedding_type}"])
 
 
-def _warn_of_router_loss_weights(config: Any, groups: Any) -> None:
+def _warn_of_rotation_and_router_losses(state: ModelState) -> None:
+    gpt = gpt_of(state.chunks[0])
+    if not state.settings.rows_form and gpt.position_embedding_type == "rope" and dist.get_rank() == 0:
+        logger.warning(
+            "the model rotates packed sequences itself, which without TransformerEngine's fused kernel waits for the "
+            "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
+            "does not"
+        )
+    if state.training is None or not has_router_losses(gpt.config):
+        return
+    config, groups = gpt.config, state.pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     auxiliary, z_loss = router_loss_weights(config, groups.tp_cp)
     if (auxiliary, z_loss) != (1.0, 1.0) and dist.get_rank() == 0:
         logger.warning(

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -226,7 +225,8 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[torch
 
 def _tensors(state: ModelState, kind: str) -> Iterator[Tensor]:
     parameters = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
-    optimizers = _torch_optimizers(state.optimizer)
+    parts = optimizer_parts(state.optimizer)
+    optimizers = [part.optimizer for part in parts if getattr(part, "optimizer", None) is not None]  # torch's
     stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if kind == "parameters":
         yield from parameters  # under DDP views of Megatron's buffers
@@ -246,8 +246,3 @@ def _tensors(state: ModelState, kind: str) -> Iterator[Tensor]:
         ]
         # An fp32 model has no fp32 copies: its optimizer steps the weights themselves, which are another kind.
         yield from (tensor for tensor in [*stepped, *moments] if tensor.untyped_storage().data_ptr() not in weights)
-
-
-def _torch_optimizers(optimizer: Any) -> list[Any]:
-    """The torch optimizers that a Megatron optimizer wraps."""
-    return [part.optimizer for part in optimizer_parts(optimizer) if getattr(part, "optimizer", None) is not None]

@@ -83,24 +83,9 @@ def run_schedule(
     if len(packs) != planned:
         raise LayoutError(f"the plan has {planned} micro-batches of this rank and {len(packs)} were packed")
     if plan.blocks is not None:
-        from roll_batching.distributed.parallel_layout import context_groups  # only such plans need them
-
-        groups = context_groups(layout, plan.blocks.sizes)
-        if isinstance(packs, StepPacks):
-            packs.set_context_groups(groups)
-        else:
-            for pack in packs:
-                pack.params.set_context_group(groups.get(pack.layout.cp_size))
-    pack_layouts = layouts_of(packs)
-    config = gpt_of(chunks[0]).config
-    # Routers count tokens for their auxiliary losses: they must know the padding.
-    accepts_mask = "padding_mask" in inspect.signature(gpt_of(chunks[0]).forward).parameters
-    needs_padding_mask = config.num_moe_experts is not None and accepts_mask
-    if forward_only and pg_collection is not None and config.sequence_parallel:
-        # Megatron (0.16 to 0.19) splits the mask over the ranks of its parallel state, not of `pg_collection`. Without
-        # a backward pass no loss reads it.
-        needs_padding_mask = False
-
+        _set_context_groups(plan, packs, layout)
+    config, pack_layouts = gpt_of(chunks[0]).config, layouts_of(packs)
+    masks_padding = _masks_padding(chunks[0], forward_only=forward_only, pg_collection=pg_collection)
     tracker = MicroBatchTracker(plan, planned, train=not forward_only)
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
@@ -110,7 +95,7 @@ def run_schedule(
         if experts is not None:
             experts.start(pack, chunk)
         extra = {}
-        if needs_padding_mask:
+        if masks_padding:
             extra["padding_mask"] = routed_padding(pack.padding_mask.view(rows, -1), gpt_of(chunk), layout)
         output = chunk(
             input_ids=pack.input_ids.view(rows, -1),
@@ -123,21 +108,9 @@ def run_schedule(
         _release_after_last_use(pack.params, output, chunk, chunks, forward_only)
         return output, bind_loss(pack, chunk)
 
-    communicator, options, changes = None, {}, {}
-    if layout.vpp_size > 1:
-        # Megatron reads the group size from the model's config in each call of the schedule.
-        changes["microbatch_group_size_per_vp_stage"] = plan.group_size
-    if layout.pp_size > 1:
-        changes["variable_seq_lengths"] = True
-        options["pg_collection"] = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        shapes = [receive_shape(pack, layout, config.hidden_size, rows_form) for pack in pack_layouts]
-        communicator = PlannedP2P(layout.pp_group, config, shapes, layout.vpp_size, plan.group_size or 1)
-        # The schedules take a communicator only together with process groups.
-        options["p2p_communicator"] = communicator
-    elif pg_collection is not None:
-        options["pg_collection"] = pg_collection
     interleaved = layout.vpp_size > 1
-    padding_masked = router_padding_masked(chunks) if needs_padding_mask else contextlib.nullcontext()
+    changes, options = _changes_and_options(plan, pack_layouts, layout, config, rows_form, pg_collection)
+    padding_masked = router_padding_masked(chunks) if masks_padding else contextlib.nullcontext()
     with tracker.explain_out_of_memory(), changed_attributes(config, changes), padding_masked:
         results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
             forward_step_func=forward_step,
@@ -151,9 +124,55 @@ def run_schedule(
             collect_non_loss_data=collect,
             **options,
         )
-    if communicator is not None:
-        communicator.check_exhausted(forward_only)
+    if "p2p_communicator" in options:
+        options["p2p_communicator"].check_exhausted(forward_only)
     return results
+
+
+def _changes_and_options(
+    plan: Plan,
+    pack_layouts: Sequence[PackLayout],
+    layout: ParallelLayout,
+    config: Any,
+    rows_form: bool,
+    pg_collection: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(attributes of the model's config to change during the schedule, arguments of the schedule)."""
+    changes: dict[str, Any] = {}
+    if layout.vpp_size > 1:
+        # Megatron reads the group size from the model's config in each call of the schedule.
+        changes["microbatch_group_size_per_vp_stage"] = plan.group_size
+    if layout.pp_size == 1:
+        return changes, {} if pg_collection is None else {"pg_collection": pg_collection}
+    changes["variable_seq_lengths"] = True
+    shapes = [receive_shape(pack, layout, config.hidden_size, rows_form) for pack in pack_layouts]
+    communicator = PlannedP2P(layout.pp_group, config, shapes, layout.vpp_size, plan.group_size or 1)
+    # The schedules take a communicator only together with process groups.
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    return changes, {"pg_collection": groups, "p2p_communicator": communicator}
+
+
+def _set_context_groups(plan: Plan, packs: Packs, layout: ParallelLayout) -> None:
+    """Gives each pack the group of its context-parallel ranks, for a plan with a size per pack."""
+    from roll_batching.distributed.parallel_layout import context_groups  # only such plans need them
+
+    assert plan.blocks is not None
+    groups = context_groups(layout, plan.blocks.sizes)
+    if isinstance(packs, StepPacks):
+        packs.set_context_groups(groups)
+    else:
+        for pack in packs:
+            pack.params.set_context_group(groups.get(pack.layout.cp_size))
+
+
+def _masks_padding(chunk: Any, *, forward_only: bool, pg_collection: Any) -> bool:
+    """Whether routers must know the padding: they count tokens for their auxiliary losses."""
+    gpt = gpt_of(chunk)
+    if forward_only and pg_collection is not None and gpt.config.sequence_parallel:
+        # Megatron (0.16 to 0.19) splits the mask over the ranks of its parallel state, not of `pg_collection`. Without
+        # a backward pass no loss reads it.
+        return False
+    return gpt.config.num_moe_experts is not None and "padding_mask" in inspect.signature(gpt.forward).parameters
 
 
 def _release_after_last_use(

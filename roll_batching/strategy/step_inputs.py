@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -53,24 +54,10 @@ def pack_inputs(
             f"masks={masks!r} names no field that counts: give a tuple of names, or None for every position"
         )
     layout = state.layout
-    _check_plan(plan, layout)
-    if plan.blocks is not None:
-        from roll_batching.strategy.pack_features import context_size_obstacle  # only such plans need it
-
-        if (obstacle := context_size_obstacle(state)) is not None:
-            raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
-    if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
-        raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
+    _check_plan(plan, state)
     if plan.shared.any():
         check_shared_rows(local, plan, layout.dp_rank)
-    inputs = inputs_of(local)
-    replayed = {}
-    if ROUTED_EXPERTS in local:
-        from roll_batching.modeling.router_replay import check_experts, replay_options, require_replay  # few passes
-
-        require_replay(state.chunks, plan, rows_form=state.settings.rows_form)
-        check_experts(inputs, state.chunks)
-        replayed = replay_options(inputs, state.chunks, layout)
+    replayed = _replay_options(local, plan, state) if ROUTED_EXPERTS in local else {}
     facts.equal("whether the batch has routed_experts", ROUTED_EXPERTS in local)
     images = None
     if state.vision is not None or any(spec.kind == "rows" for spec in local.schema.values()):
@@ -102,6 +89,16 @@ def pack_inputs(
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)
         facts.equal_in_replica("the batch of a replica", content, SAME_SAMPLES)
     return packs
+
+
+def _replay_options(local: SampleBatch, plan: Plan, state: ModelState) -> dict[str, Any]:
+    """Arguments of `StepPacks` for a pass that replays the experts of `local`, which are checked."""
+    from roll_batching.modeling.router_replay import check_experts, replay_options, require_replay  # few passes
+
+    require_replay(state.chunks, plan, rows_form=state.settings.rows_form)
+    inputs = inputs_of(local)
+    check_experts(inputs, state.chunks)
+    return replay_options(inputs, state.chunks, state.layout)
 
 
 def _block_balance(local: SampleBatch, plan: Plan, dp_rank: int) -> int:
@@ -177,7 +174,9 @@ def check_positions(longest: int, state: ModelState) -> None:
         )
 
 
-def _check_plan(plan: Plan, layout: ParallelLayout) -> None:
+def _check_plan(plan: Plan, state: ModelState) -> None:
+    """Raises `LayoutError` for a plan of another layout, or of packs that the model cannot compute."""
+    layout = state.layout
     if not isinstance(plan, Plan):
         raise LayoutError(f"plan is a {type(plan).__name__}: pass what strategy.plan(table) or plan_step returns")
     planned = plan.constraints
@@ -187,6 +186,13 @@ def _check_plan(plan: Plan, layout: ParallelLayout) -> None:
                 f"the plan was made for {name}={getattr(planned, name)} and this job runs {getattr(layout, name)}: "
                 "plan with strategy.plan(...) or with the constraints of this layout"
             )
+    if plan.blocks is not None:
+        from roll_batching.strategy.pack_features import context_size_obstacle  # only such plans need it
+
+        if (obstacle := context_size_obstacle(state)) is not None:
+            raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
+    if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
+        raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
 
 
 def check_window(longest: int, state: ModelState) -> None:

@@ -225,13 +225,9 @@ class WorkerGroup:
             return results
         failures = [result for result in results if isinstance(result, Failure)]
         same = len(failures) == self._count and len({failure.message for failure in failures}) == 1
-        if same and not _is_state_unknown(failures[0]):
+        # After a failure with frames, an aftermath or silence a rank may be in any state.
+        if same and not (failures[0].frames or failures[0].aftermath or failures[0].silent):
             raise RankError(failures[0].message)
         failure, folder = ranks.failure, self._settings.folder
         self.close()
         raise RollBatchingError(report_failure(failure, folder))
-
-
-def _is_state_unknown(failure: Failure) -> bool:
-    """Whether a rank may be in any state after `failure`."""
-    return bool(failure.frames) or failure.aftermath or failure.silent

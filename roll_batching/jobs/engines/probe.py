@@ -7,8 +7,7 @@ computes shows which weights it has.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +15,9 @@ import torch
 
 from roll_batching.distributed import exchange
 from roll_batching.errors import EngineError
-from roll_batching.samples import SampleBatch, collect, distribute
+from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
+from roll_batching.strategy.roles import run_on
 
 _TOKENS, _SEED = 32, 0
 _SMALLEST_LIMIT = 1e-4
@@ -56,25 +56,16 @@ def make_probe(strategy: MegatronInferStrategy) -> Probe:
     tokens = np.random.default_rng(_SEED).integers(0, strategy.state.vocab_size, count).tolist()
     # One sample per data-parallel rank, as a rank without one would compute a filler.
     local_batch = SampleBatch.from_lists({"input_ids": [tokens]}, {"input_ids": "token"}, ids=[layout.dp_rank])
-    plan = strategy.plan(strategy.gather_table(local_batch), forward=True)
-    with _at_temperature_1(strategy):
-        results = strategy.compute_log_probs(distribute(local_batch, plan), plan)
-    row = collect(results, plan, like=local_batch)["log_probs"].tolist()
+    previous = strategy.temperature, strategy.temperature_field
+    strategy.temperature, strategy.temperature_field = 1.0, None  # of the log-probs that engines have of a prompt
+    try:
+        row = run_on(strategy, local_batch, strategy.compute_log_probs)["log_probs"].tolist()
+    finally:
+        strategy.temperature, strategy.temperature_field = previous
     log_probs = exchange(layout.host_group, "the probe of a weight update", lambda: row)[0][: count - 1]
     largest_gap = _LARGEST_FP32 if strategy.dtype in (torch.float32, torch.float64) else _LARGEST_BF16
     is_fp8 = strategy.settings.pack_multiple > 1
     return Probe(tokens=tokens, log_probs=log_probs, largest_gap=_LARGEST_FP8 if is_fp8 else largest_gap)
-
-
-@contextmanager
-def _at_temperature_1(strategy: MegatronInferStrategy) -> Iterator[None]:
-    """Context in which the strategy's log-probs are those that engines have of a prompt."""
-    previous = strategy.temperature, strategy.temperature_field
-    strategy.temperature, strategy.temperature_field = 1.0, None
-    try:
-        yield
-    finally:
-        strategy.temperature, strategy.temperature_field = previous
 
 
 class GapLimit:

@@ -125,7 +125,11 @@ def sample_of(result: Any, where: str) -> RolloutSample:
     output = response.get("output") if isinstance(response, Mapping) else None
     if not isinstance(response, Mapping) or not isinstance(output, list):
         raise SampleFault(f"the reply of {where} has no response with an output: {excerpt(result)}")
-    turns = [_turn(item, number, where) for number, item in enumerate(output) if _has_tokens(item)]
+    turns = [
+        _turn(item, number, where)
+        for number, item in enumerate(output)
+        if isinstance(item, Mapping) and item.get("generation_token_ids")  # ends a model call that sampled tokens
+    ]
     if not turns:
         raise SampleFault(_without_turns(output, where))
     prompt, tokens, mask, log_probs = turns[0][0], list[int](), list[int](), list[float]()
@@ -146,11 +150,6 @@ def sample_of(result: Any, where: str) -> RolloutSample:
         finished=False if response.get("incomplete_details") else None,
         marks={"flagged": bool(result.get("mask_sample"))},
     )
-
-
-def _has_tokens(item: Any) -> bool:
-    """Whether the item ends a model call that sampled tokens."""
-    return isinstance(item, Mapping) and bool(item.get("generation_token_ids"))
 
 
 def _turn(item: Mapping[str, Any], number: int, where: str) -> tuple[list[int], list[int], list[float]]:

@@ -137,7 +137,9 @@ def train_on_rollouts(
     """
     spec, table = loss_spec(loss), ordered_table(strategy, local_batch)
     _require_old_policy(strategy, spec.needs, len(table), mini_batch_size, epochs)
-    home_rank = _home_ranks(strategy, table) if batch_balance else None
+    home_rank = None
+    if batch_balance:
+        home_rank = place_on_ranks(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
     planner = MiniBatchPlanner(strategy, mini_batch_size, seed, idle_ids, home_rank)
     if remote_reference is not None:
         remote_reference.ask(local_batch, spec.masks)
@@ -177,10 +179,6 @@ def _require_old_policy(
         problem = refuse_without_old_log_probs(samples, mini_batch_size, epochs)
         if problem is not None:
             raise DataError(f"logprob_plan: {problem}.")
-
-
-def _home_ranks(strategy: MegatronTrainStrategy, table: LengthTable) -> Ints:
-    return place_on_ranks(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
 
 
 def _add_old_log_probs(

@@ -230,16 +230,13 @@ class TokenBudgetBatcher(_Batcher[S]):
             formed = self._form_window(waiting) if full else self._form_rest(waiting)
             for k, rows in enumerate(formed):
                 if not all(self._is_fresh(one) for row in rows for one in row):
-                    self._put_back(formed[k:], waiting)
+                    # Back to the waiting samples, in the order of arrival; samples that are too old are dropped.
+                    back = [sample for rows in formed[k:] for row in rows for sample in row]
+                    fresh = [sample for sample in back if self._is_fresh(sample)]
+                    self.metrics.stale_samples += len(back) - len(fresh)
+                    waiting.extendleft(sorted(fresh, key=lambda sample: sample.number, reverse=True))
                     break
                 yield self._release(rows)
-
-    def _put_back(self, formed: list[list[list[_Waiting[S]]]], waiting: deque[_Waiting[S]]) -> None:
-        """Return micro-batches to the waiting samples, in the order of arrival; drops samples that are too old."""
-        back = [one for rows in formed for row in rows for one in row]
-        fresh = [one for one in back if self._is_fresh(one)]
-        self.metrics.stale_samples += len(back) - len(fresh)
-        waiting.extendleft(sorted(fresh, key=lambda one: one.number, reverse=True))
 
     def _is_fresh(self, one: _Waiting[S]) -> bool:
         return self.is_fresh is None or self.is_fresh(one.sample)

@@ -134,12 +134,8 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
         super().__init__()
         if isinstance(base_dataset, ShardedIterableDataset):
             shard = base_dataset
-            base_dataset, seed, dp_rank, dp_world_size = (
-                shard.base_dataset,
-                shard.seed,
-                shard.dp_rank,
-                shard.dp_world_size,
-            )
+            base_dataset, seed = shard.base_dataset, shard.seed
+            dp_rank, dp_world_size = shard.dp_rank, shard.dp_world_size
         if accumulate_steps < 1:
             raise DataError(f"accumulate_steps is at least 1; got {accumulate_steps}.")
         if batching_strategy not in get_args(BatchingStrategy):

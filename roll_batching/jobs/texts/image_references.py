@@ -200,7 +200,8 @@ def _reference(value: Any, place: str, folder: Path) -> ImageReference:
     if isinstance(value, bytes | bytearray) and value:
         return ImageReference(data=bytes(value))
     if not isinstance(value, str) or not value:
-        raise ImageError(f"{place} is {_kind_of(value)}", _FORMS)
+        kind = "empty" if value in ("", b"", None) else f"of type {type(value).__name__}"
+        raise ImageError(f"{place} is {kind}", _FORMS)
     if value[:5].lower() == "data:":
         header, comma, encoded = value.partition(",")
         if not comma or not header.lower().endswith(";base64"):
@@ -230,7 +231,3 @@ def _decode(encoded: str, place: str) -> bytes:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"{place} is not valid base64 ({error})", _FORMS) from None
-
-
-def _kind_of(value: Any) -> str:
-    return "empty" if value in ("", b"", None) else f"of type {type(value).__name__}"

@@ -199,7 +199,7 @@ def iterate_texts(
     label = answer = ""
     if kind is Judged:
         *keys, label = keys
-    if kind is Prompt:
+    elif kind is Prompt:
         keys, answer = keys[:1], "".join(keys[1:])
     for record in iterate_records(paths, (*keys, *chat_keys), faults, read, chat=chat, images=images):
         if instruction is not None:
@@ -207,34 +207,31 @@ def iterate_texts(
         if not record.texts[0]:
             faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
             continue
-        if images is not None:
-            try:
-                record = _place_images(record, images, chat=chat or instruction is not None, answered=kind is Document)
-            except ImageError as error:
-                faults.add(record.source, f"{keys[0]}: {error.what}", error.cure)
-                continue
-        first, line, shown = record.texts[0], record.line, {} if not record.images else {"images": record.images}
         try:
-            variables = arguments.of(line) if kind is Conversation or template is not None else {}
+            if images is not None:
+                record = _place_images(record, images, chat=chat or instruction is not None, answered=kind is Document)
+            variables = arguments.of(record.line) if kind is Conversation or template is not None else {}
+        except ImageError as error:
+            faults.add(record.source, f"{keys[0]}: {error.what}", error.cure)
+            continue
         except DataError as error:
             faults.add(record.source, str(error), "Remove the line, or correct it.")
             continue
+        first, line, shown = record.texts[0], record.line, {"images": record.images} if record.images else {}
         if kind is Conversation:
             yield make(tuple(json.loads(first)), line, record.source, **shown, variables=variables)
-            continue
-        if kind is Pair or kind is Judged:
-            verdict = (line.get(label),) if kind is Judged else ()
+        elif kind is Pair or kind is Judged:
             if _check_answers(record, keys, label, faults):
+                verdict = (line[label],) if label else ()
                 yield make(*record.texts, *verdict, template is not None, line, record.source, variables)
-            continue
-        if template is not None:
+        else:
             try:
-                first = template.prompt(json.loads(first), variables)
+                first = first if template is None else template.prompt(json.loads(first), variables)
             except DataError as error:
                 faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or correct it.")
                 continue
-        second = value_at(line, answer) if kind is Prompt else record.texts[1]
-        yield make(first, second, line, record.source, **shown)
+            second = value_at(line, answer) if kind is Prompt else record.texts[1]
+            yield make(first, second, line, record.source, **shown)
 
 
 def _place_images(record: Record, images: ImageFields, *, chat: bool, answered: bool) -> Record:

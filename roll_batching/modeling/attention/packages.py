@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.attention.varlen import VarlenBackend, VarlenCore, VarlenSpans, kernel_window
-from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, Rotation
+from roll_batching.packing.attention_backend import AttentionBackend, Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 
 
@@ -58,20 +59,13 @@ class FlashBackend(VarlenBackend):
     """
 
     name = "flash_attn"
-    requirements = AttentionRequirements(
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        largest_head=256,
-        head_multiple=8,
-        compute_capability=(8, 0),
+    core_type = FlashCore
+    requirements = replace(
+        VarlenBackend.requirements,
         libraries=(("flash-attn", "2.1"),),
         instead="set attention_backend: flash_attn_4 and pip install 'roll-batching[flash-attn]', without a compiler, "
         "or choose another attention_backend",
     )
-
-    def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
-        """See `AttentionBackend.build_core`."""
-        return FlashCore(rotation=rotation, **arguments)
 
 
 # ---- flash-attn-4
@@ -178,21 +172,15 @@ class FlashFourBackend(VarlenBackend):
     """
 
     name = "flash_attn_4"
-    requirements = AttentionRequirements(
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        largest_head=256,
-        head_multiple=8,
+    core_type = FlashFourCore
+    requirements = replace(
+        VarlenBackend.requirements,
         compute_capability=(9, 0),
         libraries=(("flash-attn-4", "4.0"),),
         instead="pip install 'roll-batching[flash-attn]', or choose another attention_backend",
         device_limits=device_limits,
     )
     sinks = True
-
-    def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
-        """See `AttentionBackend.build_core`."""
-        return FlashFourCore(rotation=rotation, **arguments)
 
 
 # ---- TransformerEngine
@@ -207,14 +195,7 @@ class EngineBackend(AttentionBackend):
     """
 
     name = "transformer_engine"
-    requirements = AttentionRequirements(
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        largest_head=256,
-        head_multiple=8,
-        compute_capability=(8, 0),
-        libraries=(("transformer-engine", "2.9"),),
-    )
+    requirements = replace(VarlenBackend.requirements, libraries=(("transformer-engine", "2.9"),))
     dense_decodes = True
     windows = True
 

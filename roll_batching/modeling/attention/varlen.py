@@ -69,6 +69,7 @@ class VarlenBackend(AttentionBackend):
     """torch.nn.attention.varlen; the limits are those of `mha_varlen_fwd` in PyTorch's `flash_attn/flash_api.cpp`."""
 
     name = "varlen"
+    core_type: type[VarlenCore] = VarlenCore
     requirements = AttentionRequirements(
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -86,7 +87,7 @@ class VarlenBackend(AttentionBackend):
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`."""
-        return VarlenCore(rotation=rotation, **arguments)
+        return self.core_type(rotation=rotation, **arguments)
 
     def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
         """The pack's spans as cumulative lengths."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from roll_batching.tools.rehearsal.rollout import fault_of, has_local_rollouts
 from roll_batching.tools.rehearsal.stages import (
     FEW,
     MORE,
+    RankKind,
     StageKind,
     copies_in_fp8,
     extrapolate_layers,
@@ -184,23 +185,9 @@ def rehearse_job(
         RehearsalError: a rank failed.
     """
     image_sizes(config)
-    for name, role in config.roles.items():
-        text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
-        if name == "actor_infer" and not has_local_rollouts(config):
-            continue
-        if config.own_devices(name) is not None:
-            raise config.error(Problem((name, "device_mapping"), text))
-        if name not in ("reference", "teacher") and (different := differing_keys(role, config.actor_train)):
-            raise config.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
-        own, trained = (one.strategy_args.strategy_config for one in (role, config.actor_train))
-        if own.max_context_parallel_size != trained.max_context_parallel_size:
-            raise config.error(Problem((name, "strategy_args", "strategy_config", "max_context_parallel_size"), text))
+    _check_roles(config)
     world, megatron, architecture = _shape(config, world_size)
     dims = megatron.parallel_dims(world)
-    if config.actor_train.model_args.freeze_module_prefix is not None and dims.pp_size > 1:
-        path = ("actor_train", "model_args", "freeze_module_prefix")
-        text = "is rehearsed in one pipeline stage only, as a rank alone does not know the parameters of other stages"
-        raise config.error(Problem(path, f"{text}: set pipeline_model_parallel_size to 1, or leave it out"))
     if lengths == "data":
         lengths = lengths_of_data(config, dims.dp_size)
     split = megatron.chunk_layers(architecture.num_layers)
@@ -229,7 +216,20 @@ def rehearse_job(
         for cp_size, kind, depths in kinds
         for depth in depths
     ]
-    reports, stages = iter(run_tasks(tasks)), []
+    stages = _stage_reports(kinds, iter(run_tasks(tasks)), megatron, architecture)
+    return Rehearsal(config=config, dims=dims, stages=_with_communicators(stages))
+
+
+def _stage_reports(
+    kinds: Sequence[tuple[int | None, RankKind, Sequence[int | None]]],
+    reports: Iterator[RankReport],
+    megatron: MegatronConfig,
+    architecture: ArchitectureConfig,
+) -> list[StageReport]:
+    """Reports of `kinds`, each from one rehearsed rank, or extrapolated from two depths of it."""
+    split = megatron.chunk_layers(architecture.num_layers)
+    chunks = sum(map(len, split))
+    stages = []
     for cp_size, kind, depths in kinds:
         report = next(reports)
         if len(depths) == 2:
@@ -241,12 +241,33 @@ def rehearse_job(
         name = kind.name if cp_size is None else f"{kind.name}, CP {cp_size}"
         copies = copies_in_fp8(megatron, split, kind.policy.stage, report.layer_weights)
         stages.append(StageReport(name=name, report=report, stages=kind.stages, cp_size=cp_size, fp8_copies=copies))
-    communicators: dict[int, frozenset[str]] = {}  # of a rank, for packs of all sizes
+    return stages
+
+
+def _check_roles(config: JobConfig) -> None:
+    """Raises ConfigError for roles in layouts that a rehearsal does not support."""
+    for name, role in config.roles.items():
+        text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
+        if name == "actor_infer" and not has_local_rollouts(config):
+            continue
+        if config.own_devices(name) is not None:
+            raise config.error(Problem((name, "device_mapping"), text))
+        if name not in ("reference", "teacher") and (different := differing_keys(role, config.actor_train)):
+            raise config.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
+        largest, trained = (
+            one.strategy_args.strategy_config.max_context_parallel_size for one in (role, config.actor_train)
+        )
+        if largest != trained:
+            raise config.error(Problem((name, "strategy_args", "strategy_config", "max_context_parallel_size"), text))
+
+
+def _with_communicators(stages: Sequence[StageReport]) -> tuple[StageReport, ...]:
+    """`stages`, each with the communicators of its rank for packs of all sizes."""
+    communicators: dict[int, frozenset[str]] = {}
     for stage in stages:
         rank = stage.report.rank
         communicators[rank] = communicators.get(rank, frozenset()) | communicators_of(stage.report)
-    stages = [replace(stage, other_communicators=communicators[stage.report.rank]) for stage in stages]
-    return Rehearsal(config=config, dims=dims, stages=tuple(stages))
+    return tuple(replace(stage, other_communicators=communicators[stage.report.rank]) for stage in stages)
 
 
 def _stages_of_role(config: JobConfig, name: str, role: WorkerConfig) -> list[StageKind]:
@@ -358,8 +379,12 @@ def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConf
         place = ("actor_train", "strategy_args", "strategy_config", "attention_backend")
         raise config.error(Problem(place, text))
     world = world_size or config.world_size or megatron.model_size
+    if train.model_args.freeze_module_prefix is not None and megatron.pipeline_model_parallel_size > 1:
+        path: tuple[Any, ...] = ("actor_train", "model_args", "freeze_module_prefix")
+        text = "is rehearsed in one pipeline stage only, as a rank alone does not know the parameters of other stages"
+        raise config.error(Problem(path, f"{text}: set pipeline_model_parallel_size to 1, or leave it out"))
     if megatron.has_cp_per_pack and world_size is None and config.world_size is None:
-        path: tuple[Any, ...] = ("actor_train", "strategy_args", "strategy_config", "context_parallel_size")
+        path = ("actor_train", "strategy_args", "strategy_config", "context_parallel_size")
         text = "auto gives packs sizes up to the number of ranks, which is unknown: give --world-size or device_mapping"
         raise config.error(Problem(path, text))
     config.dp_size(world)
