@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from roll_batching.modeling.kernels import Kernels
-from roll_batching.modeling.requirements import EXPERT_BIASES, ModelDemands, recomputed_modules
+from roll_batching.modeling.requirements import ModelDemands, recomputed_modules
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
-from roll_batching.settings.fp8 import NO_HISTORY, TOKEN_MULTIPLES, device_problems, layout_problems, model_problems
+from roll_batching.settings.fp8 import NO_HISTORY, TOKEN_MULTIPLES, device_problems, fp8_problems
+from roll_batching.settings.model import ModelArgs
+from roll_batching.settings.support import ROLE_REFUSALS, Parts, refused_pairs
 
 
 def build_problems(
@@ -28,12 +30,11 @@ def build_problems(
     value_head: bool,
 ) -> list[str]:
     """Messages with their remedies; empty if the model can be built. Needs no process group."""
-    engine_layers = kernels.layers == "transformer_engine"
     demands = ModelDemands(
         dtype=dtype,
         head_dim=architecture.head_dim,
         backend=kernels.attention,
-        engine_layers=engine_layers,
+        engine_layers=kernels.layers == "transformer_engine",
         recomputed=recomputed_modules(strategy),
         latent_attention=architecture.multi_latent_attention is not None,
         attention_sinks=architecture.attention_sinks,
@@ -41,36 +42,12 @@ def build_problems(
         has_window=architecture.sliding_window is not None,
     )
     problems = demands.refusals_here(device)
-    if architecture.add_bias_linear and architecture.moe is not None and tp_size > 1:
-        problems.append(EXPERT_BIASES)
-    if architecture.sandwich_norms and engine_layers:
-        problems.append("sandwich norms are built around Megatron's local layers: set transformer_impl: local")
-    if architecture.gated_delta_net is not None and not kernels.attention.rotates:
-        problems.append(
-            "gated delta nets are tested beside attention that rotates only: choose an attention_backend that does "
-            "(dense, varlen or flash_attn)"
-        )
-    if architecture.hybrid is not None and (engine_layers or not kernels.attention.rotates):
-        problems.append(
-            "layers with one part each (architecture.hybrid) are tested beside Megatron's local layers and attention "
-            "that can rotate itself only: set transformer_impl: local, and choose attention_backend dense, varlen or "
-            "flash_attn"
-        )
-    if architecture.mtp_num_layers:
-        from roll_batching.settings.model_parts import problems_of_heads  # few models have heads
-
-        problems += problems_of_heads(
-            architecture,
-            engine_layers=engine_layers,
-            rotates=kernels.attention.rotates,
-            stages=strategy.pipeline_model_parallel_size,
-        )
+    parts = Parts(ModelArgs(value_head=value_head), architecture, strategy, kernels.layers, kernels.attention.rotates)
+    problems += [row.error(parts) for row in refused_pairs(ROLE_REFUSALS, parts)]
     if architecture.vision is not None:
-        from roll_batching.settings.model_parts import vision_problems  # few models take images
+        from roll_batching.settings.model_parts import encoder_problem  # few models take images
 
-        problems += vision_problems(
-            engine_layers=engine_layers, rotates=kernels.attention.rotates, value_head=value_head, fp8=strategy.fp8
-        )
+        problems += [problem] if (problem := encoder_problem()) is not None else []
     if strategy.fp8 is not None:
         problems += fp8_build_problems(architecture, strategy, device, dtype)
     problems += _indivisible(architecture, tp_size, cp_size)
@@ -100,8 +77,7 @@ def fp8_build_problems(
     architecture: ArchitectureConfig, megatron: MegatronConfig, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """Reasons why a model with the FP8 keys of `megatron` cannot be built on `device`."""
-    key_problems = [*layout_problems(megatron), *model_problems(megatron, architecture)]
-    problems = [f"strategy_config.{key} {problem}" for key, problem in key_problems]
+    problems = [f"strategy_config.{key} {problem}" for key, problem in fp8_problems(megatron, architecture)]
     if dtype is not torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         problems.append(f"strategy_config.fp8 needs weights in bf16, not in {name}: set model_args.dtype to bf16")

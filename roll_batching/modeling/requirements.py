@@ -25,10 +25,6 @@ ENGINE_LAYERS = AttentionRequirements(
     libraries=((ENGINE, "2.9"), ("transformer-engine-torch", "2.9")),
 )
 """Requirements of TransformerEngine's layers. Before 2.9 its attention trained packs wrongly."""
-EXPERT_BIASES = (
-    "Megatron-Core adds the biases of experts once per tensor-parallel rank: set tensor_model_parallel_size to 1, and "
-    "divide the model by pipeline_model_parallel_size and expert_model_parallel_size"
-)
 
 
 @dataclass(frozen=True, kw_only=True)

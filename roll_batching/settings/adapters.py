@@ -96,32 +96,18 @@ class AdapterArgs(Settings):
         return self.lora_target is not None or self.freeze_module_prefix is not None
 
     def require_adapters_fit(self, architecture: Any, layers: str, layout: Any) -> None:
-        """Raises `LayoutError` with all of `adapter_problems`, whose arguments are the same."""
-        if self.lora_target is not None:
-            if problems := adapter_problems(self, architecture, layers, layout):
-                raise LayoutError(f"{'; '.join(problems)}: leave lora_target out")
+        """Raises `LayoutError` for parts of `architecture` and keys of `layout` that adapters are not tested with."""
+        if self.lora_target is None:
+            return
+        from roll_batching.settings.support import ADAPTERS, FIRST_ADAPTERS, ROLE_REFUSALS, Parts, refused_pairs
+
+        parts = Parts(self, architecture, layout, layers)
+        rows = (row for row in ROLE_REFUSALS if {row.feature, row.other} & {ADAPTERS, FIRST_ADAPTERS})
+        if problems := [row.error(parts) for row in refused_pairs(rows, parts)]:
+            raise LayoutError("; ".join(problems))
 
     @property
     def lora_scale(self) -> float:
         """Factor of the adapters' output."""
         alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return alpha / self.lora_rank
-
-
-# ---- adapter problems
-
-
-def adapter_problems(model: Any, architecture: Any, layers: str, layout: Any) -> list[str]:
-    """What adapters are not tested with; empty without any.
-
-    Args:
-        model: the `ModelArgs`, with `lora_target`.
-        architecture: the model's `ArchitectureConfig`.
-        layers: Megatron's layers, local or transformer_engine.
-        layout: the `MegatronConfig`, whose `moe_router_bias_update_rate` goes before the architecture's.
-    """
-    if model.adapter_name_or_path is not None and model.model_name_or_path is None:
-        return ["adapter_name_or_path needs the model directory that its adapters belong to (model_name_or_path)"]
-    from roll_batching.settings.support import ADAPTERS, Parts, refused_parts
-
-    return refused_parts(ADAPTERS, Parts(model, architecture, layout, layers))

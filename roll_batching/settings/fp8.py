@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from roll_batching.settings.support import FP8, Parts, refused_parts
-
 TOKEN_MULTIPLES = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 """By recipe, the multiple of the tokens that one rank holds.
 
@@ -42,8 +40,11 @@ def idle_options(megatron: Any) -> Iterator[tuple[str, str]]:
             yield key, "is read with first_last_layers_bf16: true only; set that, or leave it out"
 
 
-def layout_problems(megatron: Any) -> Iterator[tuple[str, str]]:
-    """(key, problem) of the FP8 keys of a `MegatronConfig` among each other and beside its other keys."""
+def fp8_problems(megatron: Any, architecture: Any) -> Iterator[tuple[str, str]]:
+    """(key, problem) of the FP8 keys of a `MegatronConfig`, and of the model that it trains, if known.
+
+    `settings/support.py` has the features that FP8 excludes.
+    """
     yield from idle_options(megatron)
     if megatron.fp8 is None:
         return
@@ -51,20 +52,8 @@ def layout_problems(megatron: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_recipe", "is missing: fp8 needs it; set tensorwise, blockwise (Hopper) or mxfp8 (Blackwell)"
     elif megatron.fp8_recipe == "delayed":
         yield "fp8_recipe", NO_HISTORY
-    if megatron.transformer_impl != "transformer_engine":
-        text = f"needs transformer_impl: transformer_engine, which is {megatron.transformer_impl}: Megatron's local"
-        yield "fp8", f"{text} layers would compute in bf16"
-    if megatron.has_cp_per_pack:
-        yield "fp8", "needs one context-parallel size; set context_parallel_size to a number instead of auto"
-    if megatron.use_precision_aware_optimizer:
-        text = "fp8 is not supported with use_precision_aware_optimizer for now; set one of them only"
-        yield "use_precision_aware_optimizer", text
-
-
-def model_problems(megatron: Any, architecture: Any) -> Iterator[tuple[str, str]]:
-    """(key, problem) of a `MegatronConfig` with FP8 and the model that it trains."""
-    for text in refused_parts(FP8, Parts(None, architecture, megatron, megatron.transformer_impl)):
-        yield "fp8", f"{text}; leave it out"
+    if architecture is None:
+        return
     if megatron.first_last_layers_bf16:
         yield from _bf16_layers(megatron, architecture.num_layers)
     multiple = WEIGHT_MULTIPLES.get(str(megatron.fp8_recipe))

@@ -5,85 +5,27 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
+from roll_batching.settings.support import ARCHITECTURE_REFUSALS, Parts, refused_pairs
+
 
 def problem_of_parts(model: Any) -> str | None:
     """What contradicts `vision`, `mtp_num_layers`, `hybrid` or `multi_latent_attention` in an `ArchitectureConfig`."""
+    parts = Parts(None, model, None, "local")
+    if (row := next(refused_pairs(ARCHITECTURE_REFUSALS, parts), None)) is not None:
+        return f"{row.path[-1]} {row.reason}: {row.cure}"
     if model.vision is not None:
-        return vision_contradiction(model)
-    if model.mtp_num_layers and (problem := _heads_problem(model)) is not None:
-        return problem
+        return _vision_problem(model)
     if model.hybrid is not None:
         return _hybrid_problem(model)
-    return None if model.multi_latent_attention is None else _latent_problem(model)
-
-
-_WITHOUT_HEADS = (
-    "hybrid", "sliding_window", "sandwich_norms", "scaled_embedding", "add_bias_linear", "attention_sinks",
-)  # fmt: skip
-"""Settings of models whose heads of multi-token prediction have no counterpart here."""
-
-
-def _heads_problem(model: Any) -> str | None:
-    for name in _WITHOUT_HEADS:
-        if getattr(model, name):
-            return f"mtp_num_layers is not supported with {name} for now: leave it out"
+    latent, ending = model.multi_latent_attention, "has no effect with multi_latent_attention: leave it out"
+    if latent is not None and model.kv_channels not in (None, latent.qk_head_dim + latent.qk_pos_emb_head_dim):
+        return f"kv_channels {ending}"
+    if latent is not None and model.kv_heads != model.num_attention_heads:
+        return f"num_query_groups {ending}"
     return None
 
 
-def problems_of_heads(model: Any, *, engine_layers: bool, rotates: bool, stages: int) -> list[str]:
-    """What heads of multi-token prediction are not supported with, in a model that has them.
-
-    Args:
-        model: the `ArchitectureConfig`.
-        engine_layers: whether layers are TransformerEngine's.
-        rotates: whether the attention backend rotates.
-        stages: pipeline-parallel size.
-    """
-    problems = [] if (problem := _heads_problem(model)) is None else [problem]
-    if engine_layers or not rotates:
-        problems.append(
-            "heads of multi-token prediction (mtp_num_layers) are tested beside Megatron's local layers and attention "
-            "that rotates only: set transformer_impl: local, and choose attention_backend dense, varlen or flash_attn"
-        )
-    if model.tie_word_embeddings and stages > 1:
-        problems.append(
-            "heads of multi-token prediction (mtp_num_layers) with tied embeddings need one pipeline stage: Megatron "
-            "gives the last stage a second copy of the head, which nothing trains. Set pipeline_model_parallel_size: 1"
-        )
-    return problems
-
-
-def _latent_problem(model: Any) -> str | None:
-    latent, ending = model.multi_latent_attention, "has no effect with multi_latent_attention: leave it out"
-    if model.kv_channels not in (None, latent.qk_head_dim + latent.qk_pos_emb_head_dim):
-        return f"kv_channels {ending}"
-    if model.kv_heads != model.num_attention_heads:
-        return f"num_query_groups {ending}"
-    for name in (
-        "qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks", "query_pre_attn_scalar",
-        "rotary_local_base", "zero_centered_norms", "sandwich_norms", "attention_output_gate", "gated_delta_net",
-    ):  # fmt: skip
-        if getattr(model, name):
-            return f"{name} {ending}"
-    return f"rotary_percent {ending}" if model.rotary_percent != 1 else None
-
-
-_ELSEWHERE: dict[str, Any] = {
-    "activation": "silu",
-    **dict.fromkeys(
-        (
-            "add_qkv_bias", "add_bias_linear", "attention_output_gate", "attention_sinks", "gated_delta_net",
-            "multi_latent_attention", "qk_layernorm", "query_pre_attn_scalar", "rope_scaling", "rotary_local_base",
-            "sandwich_norms", "scaled_embedding", "sliding_window", "swiglu_limit", "zero_centered_norms",
-        )
-    ),
-    "rotary_percent": 1.0,
-}  # fmt: skip
-"""Settings of models without `hybrid`, with their values where they are off."""
-
-
 def _hybrid_problem(model: Any) -> str | None:
-    """What contradicts `hybrid` in an `ArchitectureConfig`; None if nothing does."""
     pattern, hybrid = model.hybrid.pattern, model.hybrid
     if set(pattern) - set("M*-E") or "M" not in pattern:
         return "hybrid.pattern must have letters M, *, - and E only, and M at least once"
@@ -91,9 +33,6 @@ def _hybrid_problem(model: Any) -> str | None:
         return f"hybrid.mamba_num_heads must be a multiple of mamba_num_groups={hybrid.mamba_num_groups}"
     if len(pattern) != model.num_layers:
         return f"hybrid.pattern has {len(pattern)} letters for {model.num_layers} layers"
-    for name, off in _ELSEWHERE.items():
-        if (getattr(model, name) or None) != off:
-            return f"{name} has no effect with hybrid: leave it out"
     mixtures = tuple(int(kind == "E") for kind in pattern)
     if (model.moe is None) == any(mixtures):
         return "moe and the letter E of hybrid.pattern belong together: give both, or neither"
@@ -124,24 +63,7 @@ def mamba_misfit(hybrid: Any, tp_size: int, cp_size: int) -> str | None:
     return None
 
 
-# ---- vision
-
-
-_UNTESTED = (
-    "mtp_num_layers", "moe", "multi_latent_attention", "hybrid", "gated_delta_net", "sliding_window", "sandwich_norms",
-    "scaled_embedding", "zero_centered_norms", "add_bias_linear", "attention_sinks", "attention_output_gate",
-    "hidden_dropout",
-)  # fmt: skip
-"""Settings of an architecture that no family with a trained encoder has."""
-
-
-def vision_contradiction(model: Any) -> str | None:
-    """What contradicts `vision` in an `ArchitectureConfig`; None if nothing does."""
-    for name in _UNTESTED:
-        if getattr(model, name):
-            return f"{name} is not supported with vision for now: leave it out"
-    if model.rotary_percent != 1:
-        return "rotary_percent is not supported with vision for now: leave it out"
+def _vision_problem(model: Any) -> str | None:
     pairs = sum(model.vision.mrope_section)
     if 2 * pairs != model.head_dim:
         return f"vision.mrope_section has {pairs} pairs of channels, and a head has {model.head_dim} channels"
@@ -152,36 +74,19 @@ def vision_contradiction(model: Any) -> str | None:
     return None
 
 
-def vision_problems(*, engine_layers: bool, rotates: bool, value_head: bool, fp8: str | None) -> list[str]:
-    """Why a model with a vision encoder cannot be built here.
-
-    Args:
-        engine_layers: whether layers are TransformerEngine's.
-        rotates: whether the attention backend rotates.
-        value_head: whether the model is a critic.
-        fp8: format of FP8 training, or None.
-    """
-    problems = []
-    if engine_layers or not rotates:
-        problems.append(
-            "models with a vision encoder are tested beside Megatron's local layers and attention that rotates only: "
-            "set transformer_impl: local, and choose attention_backend dense, varlen or flash_attn"
-        )
-    if value_head:
-        problems.append("a critic with a vision encoder is not supported for now: use an advantage without a critic")
-    if fp8 is not None:
-        problems.append("fp8 is not supported with a vision encoder for now: leave it out")
-    found = ""
+def encoder_problem() -> str | None:
+    """Why the vision encoder, which is that of transformers, cannot be built here; None if it can."""
+    fault = ""
     try:
         import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401
 
         if int((installed := metadata.version("transformers")).split(".")[0]) < 5:
-            found = f"is version {installed}"
+            fault = f"is version {installed}"
     except ImportError as error:
-        found = f"cannot be imported ({error})"
-    if found:
-        problems.append(
-            f"the vision encoder is that of transformers, which {found}: install 'roll-batching[vision]' with "
-            "transformers 5"
-        )
-    return problems
+        fault = f"cannot be imported ({error})"
+    if not fault:
+        return None
+    return (
+        f"the vision encoder is that of transformers, which {fault}: install 'roll-batching[vision]' with transformers "
+        "5"
+    )

@@ -21,6 +21,11 @@ class Feature:
     is_on: Callable[[Any], object]
     """Of the configuration that the table is about."""
 
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Path of the key."""
+        return tuple(self.key.split("."))
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -36,11 +41,15 @@ class Refusal:
     @property
     def path(self) -> tuple[str, ...]:
         """Path of the key to change."""
-        return tuple(self.feature.key.split("."))
+        return self.feature.path
 
     def message(self, configuration: Any) -> str:
         """The error, without its key."""
         return f"{self.reason}; {self.cure}".format(configuration, self.feature)
+
+    def error(self, configuration: Any) -> str:
+        """The error, with its key."""
+        return f"{self.feature.key} {self.message(configuration)}"
 
 
 def refusals_of(table: Mapping[tuple[Feature, ...], str]) -> tuple[Refusal, ...]:
@@ -58,7 +67,7 @@ def refused_pairs(table: Iterable[Refusal], configuration: Any) -> Iterator[Refu
 
 
 class Parts(NamedTuple):
-    """What the table of a role is about: a model, its settings and its layout."""
+    """What the table of a role is about: a model, its settings and its layout. None: not known."""
 
     model: Any
     """The `ModelArgs`."""
@@ -68,6 +77,8 @@ class Parts(NamedTuple):
     """The `MegatronConfig`."""
     layers: str
     """Megatron's layers: local or transformer_engine."""
+    rotates: bool = True
+    """Whether the attention backend rotates queries and keys."""
 
     @property
     def bias_rate(self) -> float:
@@ -77,59 +88,199 @@ class Parts(NamedTuple):
             return float(rate or 0)
         return float(self.architecture.moe.router_bias_update_rate)
 
+    @property
+    def splits_experts(self) -> bool:
+        """Whether tensor-parallel ranks share experts."""
+        return self.layout.tensor_model_parallel_size > 1 and bool(EXPERTS.is_on(self))
+
 
 def _part(name: str, key: str) -> Feature:
-    return Feature(name, f"model_args.architecture.{key}", lambda parts: getattr(parts.architecture, key))
+    """A setting of the architecture with another value than its default."""
+
+    def differs(parts: Parts) -> bool:
+        architecture = parts.architecture
+        if architecture is None:
+            return False
+        return (getattr(architecture, key) or None) != (type(architecture).model_fields[key].default or None)
+
+    return Feature(name, f"model_args.architecture.{key}", differs)
 
 
-_CONFIG = "strategy_args.strategy_config"
+def _layout(name: str, key: str, is_on: Callable[[Parts], object]) -> Feature:
+    return Feature(name, f"strategy_args.strategy_config.{key}", is_on)
+
+
+def _with_architecture(is_on: Callable[[Parts], object]) -> Callable[[Parts], object]:
+    return lambda parts: parts.architecture is not None and is_on(parts)
+
+
 ADAPTERS = Feature("adapters (lora_target)", "model_args.lora_target", lambda parts: parts.model.lora_target)
-FP8 = Feature("FP8", f"{_CONFIG}.fp8", lambda parts: parts.layout.fp8)
-ENGINE_LAYERS = Feature(
-    "the layers of transformer_impl: transformer_engine",
-    f"{_CONFIG}.transformer_impl",
-    lambda parts: parts.layers == "transformer_engine",
+FIRST_ADAPTERS = Feature(
+    "adapters from a directory", "model_args.adapter_name_or_path", lambda parts: parts.model.adapter_name_or_path
 )
-LOCAL_LAYERS = Feature(
-    "Megatron's local layers", f"{_CONFIG}.transformer_impl", lambda parts: not ENGINE_LAYERS.is_on(parts)
+TRAINED_PART = Feature("a trained part of the model", ADAPTERS.key, lambda parts: parts.model.trains_part)
+NO_DIRECTORY = Feature(
+    "a model without a directory", "model_args.model_name_or_path", lambda parts: parts.model.model_name_or_path is None
+)
+OTHER_DTYPE = Feature(
+    "weights in fp32 or fp64", "model_args.dtype", lambda parts: parts.model.dtype not in ("auto", "bf16")
 )
 VALUE_HEAD = Feature("the value head of a critic", "model_args.value_head", lambda parts: parts.model.value_head)
+FP8 = _layout("FP8", "fp8", lambda parts: parts.layout.fp8)
+ENGINE_LAYERS = _layout(
+    "the layers of transformer_impl: transformer_engine",
+    "transformer_impl",
+    lambda parts: parts.layers == "transformer_engine",
+)
+LOCAL_LAYERS = _layout("Megatron's local layers", "transformer_impl", lambda parts: not ENGINE_LAYERS.is_on(parts))
+NO_ROTATION = _layout("attention that does not rotate", "attention_backend", lambda parts: not parts.rotates)
+CP_PER_PACK = _layout(
+    "a context-parallel size per pack", "context_parallel_size", lambda parts: parts.layout.has_cp_per_pack
+)
+PRECISION_AWARE = _layout(
+    "the precision-aware optimizer",
+    "use_precision_aware_optimizer",
+    lambda parts: parts.layout.use_precision_aware_optimizer,
+)
+NO_SEQUENCE_PARALLEL = _layout(
+    "no sequence parallelism", "sequence_parallel", lambda parts: not parts.layout.sequence_parallel
+)
+EXPERT_PARALLEL = _layout(
+    "expert parallelism", "expert_model_parallel_size", lambda parts: parts.layout.expert_model_parallel_size > 1
+)
 LATENT = _part("multi-latent attention", "multi_latent_attention")
 HYBRID = _part("layers of one part each (hybrid)", "hybrid")
 HEADS = _part("heads of multi-token prediction (mtp_num_layers)", "mtp_num_layers")
 VISION = _part("a vision encoder", "vision")
+EXPERTS = _part("a mixture of experts", "moe")
 DELTA_NETS = _part("gated delta nets", "gated_delta_net")
 OUTPUT_GATES = _part("gated attention (attention_output_gate)", "attention_output_gate")
 SANDWICH_NORMS = _part("sandwich norms", "sandwich_norms")
 SINKS = _part("attention sinks", "attention_sinks")
 ALL_BIASES = _part("biases of all linear layers (add_bias_linear)", "add_bias_linear")
-MOVING_BIASES = Feature(
+DENSE = Feature("a dense model", EXPERTS.key, _with_architecture(lambda parts: not EXPERTS.is_on(parts)))
+MOVING_BIASES = _layout(
     "expert biases that training moves (moe_router_bias_update_rate)",
-    f"{_CONFIG}.moe_router_bias_update_rate",
-    lambda parts: parts.architecture.moe is not None and parts.bias_rate > 0,
+    "moe_router_bias_update_rate",
+    lambda parts: EXPERTS.is_on(parts) and parts.bias_rate > 0,
 )
-MORE_RANKS_THAN_HEADS = Feature(
+MORE_RANKS_THAN_HEADS = _layout(
     "more tensor-parallel ranks than key-value heads",
-    f"{_CONFIG}.tensor_model_parallel_size",
-    lambda parts: parts.architecture.kv_heads < parts.layout.tensor_model_parallel_size,
+    "tensor_model_parallel_size",
+    _with_architecture(lambda parts: parts.architecture.kv_heads < parts.layout.tensor_model_parallel_size),
 )
-_WITHOUT_ADAPTERS = (
-    ENGINE_LAYERS, VALUE_HEAD, LATENT, HYBRID, HEADS, VISION, DELTA_NETS, OUTPUT_GATES, ALL_BIASES, MOVING_BIASES,
-)  # fmt: skip
-ROLE_REFUSALS = refusals_of(
+SPLIT_EXPERTS = _layout(
+    "experts over tensor-parallel ranks", "tensor_model_parallel_size", lambda parts: parts.splits_experts
+)
+TIED_STAGES = _layout(
+    "tied embeddings over several pipeline stages",
+    "pipeline_model_parallel_size",
+    _with_architecture(
+        lambda parts: parts.architecture.tie_word_embeddings and parts.layout.pipeline_model_parallel_size > 1
+    ),
+)
+_NAMED = {
+    feature.path[-1]: feature
+    for feature in (
+        LATENT, HYBRID, HEADS, VISION, EXPERTS, DELTA_NETS, OUTPUT_GATES, SANDWICH_NORMS, SINKS, ALL_BIASES,
+    )
+}  # fmt: skip
+
+
+def _parts(keys: str) -> tuple[Feature, ...]:
+    return tuple(_NAMED.get(key) or _part(f"`{key}`", key) for key in keys.split())
+
+
+ARCHITECTURE_REFUSALS = refusals_of(
+    {
+        **{
+            (HEADS, other): f"is not supported with {other.path[-1]} for now; leave it out"
+            for other in _parts("hybrid sliding_window sandwich_norms scaled_embedding add_bias_linear attention_sinks")
+        },
+        (
+            *_parts(
+                "mtp_num_layers moe multi_latent_attention hybrid gated_delta_net sliding_window sandwich_norms "
+                "scaled_embedding zero_centered_norms add_bias_linear attention_sinks attention_output_gate "
+                "hidden_dropout rotary_percent"
+            ),
+            VISION,
+        ): "is not supported with vision for now; leave it out",
+        (
+            *_parts(
+                "activation add_qkv_bias add_bias_linear attention_output_gate attention_sinks gated_delta_net "
+                "multi_latent_attention qk_layernorm query_pre_attn_scalar rope_scaling rotary_local_base "
+                "sandwich_norms scaled_embedding sliding_window swiglu_limit zero_centered_norms rotary_percent"
+            ),
+            HYBRID,
+        ): "has no effect with hybrid; leave it out",
+        (
+            *_parts(
+                "qk_layernorm add_qkv_bias add_bias_linear attention_sinks query_pre_attn_scalar rotary_local_base "
+                "zero_centered_norms sandwich_norms attention_output_gate gated_delta_net rotary_percent"
+            ),
+            LATENT,
+        ): "has no effect with multi_latent_attention; leave it out",
+    }
+)
+"""Pairs of settings of an architecture that are refused wherever one is made."""
+ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
     {
         **{
             (ADAPTERS, other): f"{{1.name}} are not supported with {other.name} for now; leave it out"
-            for other in _WITHOUT_ADAPTERS
+            for other in (
+                *(ENGINE_LAYERS, VALUE_HEAD, MOVING_BIASES),
+                *_parts("multi_latent_attention hybrid vision gated_delta_net attention_output_gate add_bias_linear"),
+            )
         },
         (ADAPTERS, MORE_RANKS_THAN_HEADS): (
             "{1.name} are not supported with TP = {0.layout.tensor_model_parallel_size}, above the "
             "{0.architecture.kv_heads} key-value heads (num_query_groups) for now; leave it out"
         ),
+        (HEADS, ADAPTERS): "is set, and lora_target freezes the model, heads too; leave one of them out",
+        (FIRST_ADAPTERS, NO_DIRECTORY): (
+            "needs the model directory that its adapters belong to (model_name_or_path); set that, or leave it out"
+        ),
         **{
             (FP8, other): f"is not supported with {other.name}, which Megatron's local layers alone have; leave it out"
-            for other in (HYBRID, SANDWICH_NORMS, SINKS, HEADS)
+            for other in _parts("hybrid sandwich_norms attention_sinks mtp_num_layers vision")
         },
+        (FP8, LOCAL_LAYERS): (
+            "needs transformer_impl: transformer_engine, which is {0.layers}: Megatron's local layers would compute in "
+            "bf16; set that, or leave it out"
+        ),
+        (FP8, CP_PER_PACK): "needs one context-parallel size; set context_parallel_size to a number instead of auto",
+        (FP8, TRAINED_PART): "is not supported with lora_target or freeze_module_prefix; leave it out",
+        (OTHER_DTYPE, FP8): (
+            "is {0.model.dtype}, and strategy_config.fp8 needs weights in bf16; set bf16, or leave it out"
+        ),
+        (PRECISION_AWARE, FP8): (
+            "fp8 is not supported with use_precision_aware_optimizer for now; set one of them only"
+        ),
+        (HEADS, VISION, HYBRID, SANDWICH_NORMS, ENGINE_LAYERS): (
+            "is tested beside Megatron's local layers only; set transformer_impl: local"
+        ),
+        (HEADS, VISION, HYBRID, DELTA_NETS, NO_ROTATION): (
+            "is tested beside attention that rotates only; choose attention_backend dense, varlen or flash_attn"
+        ),
+        (HEADS, TIED_STAGES): (
+            "with tied embeddings need one pipeline stage: Megatron gives the last stage a second copy of the head, "
+            "which nothing trains; set pipeline_model_parallel_size: 1"
+        ),
+        (VALUE_HEAD, VISION): (
+            "is not supported with a vision encoder for now; use an advantage estimator without a critic"
+        ),
+        (ALL_BIASES, SPLIT_EXPERTS): (
+            "does not go with TP = {0.layout.tensor_model_parallel_size}: Megatron-Core adds the biases of experts on "
+            "every tensor-parallel rank; use 1, and divide the model by pipeline_model_parallel_size and "
+            "expert_model_parallel_size"
+        ),
+        (NO_SEQUENCE_PARALLEL, SPLIT_EXPERTS): (
+            "is false, and Megatron trains experts with tensor parallelism only with it; set it to true"
+        ),
+        (EXPERT_PARALLEL, DENSE): (
+            "is {0.layout.expert_model_parallel_size}, but the model has no mixture of experts (architecture.moe); "
+            "use 1"
+        ),
     }
 )
 """Pairs of a model's parts, adapters, precision and layout that are refused."""
@@ -139,9 +290,3 @@ ROLE_TESTED = {
     (FP8, ENGINE_LAYERS): "te/test_fp8.py",
 }
 """Pairs that a test trains together, and the test below `tests`."""
-
-
-def refused_parts(feature: Feature, parts: Parts) -> list[str]:
-    """The reasons against `feature` in a model with `parts` that have it, without the cure."""
-    rows = (row for row in ROLE_REFUSALS if row.feature is feature)
-    return [row.reason.format(parts, feature) for row in refused_pairs(rows, parts)]

@@ -228,14 +228,27 @@ def test_contradictory_settings(architecture: dict[str, Any], message: str) -> N
 
 def test_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     from roll_batching.settings import model_parts
-    from roll_batching.settings.model_parts import vision_problems
+    from roll_batching.settings.model_parts import encoder_problem
 
-    here = {"engine_layers": False, "rotates": True, "value_head": False, "fp8": None}
-    assert vision_problems(**here) == []  # type: ignore[arg-type]
+    assert encoder_problem() is None
     monkeypatch.setattr(model_parts.metadata, "version", lambda name: "4.57.1")
-    (problem,) = vision_problems(**here)  # type: ignore[arg-type]
-    assert "is version 4.57.1: install" in problem
-    assert len(vision_problems(engine_layers=True, rotates=True, value_head=True, fp8="e4m3")) == 4
+    assert "is version 4.57.1: install" in str(encoder_problem())
+
+
+def test_layers_heads_and_precision_that_an_encoder_excludes() -> None:
+    from roll_batching.settings import ArchitectureConfig, MegatronConfig, ModelArgs
+    from roll_batching.settings.support import ROLE_REFUSALS, VISION, Parts, refused_pairs
+
+    layout = MegatronConfig.model_validate({"fp8": "e4m3", "fp8_recipe": "tensorwise"})
+    parts = Parts(
+        ModelArgs(value_head=True),
+        ArchitectureConfig.model_validate(ARCHITECTURE),
+        layout,
+        "transformer_engine",
+        rotates=False,
+    )
+    rows = [row for row in refused_pairs(ROLE_REFUSALS, parts) if VISION in (row.feature, row.other)]
+    assert [row.path[-1] for row in rows] == ["fp8", "vision", "vision", "value_head"]
 
 
 def refused(folder: str) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
+from typing import NamedTuple
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, compares_states
 from roll_batching.jobs.config.engine_rules import SERVED, corrects_engine, uses_engine
@@ -10,7 +12,8 @@ from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.objective_rules import wants_reference, whitens
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.teacher_rules import distills
-from roll_batching.settings.support import Feature
+from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.settings.support import ENGINE_LAYERS, Feature
 
 _TRAIN, _LAYOUT = "actor_train", "actor_train.strategy_args.strategy_config"
 _PLAN = f"{_TRAIN}.logprob_plan"
@@ -179,3 +182,51 @@ IMAGES = Feature("images", f"{_TRAIN}.data_args.images", lambda job: job.actor_t
 CHARACTERS = Feature("tokenizer.type: char", "tokenizer.type", lambda job: job.tokenizer.type != "hf")
 STREAM_SWITCH = Feature(STREAM.name, "train.train_policy.enable_dp_load_balancing", STREAM.is_on)
 CRITIC_ESTIMATOR = Feature("an advantage estimator with a critic", "adv_estimator", uses_critic)
+
+# ---- packing and layout of one role
+
+
+class RoleOfJob(NamedTuple):
+    """What the table of a role's packing is about."""
+
+    name: str
+    role: WorkerConfig
+    job: JobKeys
+
+    @property
+    def has_cp_per_pack(self) -> bool:
+        """Whether its packs have context-parallel sizes.
+
+        Roles other than actor_train may have taken the size from there; they have it only where they pack.
+        """
+        packs = self.name == "actor_train" or (self.name != "actor_infer" and self.role.use_sequence_packing)
+        return packs and self.role.strategy_args.strategy_config.has_cp_per_pack
+
+
+def _other_than(value: object, key: str) -> Feature:
+    """Another value of a key of the role."""
+    written = str(value).lower()
+    return Feature(f"`{key}` other than {written}", key, lambda given: attrgetter(key)(given.role) != value)
+
+
+SIZE_PER_PACK = Feature(
+    CP_PER_PACK.name, "strategy_args.strategy_config.context_parallel_size", lambda given: given.has_cp_per_pack
+)
+NEEDED_FOR_SIZES = {
+    "use_sequence_packing": True,
+    "sequence_packing_args.algorithm": "load_balance",
+    "sequence_packing_args.min_num_micro_batches_train": 1,
+    "sequence_packing_args.min_num_micro_batches_forward": 1,
+}
+"""Values of a role's keys with which packs can have context-parallel sizes."""
+OTHER_PACKING = {_other_than(value, key): f"{key}: {str(value).lower()}" for key, value in NEEDED_FOR_SIZES.items()}
+OVERSIZE_ALONE = Feature(
+    "longer sequences alone", "planning_args.oversize", lambda given: given.role.planning_args.oversize == "alone"
+)
+ROLE_ENGINE_LAYERS = Feature(
+    ENGINE_LAYERS.name,
+    ENGINE_LAYERS.key,
+    lambda given: given.role.strategy_args.strategy_config.transformer_impl == "transformer_engine",
+)
+JOB_BALANCE = Feature(BATCH_BALANCE.name, BATCH_BALANCE.key, lambda given: BATCH_BALANCE.is_on(given.job))
+JOB_STREAM = Feature(STREAM.name, STREAM.key, lambda given: STREAM.is_on(given.job))

@@ -113,41 +113,6 @@ def sampling_problems(name: str, role: WorkerConfig, train: WorkerConfig) -> Ite
             yield Problem((*path, key), f"is {size}{origin}, and models sample only with 1; set it to 1 here")
 
 
-def cp_per_pack_problems(name: str, role: WorkerConfig, job: JobKeys) -> Iterator[Problem]:
-    """Keys of the role `name` that exclude a context-parallel size per pack.
-
-    Another role than actor_train may have taken the size from there; it has one per pack only where it packs.
-    """
-    layout, packing = role.strategy_args.strategy_config, role.sequence_packing_args
-    if name != "actor_train" and not role.use_sequence_packing:
-        return
-    path = (name, "strategy_args", "strategy_config", "context_parallel_size")
-    checks = (
-        ("use_sequence_packing", role.use_sequence_packing, True),
-        ("sequence_packing_args.algorithm", packing.algorithm, "load_balance"),
-        ("sequence_packing_args.min_num_micro_batches_train", packing.min_num_micro_batches_train, 1),
-        ("sequence_packing_args.min_num_micro_batches_forward", packing.min_num_micro_batches_forward, 1),
-    )
-    for key, value, needed in checks:
-        if value != needed:
-            text = (
-                f"auto gives each pack its own size, which needs {key}: {str(needed).lower()}; set it, or give a size"
-            )
-            yield Problem(path, text)
-    if job.batch_balance:
-        yield Problem(path, "auto places samples on several ranks, and batch_balance keeps each on one; leave it out")
-    if job.stream is not None:
-        yield Problem(path, "auto needs planned mini-batches, and the section train forms packs from a stream")
-    if role.planning_args.oversize == "alone":
-        text = (
-            "auto gives longer sequences more ranks, and planning_args.oversize is alone; set error, truncate or drop"
-        )
-        yield Problem(path, text)
-    if layout.transformer_impl == "transformer_engine":
-        text = "auto needs transformer_impl: local; TransformerEngine's layers have one context-parallel group"
-        yield Problem(path, text)
-
-
 def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> Iterator[Problem]:
     """Dimensions of `model` that the sizes of `layout` do not divide."""
     path = (name, "model_args", "architecture")
@@ -192,20 +157,10 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
         yield Problem((*path, "hybrid", "mamba_num_groups"), misfit)
     if model.ffn_width % tp:
         yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
-    if model.add_bias_linear and model.moe is not None and tp > 1:
-        text = (
-            f"does not go with TP = {tp}: Megatron-Core adds the biases of experts on every tensor-parallel rank; use 1"
-        )
-        yield Problem((*path, "add_bias_linear"), text)
     experts = layout.expert_model_parallel_size
-    where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
-    if experts > 1 and model.moe is None:
-        yield Problem(where, f"is {experts}, but the model has no mixture of experts (architecture.moe); use 1")
-    elif model.moe is not None and model.moe.num_experts % experts:
+    if model.moe is not None and model.moe.num_experts % experts:
+        where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
         yield Problem(where, f"{model.moe.num_experts} experts do not divide among EP = {experts} ranks")
-    if model.moe is not None and tp > 1 and not layout.sequence_parallel:
-        where = (name, "strategy_args", "strategy_config", "sequence_parallel")
-        yield Problem(where, "is false; Megatron trains experts with tensor parallelism only with it; set it to true")
     if model.moe is not None and model.moe.router_topk > model.moe.num_experts:
         yield Problem((*path, "moe", "router_topk"), f"is more than the {model.moe.num_experts} experts")
 

@@ -19,19 +19,49 @@ from roll_batching.jobs.config.layout_rules import (
 )
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.adapters import adapter_problems as problems_of_model
-from roll_batching.settings.fp8 import layout_problems, model_problems
+from roll_batching.settings.fp8 import fp8_problems
 from roll_batching.settings.idle_options import idle_options_of_model
-from roll_batching.settings.model_parts import problems_of_heads
+from roll_batching.settings.support import HEADS, ROLE_REFUSALS, Parts, refused_pairs
 
 ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
 """Keys that rollouts and reference take from actor_train."""
+_CONFIG = ("strategy_args", "strategy_config")
+_HEADS = (*_CONFIG, "mtp_num_layers")
+"""Path in a role of the key that goes before the architecture's."""
+
+
+def part_problems(job: JobKeys) -> Iterator[Problem]:
+    """Parts of models, adapters, precision and layouts that do not go together (`settings/support.py`).
+
+    Problems of keys that a role takes from actor_train are named only there.
+    """
+    of_policy = set(_pairs_of_role(job.actor_train))
+    for name, role in job.roles.items():
+        if role.strategy_args.runs_on_megatron and (name != "actor_infer" or builds_sampling_model(job)):
+            for path, text in _pairs_of_role(role):
+                if name == "actor_train" or (path, text) not in of_policy:
+                    yield Problem((name, *path), text)
+
+
+def _pairs_of_role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path in the role, problem)."""
+    layout, model = role.strategy_args.strategy_config, role.model_args
+    heads, built = layout.mtp_num_layers, None
+    if model.architecture is not None:
+        built = model.architecture_to_build(heads)
+    parts = Parts(model, built, layout, layout.transformer_impl)
+    for row in refused_pairs(ROLE_REFUSALS, parts):
+        yield _HEADS if row.feature is HEADS and heads is not None else row.path, row.message(parts)
+    for key, text in fp8_problems(layout, built):
+        yield (*_CONFIG, key), text
+
+
+# ---- adapters
 
 
 def adapter_problems(job: JobKeys) -> Iterator[Problem]:
-    """Problems of a job whose policy trains adapters, and of adapters in other roles."""
+    """Problems of adapters in several roles."""
     model = job.actor_train.model_args
-    path = ("actor_train", "model_args", "lora_target")
     for name, role in job.roles.items():
         if name in ("actor_infer", "reference"):
             for key in ADAPTER_KEYS:
@@ -41,16 +71,12 @@ def adapter_problems(job: JobKeys) -> Iterator[Problem]:
         elif name != "actor_train" and role.model_args.lora_target is not None:
             text = "is set, and actor_train alone trains adapters for now; leave it out here"
             yield Problem((name, "model_args", "lora_target"), text)
-    if model.lora_target is None:
+    if model.lora_target is None or job.reference is None or not wants_reference(job):
         return
-    layout = job.actor_train.strategy_args.strategy_config
-    if model.architecture is not None:
-        for problem in problems_of_model(model, model.architecture, layout.transformer_impl, layout):
-            yield Problem(path, f"is set, and {problem}; leave it out")
-    if job.reference is not None and wants_reference(job) and job.own_devices("reference") is None:
+    if job.own_devices("reference") is None:
         for key in differing_keys(job.reference, job.actor_train):
             text = "differs from actor_train's, and with lora_target the reference is the policy without its adapters"
-            yield Problem(("reference", "strategy_args", "strategy_config", key), f"{text}; leave it out here")
+            yield Problem(("reference", *_CONFIG, key), f"{text}; leave it out here")
 
 
 def adapter_notices(job: JobKeys) -> Iterator[Notice]:
@@ -65,29 +91,17 @@ def adapter_notices(job: JobKeys) -> Iterator[Notice]:
 # ---- multi-token prediction
 
 
-_LAYOUT = ("actor_train", "strategy_args", "strategy_config")
-
-
 def mtp_problems(job: JobKeys) -> Iterator[Problem]:
-    """Heads that the model, its directory or the layout cannot have, and settings of heads without any."""
+    """Heads that the model's directory does not have, and settings of heads without any."""
     model, layout = job.actor_train.model_args, job.actor_train.strategy_args.strategy_config
-    path = (*_LAYOUT, "mtp_num_layers")
+    path: tuple[str, ...] = _HEADS
     heads = layout.mtp_num_layers
     if heads is None and model.architecture is not None:
-        path, heads = ("actor_train", "model_args", "architecture", "mtp_num_layers"), model.architecture.mtp_num_layers
+        path, heads = HEADS.path, model.architecture.mtp_num_layers
     if model.architecture is not None and not model.value_head:
         for key, text in idle_options_of_model(layout, model.architecture):
-            yield Problem((*_LAYOUT, key), text)
-    if not heads:
-        return
-    if model.lora_target is not None:
-        yield Problem(path, "is set, and lora_target freezes the model, heads too; leave one of them out")
-    if model.architecture is not None:
-        engine = layout.transformer_impl == "transformer_engine"
-        stages = layout.pipeline_model_parallel_size
-        for text in problems_of_heads(model.architecture, engine_layers=engine, rotates=True, stages=stages):
-            yield Problem(path, f"is {heads}, but {text}")
-    if model.model_name_or_path is None or (folder := find_directory(model.model_name_or_path)) is None:
+            yield Problem(("actor_train", *_CONFIG, key), text)
+    if not heads or model.model_name_or_path is None or (folder := find_directory(model.model_name_or_path)) is None:
         return
     try:
         config = read_json(folder / CONFIG)
@@ -95,36 +109,10 @@ def mtp_problems(job: JobKeys) -> Iterator[Problem]:
     except ConfigError:  # `model_problems` tells
         return
     if problem is not None:
-        yield Problem(path, f"{problem} ({model.model_name_or_path})")
+        yield Problem(("actor_train", *path), f"{problem} ({model.model_name_or_path})")
 
 
 # ---- FP8
-
-
-def fp8_problems(job: JobKeys) -> Iterator[Problem]:
-    """Problems of roles that compute in FP8, or give keys of it; those of keys taken from actor_train only there."""
-    trained = set(_role(job.actor_train))
-    for name, role in job.roles.items():
-        if role.strategy_args.runs_on_megatron and (name != "actor_infer" or builds_sampling_model(job)):
-            for path, text in _role(role):
-                if name == "actor_train" or (path, text) not in trained:
-                    yield Problem((name, *path), text)
-
-
-def _role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(path in the role, problem)."""
-    layout, model = role.strategy_args.strategy_config, role.model_args
-    found = list(layout_problems(layout))
-    if layout.fp8 is not None:
-        if model.architecture is not None:
-            found += model_problems(layout, model.architecture)
-        if model.dtype not in ("auto", "bf16"):
-            text = f"is {model.dtype}, and strategy_config.fp8 needs weights in bf16; set bf16, or leave it out"
-            yield ("model_args", "dtype"), text
-        if model.trains_part:
-            found.append(("fp8", "is not supported with lora_target or freeze_module_prefix; leave it out"))
-    for key, text in found:
-        yield ("strategy_args", "strategy_config", key), text
 
 
 def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
@@ -134,11 +122,10 @@ def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
     fp8 = sampler.strategy_args.strategy_config.fp8
     if fp8 is None or job.is_supervised or not job.max_steps:
         return
-    path = ("strategy_args", "strategy_config", "fp8")
     engine = "set actor_infer.strategy_args.strategy_name to sglang or vllm, with `pretrain`"
     if not uses_engine(job):
         name = "actor_infer" if sampler is job.actor_infer else "actor_train"
-        yield Problem((name, *path), f"is {fp8}, and a model does not sample in FP8; {engine}")
+        yield Problem((name, *_CONFIG, "fp8"), f"is {fp8}, and a model does not sample in FP8; {engine}")
 
 
 # ---- images

@@ -22,7 +22,7 @@ from roll_batching.jobs.config.job_keys import ROLES, JobKeys
 from roll_batching.jobs.config.key_paths import ANY_NAME, heading_of, schema_keys
 from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.jobs.config.notices import unread_in
-from roll_batching.jobs.config.support import REFUSALS, TESTED
+from roll_batching.jobs.config.support import PACKING_REFUSALS, REFUSALS, TESTED
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields, registered_name
 from roll_batching.settings.support import ROLE_REFUSALS, ROLE_TESTED, Feature, Refusal
@@ -82,8 +82,9 @@ test is about it. `{task}` and the like stand for values of the job.
 
 def support_page() -> str:
     """The page of what goes with what, Markdown."""
-    parts = "Parts of a model, adapters, precision and layers"
-    return f"{SUPPORT}{_support_rows(REFUSALS, TESTED)}\n## {parts}\n\n{_support_rows(ROLE_REFUSALS, ROLE_TESTED)}"
+    packing = f"## Packing and layout of a role\n\n{_support_rows(PACKING_REFUSALS, {})}"
+    parts = f"## Parts of a model, adapters, precision and layers\n\n{_support_rows(ROLE_REFUSALS, ROLE_TESTED)}"
+    return f"{SUPPORT}{_support_rows(REFUSALS, TESTED)}\n{packing}\n{parts}"
 
 
 def _support_rows(refusals: Iterable[Refusal], tested: Mapping[tuple[Feature, Feature], str]) -> str:

@@ -15,7 +15,6 @@ from roll_batching.jobs.config.engine_rules import (
 )
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
-    cp_per_pack_problems,
     device_problems,
     differing_keys,
     layout_problems,
@@ -24,9 +23,9 @@ from roll_batching.jobs.config.layout_rules import (
 )
 from roll_batching.jobs.config.model_rules import (
     adapter_problems,
-    fp8_problems,
     image_problems,
     models_that_cannot_sample,
+    part_problems,
 )
 from roll_batching.jobs.config.objective_rules import objective_problems
 from roll_batching.jobs.config.plain_data import withheld_problems
@@ -75,7 +74,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += critic_problems(job)
     problems += teacher_problems(job)
     problems += model_problems(job)
-    problems += [*adapter_problems(job), *fp8_problems(job)]
+    problems += [*part_problems(job), *adapter_problems(job)]
     problems += _roles(job)
     problems += device_problems(job)
     problems += _environment(job)
@@ -97,9 +96,6 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += engine_problems(job)
     problems += length_problems(job)
     problems += pair_problems(job)
-    for name, role in job.roles.items():
-        if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
-            problems += cp_per_pack_problems(name, role, job)
     return problems
 
 

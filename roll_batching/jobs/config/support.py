@@ -165,6 +165,29 @@ _REFUSED = {
 """Pairs of features that are refused, the last of each row with the others: reason and cure."""
 REFUSALS = refusals_of(_REFUSED)
 
+PACKING_REFUSALS = refusals_of(
+    {
+        **{
+            (f.SIZE_PER_PACK, other): f"auto gives each pack its own size, which needs {needed}; set it, or give a size"
+            for other, needed in f.OTHER_PACKING.items()
+        },
+        (f.SIZE_PER_PACK, f.JOB_BALANCE): (
+            "auto places samples on several ranks, and batch_balance keeps each on one; leave it out"
+        ),
+        (f.SIZE_PER_PACK, f.JOB_STREAM): (
+            "auto needs planned mini-batches, and the section train forms packs from a stream; give a size"
+        ),
+        (f.SIZE_PER_PACK, f.OVERSIZE_ALONE): (
+            "auto gives longer sequences more ranks, and planning_args.oversize is alone; set error, truncate or drop"
+        ),
+        (f.SIZE_PER_PACK, f.ROLE_ENGINE_LAYERS): (
+            "auto needs transformer_impl: local, as TransformerEngine's layers have one context-parallel group; set "
+            "that, or give a size"
+        ),
+    }
+)
+"""Pairs of the packing and the layout of a role that are refused."""
+
 TESTED = {
     (f.DYNAMIC, f.ROLLOUTS): "jobs/rl/test_dynamic_sampling.py",
     (f.ASYNC, f.ROLLOUTS): "jobs/rl/test_async_rollouts.py",
@@ -186,3 +209,7 @@ def pair_problems(job: JobKeys) -> Iterator[Problem]:
     """Pairs of features of `job` that do not go together."""
     for row in refused_pairs(REFUSALS, job):
         yield Problem(row.path, row.message(job))
+    for name, role in job.roles.items():
+        given = f.RoleOfJob(name, role, job)
+        for row in refused_pairs(PACKING_REFUSALS, given):
+            yield Problem((name, *row.path), row.message(given))
