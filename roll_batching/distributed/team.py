@@ -79,8 +79,10 @@ class Team:
                 raise
             error = caught
         head = [int(error is not None), *facts.bounds(), len(facts.counted), facts.balance]
-        votes = torch.tensor(head, dtype=torch.int64)
-        votes = torch.cat([votes, _to_bits(facts.counted[:_INLINE_COUNTS])])
+        inline = facts.counted[:_INLINE_COUNTS]
+        slots = torch.zeros(_INLINE_COUNTS, dtype=torch.float64)
+        slots[: len(inline)] = inline  # their bits travel with the votes, which are int64
+        votes = torch.cat([torch.tensor(head, dtype=torch.int64), slots.view(torch.int64)])
         if self.replica_group is not None:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.replica_group)
         by_replica = votes[None]
@@ -96,14 +98,10 @@ class Team:
         # MAX over a replica leaves its counts as they are: its ranks hold the same samples, hence equal numbers.
         facts.total = by_replica[:, len(head) :].contiguous().view(torch.float64).sum(0)[: len(facts.counted)]
         if int(lengths[0]) > _INLINE_COUNTS:
-            self._sum_rest(facts)
-
-    def _sum_rest(self, facts: Facts) -> None:
-        """Appends the sums of the counts beyond `_INLINE_COUNTS`."""
-        rest = facts.counted[_INLINE_COUNTS:].clone()
-        if self.peer_group is not None:
-            dist.all_reduce(rest, group=self.peer_group)
-        facts.total = torch.cat([facts.total, rest])
+            rest = facts.counted[_INLINE_COUNTS:].clone()
+            if self.peer_group is not None:
+                dist.all_reduce(rest, group=self.peer_group)
+            facts.total = torch.cat([facts.total, rest])
 
     def join(self, what: str, make: Callable[[], T], merge: Callable[[Sequence[T]], T]) -> list[T]:
         """The merged values of `make` of each replica's ranks, in replica order. Collective: one exchange.
@@ -128,13 +126,6 @@ class Team:
         if failures:
             raise rank_error(what, failures) from error
         return [value_of_replica for _, value_of_replica in by_replica]
-
-
-def _to_bits(counts: torch.Tensor) -> torch.Tensor:
-    """[_INLINE_COUNTS] int64: the bits of fp64 counts, padded with 0."""
-    slots = torch.zeros(_INLINE_COUNTS, dtype=torch.float64)
-    slots[: len(counts)] = counts
-    return slots.view(torch.int64)
 
 
 def _all_gather(group: Any, value: Any) -> list[Any]:

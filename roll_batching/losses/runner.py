@@ -161,9 +161,8 @@ class LossRunner:
         except torch.OutOfMemoryError:  # nothing more can be computed, as when the model itself runs out of memory
             raise
         except Exception as error:  # raised on all ranks at the end of the step
-            if is_collective_timeout(error) and (
-                place := _own_collective(error)
-            ):  # others never reach the end of the step
+            # After a timeout in the loss's own collective, other ranks never reach the end of the step.
+            if is_collective_timeout(error) and (place := _own_collective(error)):
                 raise LossError(
                     f"{self._spec.name} timed out in a collective that not every rank entered ({place}). A loss is "
                     "called once per micro-batch, and ranks may have different numbers of them: remove the collective, "
@@ -290,15 +289,12 @@ def _own_collective(error: Exception) -> str:
     """File and line where the user's loss called the collective that raised `error`; empty if it did not."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     outside_torch = [place for place in frames if "torch" not in place[0].parts]
-    if len(outside_torch) == len(frames) or _is_library(str(outside_torch[-1][0])):
+    if len(outside_torch) == len(frames):
         return ""
-    return f"{outside_torch[-1][0]}, line {outside_torch[-1][1]}"
-
-
-def _is_library(file: str) -> bool:
-    """Whether a source file belongs to torch, Megatron or this package."""
+    file, line = outside_torch[-1]
     packages = [sys.modules[name] for name in ("torch", "megatron.core", "roll_batching") if name in sys.modules]
-    return any(Path(file).is_relative_to(folder) for package in packages for folder in package.__path__)
+    is_library = any(file.is_relative_to(folder) for package in packages for folder in package.__path__)
+    return "" if is_library else f"{file}, line {line}"
 
 
 def _reaches(loss: torch.Tensor, output: torch.Tensor) -> bool:

@@ -223,6 +223,11 @@ class StepPacks:
 
                 counted = next(iter(loss_inputs.masks.values()), loss_inputs.predicts)
                 params.mtp_inputs = shift_tokens(pack_layout, self._heads, input_ids, counted, local_tokens)
+        routed_experts = None
+        if self.routed_experts is not None:  # those of the tokens that this rank routes; -1 for padding
+            part, parts = self._token_part
+            tokens = local_tokens.chunk(parts)[part]
+            routed_experts = _gather_tokens(self.routed_experts, source[tokens], real[tokens], -1, device)
         return PackedBatch(
             layout=pack_layout,
             params=params,
@@ -230,17 +235,9 @@ class StepPacks:
             padding_mask=(~real if has_all_tokens else (~real)[local_tokens]).to(device)[None],
             kinds={name: spec.kind for name, spec in self._local.schema.items()},
             ids=np.asarray(ids),
-            routed_experts=self._route(source, real, local_tokens),
+            routed_experts=routed_experts,
             **vars(loss_inputs),
         )
-
-    def _route(self, source: torch.Tensor, real: torch.Tensor, local_tokens: torch.Tensor) -> torch.Tensor | None:
-        """Experts of the tokens that this rank routes; -1 for padding."""
-        if self.routed_experts is None:
-            return None
-        number, count = self._token_part
-        tokens = local_tokens.chunk(count)[number]
-        return _gather_tokens(self.routed_experts, source[tokens], real[tokens], -1, self._packing_device)
 
     def _make_loss_inputs(
         self,

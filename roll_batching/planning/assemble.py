@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -139,12 +138,13 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
     _require_list("bins", bins)
     if len(bins) != constraints.dp_size:
         raise PlanError(f"bins has {len(bins)} ranks, dp_size={constraints.dp_size}")
+    indices: list[list[Ints]] = []
     for number, rank in enumerate(bins):
         _require_list(f"bins[{number}]", rank)
-    indices = [
-        [_as_indices(f"bins[{number}][{k}]", members) for k, members in enumerate(rank)]
-        for number, rank in enumerate(bins)
-    ]
+        indices.append([])
+        for k, members in enumerate(rank):
+            _require_list(f"bins[{number}][{k}]", members)
+            indices[-1].append(as_ints(members, f"bins[{number}][{k}]", len(members)))
     if constraints.has_cp_per_pack:
         packs, first_ranks, cp_sizes = blocks_of_bins(indices)
         samples, offsets = _checked_members(problem, packs)
@@ -180,8 +180,3 @@ def _checked_members(problem: PlanProblem, members: Sequence[Ints]) -> tuple[Int
 def _require_list(name: str, value: object) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
         raise PlanError(f"{name} is {kind_of(value)}: pass bins[dp_rank][k] as lists of sample indices")
-
-
-def _as_indices(name: str, value: Any) -> Ints:
-    _require_list(name, value)
-    return as_ints(value, name, len(value))

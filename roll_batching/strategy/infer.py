@@ -30,7 +30,7 @@ from roll_batching.strategy.optimizer_step import join_results, share_outputs
 from roll_batching.strategy.pack_features import gather_table, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
-from roll_batching.strategy.step_inputs import check_declared, count_local, pack_inputs
+from roll_batching.strategy.step_inputs import check_candidates, count_local, pack_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -369,25 +369,6 @@ class MegatronInferStrategy(ModelIOMixin):
 
     def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> Packs:
         packs = pack_inputs(self.state, facts, local, plan, masks)
-        self._warn_of_fillers(plan)
-        return packs
-
-    def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
-        """`_pack` for a loss, with the loss's own checks of the samples in each micro-batch."""
-        facts.equal("the loss", spec.description)
-        self._head().require(spec.needs, spec.name)
-        if isinstance(local, SampleBatch):  # `_pack` names what else it is
-            check_declared(local, spec, self.state)
-        packs = self._pack(facts, local, plan, spec.masks)
-        if spec.check is not None and (local.origin is None or self.layout.is_last_stage):
-            micro_batches = [mb for mb in plan.micro_batches[self.layout.dp_rank] if not mb.is_filler]
-            spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in micro_batches])
-        return packs
-
-    def _require_finite(self, outputs: SampleBatch) -> SampleBatch:
-        return require_finite_outputs(self.state, outputs)
-
-    def _warn_of_fillers(self, plan: Plan) -> None:
         if len(plan.samples) < self.layout.dp_size and dist.get_rank() == 0 and not self._warned_of_fillers:
             self._warned_of_fillers = True
             logger.warning(
@@ -396,3 +377,23 @@ class MegatronInferStrategy(ModelIOMixin):
                 len(plan.samples),
                 self.layout.dp_size,
             )
+        return packs
+
+    def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
+        """`_pack` for a loss, with the loss's own checks of the samples in each micro-batch."""
+        facts.equal("the loss", spec.description)
+        self._head().require(spec.needs, spec.name)
+        # Earlier pipeline stages may lack the loss's fields. `_pack` names what else `local` is.
+        has_fields = isinstance(local, SampleBatch) and (local.origin is None or self.layout.is_last_stage)
+        if has_fields:
+            spec.require_prepared(local)
+        if isinstance(local, SampleBatch):
+            check_candidates(local, spec.candidates, self.state)
+        packs = self._pack(facts, local, plan, spec.masks)
+        if spec.check is not None and has_fields:
+            micro_batches = [mb for mb in plan.micro_batches[self.layout.dp_rank] if not mb.is_filler]
+            spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in micro_batches])
+        return packs
+
+    def _require_finite(self, outputs: SampleBatch) -> SampleBatch:
+        return require_finite_outputs(self.state, outputs)

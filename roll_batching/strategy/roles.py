@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,10 +33,6 @@ from roll_batching.strategy.optimizer_step import share_columns
 from roll_batching.strategy.schedule import Packs
 from roll_batching.strategy.train import MegatronTrainStrategy
 from roll_batching.strategy.weights import has_same_stages
-
-if TYPE_CHECKING:
-    from roll_batching.strategy.infer import MegatronInferStrategy
-
 
 T = TypeVar("T")
 _SHARE_OF_TIMEOUT = 0.8

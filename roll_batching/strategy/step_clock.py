@@ -40,25 +40,18 @@ class _Span:
     end: Any
 
 
-class _PhaseStack(threading.local):
-    """The nested phases of a thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.phases: list[Phase] = []
-
-
 class StepClock:
     """Times the phases of consecutive steps on `device`, in any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
-        self._stack = _PhaseStack()
+        self._of_thread = threading.local()
         self._spans: deque[_Span] = deque()  # a thread may add one while they are read
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, *, on_host: bool = False) -> Iterator[None]:
         """Context timed as `phase`, and not as an outer one. `on_host`: it runs nothing on the device."""
-        stack = self._stack.phases
+        stack: list[Phase] = self._of_thread.__dict__.setdefault("phases", [])  # nested, the innermost last
         outer = stack[-1] if stack else None
         mark = time.perf_counter if on_host or not self._on_device else _event
         stack.append(phase)

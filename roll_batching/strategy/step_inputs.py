@@ -133,13 +133,6 @@ def check_tokens(batch: SampleBatch, state: ModelState) -> None:
     )
 
 
-def check_declared(batch: SampleBatch, spec: LossSpec, state: ModelState) -> None:
-    """Raises for fields that a loss declares: missing ones that its `prepare` makes, candidates that are no tokens."""
-    if batch.origin is None or state.layout.is_last_stage:  # earlier pipeline stages may lack them
-        spec.require_prepared(batch)
-    check_candidates(batch, spec.candidates, state)
-
-
 def check_candidates(batch: SampleBatch, name: str | None, state: ModelState) -> None:
     """Raises `DataError` for ids in the field `name` of a loss's candidates that are no tokens of the model.
 

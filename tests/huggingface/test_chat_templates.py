@@ -13,6 +13,7 @@ from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.inputs import CHECKED, check_inputs, load_inputs, prompt_of
 from roll_batching.jobs.texts.chat import ChatTemplate, variables_of
 from roll_batching.jobs.texts.encode import encode_documents, encode_judged, encode_pairs
+from roll_batching.jobs.texts.texts import documents_of
 from roll_batching.jobs.texts.tokenizers import HFTokenizer
 from tests.support.chat_templates import FOLDER, STOPS, write_directory
 
@@ -225,7 +226,7 @@ def texts_of(inputs):
     if inputs.prompts is not None:
         return inputs.prompts[0].prompt
     (first, *_) = inputs.corpus
-    document = first if not hasattr(first, "documents") else first.documents[0]
+    document = documents_of(first)[0]
     batch = encode_documents([document], inputs.tokenizer, max_length=500)
     return inputs.tokenizer.decode(batch.to_lists("input_ids")[0])
 
