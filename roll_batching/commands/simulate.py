@@ -230,7 +230,7 @@ def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: P
         typer.echo(f"{left_out:,} ranks between the slowest and the fastest are not shown")
     typer.echo(LEFT_OUT)
     if plot is not None:
-        from roll_batching.tools.simulation.picture import draw_timeline
+        from roll_batching.tools.simulation.report import draw_timeline
 
         draw_timeline(step, plot)
         typer.echo(f"picture: {plot}")

@@ -14,7 +14,7 @@ from roll_batching.cli import main
 from roll_batching.errors import ConfigError
 from roll_batching.planning import PlanConstraints
 from roll_batching.tools.simulation import Scenario, read_architecture, run_sweep
-from roll_batching.tools.simulation.picture import BACKWARD, EXCHANGE, FORWARD, MOST_LANES, chosen_ranks, draw_timeline
+from roll_batching.tools.simulation.report import BACKWARD, EXCHANGE, FORWARD, MOST_LANES, chosen_ranks, draw_timeline
 from roll_batching.tools.simulation.scenario import parse_sweep
 
 OPTIONS = ["simulate", "--model", "qwen3-1.7b", "--max-tokens", "8192"]
