@@ -109,7 +109,7 @@ def _construct_chunk(
     groups: Any,
     value_head_std: float | None,
 ) -> Any:
-    """The GPTModel of virtual stage `chunk` where Megatron constructs it; None: without a value head."""
+    """The GPTModel of virtual stage `chunk` where Megatron constructs it; `value_head_std` None: no value head."""
     from megatron.core.models.gpt import GPTModel
 
     rotary, attention = rotary_settings(architecture), kernels.attention

@@ -86,7 +86,11 @@ def find_images(batch: SampleBatch, form: ImageFormat) -> ImageTokens:
         _check_fields(batch, form)
     ids = batch["input_ids"].cpu().long()
     count = len(batch)
-    _refuse_videos(batch, ids, form)
+    # A video token after the token that begins one is a video; a sampled video token is text.
+    is_video = (ids[1:] == form.video_token_id) & (ids[:-1] == form.vision_start_token_id) & ~_sampled(batch)[1:]
+    if bool(is_video.any()):
+        sample, _ = token_place(batch, int(is_video.nonzero()[0]))
+        raise DataError(f"sample {sample} has a video: videos are not supported, images are")
     images = batch[IMAGES].cpu().long() if with_images else torch.zeros(count, dtype=torch.int64)
     grids = batch[GRIDS].cpu().long() if with_images else torch.zeros(0, 3, dtype=torch.int64)
     sample_of = torch.repeat_interleave(torch.arange(count), images)
@@ -199,14 +203,6 @@ def _check_runs(
             f"{int(runs[first] - batch.offsets[sample])} and no image for them: it has {int(images[sample])} images. "
             f"Give their {', '.join(IMAGE_SCHEMA)}"
         )
-
-
-def _refuse_videos(batch: SampleBatch, ids: Tensor, form: ImageFormat) -> None:
-    """Raises `DataError` for a video between the tokens that begin and end one; a sampled video token is text."""
-    is_video = (ids[1:] == form.video_token_id) & (ids[:-1] == form.vision_start_token_id) & ~_sampled(batch)[1:]
-    if bool(is_video.any()):
-        sample, _ = token_place(batch, int(is_video.nonzero()[0]))
-        raise DataError(f"sample {sample} has a video: videos are not supported, images are")
 
 
 def _sampled(batch: SampleBatch) -> Tensor:

@@ -323,17 +323,14 @@ class RoleClient:
                     if workers is not self.workers:
                         return
                     self._last_message, self._has_started = time.monotonic(), True
-                    self._handle(rank, message)
+                    if isinstance(message, Failed):
+                        self._failed.setdefault(rank, message)
+                    elif isinstance(message, Loaded):
+                        while self._weights and self._weights[0].version < message.version:
+                            shutil.rmtree(self._weights.pop(0).path, ignore_errors=True)
+                    elif not isinstance(message, Ready) and self._pending.pop(message.number, None) is not None:
+                        self._answers[message.number] = message
                     self._changed.notify()
-
-    def _handle(self, rank: int, message: Any) -> None:
-        if isinstance(message, Failed):
-            self._failed.setdefault(rank, message)
-        elif isinstance(message, Loaded):
-            while self._weights and self._weights[0].version < message.version:
-                shutil.rmtree(self._weights.pop(0).path, ignore_errors=True)
-        elif not isinstance(message, Ready) and self._pending.pop(message.number, None) is not None:
-            self._answers[message.number] = message
 
 
 def _write(connection: Connection, outbox: queue.SimpleQueue[object]) -> None:

@@ -90,8 +90,12 @@ class StreamedSteps:
 
         try:
             exchanged = exchange(layout.host_group, "drawing samples", draw)
-        except Exception:  # the same on all ranks: the next call draws this step again
-            self._rewind()
+        except Exception:  # the same on all ranks: the next call draws this step again, after the last one returned
+            self._steps = None
+            if self._next_positions:
+                self._dataset.load_state_dict(self._next_positions, repartition=self.stream.train_policy.repartition)
+            else:
+                self._dataset.set_epoch(0)
             raise
         by_rank = {dp_rank: (ended, position) for dp_rank, ended, position in exchanged}
         self.ended = all(ended for ended, _ in by_rank.values())
@@ -104,14 +108,6 @@ class StreamedSteps:
             group_ids = self.encoder.group_ids(table)
             return local_batch, agree_on_plan(self.strategy, lambda: self.strategy.plan(table, group_ids=group_ids))
         return local_batch, self._plan_bins(bins, gather_lengths(local_batch))
-
-    def _rewind(self) -> None:
-        """Go back to the end of the last step returned."""
-        self._steps = None
-        if self._next_positions:
-            self._dataset.load_state_dict(self._next_positions, repartition=self.stream.train_policy.repartition)
-        else:
-            self._dataset.set_epoch(0)
 
     def _loader(self) -> DataLoader[StepBatches]:
         workers = self.stream.train_policy.dataloader_num_workers

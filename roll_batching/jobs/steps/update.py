@@ -8,7 +8,7 @@ data-parallel ranks, and `distribute` moves them there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -136,7 +136,11 @@ def train_on_rollouts(
         update: False: only fields are added, and there is no optimizer step.
     """
     spec, table = loss_spec(loss), ordered_table(strategy, local_batch)
-    _require_old_policy(strategy, spec.needs, len(table), mini_batch_size, epochs)
+    # Distillation has no old policy; otherwise several optimizer steps need old log-probs.
+    if strategy.batching.logprob_plan == "none" and CANDIDATES not in spec.needs:
+        problem = refuse_without_old_log_probs(len(table), mini_batch_size, epochs)
+        if problem is not None:
+            raise DataError(f"logprob_plan: {problem}.")
     home_rank = None
     if batch_balance:
         home_rank = place_on_ranks(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
@@ -169,16 +173,6 @@ def train_on_values(
     planner = MiniBatchPlanner(critic, mini_batch_size, seed)
     planned = planner.plan(ordered_table(critic, local_batch), range(epochs))
     yield from _train(planner, local_batch, loss, agree_on_each(critic, planned))
-
-
-def _require_old_policy(
-    strategy: MegatronTrainStrategy, needs: Collection[str], samples: int, mini_batch_size: int, epochs: int
-) -> None:
-    """Raises DataError for several optimizer steps without old log-probs; distillation has no old policy."""
-    if strategy.batching.logprob_plan == "none" and CANDIDATES not in needs:
-        problem = refuse_without_old_log_probs(samples, mini_batch_size, epochs)
-        if problem is not None:
-            raise DataError(f"logprob_plan: {problem}.")
 
 
 def _add_old_log_probs(

@@ -45,7 +45,12 @@ class ImageProcessor:
 
     def __init__(self, folder: Path, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
         try:
-            kind = _processor_class()
+            # The processor that resizes with pillow: torchvision's resizes otherwise.
+            import PIL.Image  # noqa: F401
+            import transformers
+
+            kind: Any = getattr(transformers, f"{_PROCESSOR}Pil", None)  # before 5.0 the name without Pil
+            kind = kind or getattr(transformers, _PROCESSOR)
         except ImportError as error:
             raise DataError(
                 f"images need transformers and pillow ({error}): pip install 'roll-batching[vision]'"
@@ -123,15 +128,6 @@ class ImageProcessor:
             patches.append(frames[:, :, 0].reshape(-1, width).astype(np.uint8))
             grids.append(np.asarray(processed["image_grid_thw"], dtype=np.int64))
         return np.concatenate(patches), np.concatenate(grids)
-
-
-def _processor_class() -> Any:
-    """The processor that resizes with pillow: torchvision's resizes otherwise."""
-    import PIL.Image  # noqa: F401
-    import transformers
-
-    processor_class: Any = getattr(transformers, f"{_PROCESSOR}Pil", None)  # before 5.0 the name without Pil
-    return processor_class or getattr(transformers, _PROCESSOR)
 
 
 def _upright(opened: Any) -> Any:
