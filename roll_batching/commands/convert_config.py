@@ -11,7 +11,7 @@ import typer
 from roll_batching.errors import ConfigError
 from roll_batching.files import atomic_file, check_replaceable
 from roll_batching.tools.conversion import ORIGINS, convert_file, origin_of
-from roll_batching.tools.conversion.report import is_json_report, is_unedited_yaml
+from roll_batching.tools.conversion.draft import is_json_report, is_unedited_yaml
 
 
 class Framework(StrEnum):

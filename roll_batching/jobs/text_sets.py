@@ -13,7 +13,7 @@ from roll_batching.errors import ConfigError, DataError
 from roll_batching.huggingface.directory import directory_of, find_directory
 from roll_batching.jobs.config import DataArgs, JobConfig
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.texts.chat import NO_ARGUMENTS, ChatTemplate, TemplateArguments

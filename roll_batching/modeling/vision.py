@@ -16,7 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 
 from roll_batching.packing.extra_inputs import ImageInputs
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
-from roll_batching.settings.vision import VisionConfig
+from roll_batching.settings.model_parts import VisionConfig
 
 
 class VisionEncoder(Qwen2_5_VisionTransformerPretrainedModel):  # type: ignore[misc]

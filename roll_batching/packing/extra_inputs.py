@@ -16,7 +16,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import PIXELS
 from roll_batching.samples.flatten import row_indices, starts_of
 from roll_batching.samples.image_fields import ImageFormat, ImageTokens, find_images, has_images
-from roll_batching.settings.vision import VisionConfig
+from roll_batching.settings.model_parts import VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)

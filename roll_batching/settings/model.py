@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from roll_batching.errors import ConfigError, LayoutError
 from roll_batching.settings.adapters import AdapterArgs
 from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
-from roll_batching.settings.vision import VisionConfig
+from roll_batching.settings.model_parts import VisionConfig, problem_of_parts
 
 if TYPE_CHECKING:
     from roll_batching.huggingface.config_json import Translation
@@ -271,11 +271,8 @@ class ArchitectureConfig(Settings):
 
     @model_validator(mode="after")
     def _check_parts(self) -> ArchitectureConfig:
-        if self.multi_latent_attention or self.hybrid or self.mtp_num_layers or self.vision:
-            from roll_batching.settings.model_parts import problem_of_parts  # few models have them
-
-            if (problem := problem_of_parts(self)) is not None:
-                raise ValueError(problem)
+        if (problem := problem_of_parts(self)) is not None:
+            raise ValueError(problem)
         return self
 
     @property
@@ -345,7 +342,7 @@ class ModelArgs(AdapterArgs):
     @model_validator(mode="before")
     @classmethod
     def _from_directory(cls, data: Any) -> Any:
-        # Keys of `architecture` override the directory's; jobs/config/pretrained.py reports where they differ.
+        # Keys of `architecture` override the directory's; jobs/config/model_rules.py reports where they differ.
         name, family = (data.get("model_name_or_path"), data.get("family")) if isinstance(data, dict) else (None, None)
         found = None
         if isinstance(name, str) and isinstance(family, str | None):

@@ -11,7 +11,7 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.packing.extra_inputs import BatchImages, image_format
 from roll_batching.samples.image_fields import find_images
-from roll_batching.settings.vision import VisionConfig
+from roll_batching.settings.model_parts import VisionConfig
 from tests.huggingface import vision
 
 pytestmark = pytest.mark.models

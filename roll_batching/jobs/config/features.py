@@ -11,7 +11,7 @@ from roll_batching.jobs.config.engine_rules import SERVED, corrects_engine, uses
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.objective_rules import wants_reference, whitens
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.teacher_rules import distills
+from roll_batching.jobs.config.task_rules import distills
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.support import ENGINE_LAYERS, Feature
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_batching.jobs.config.diagnostics import ConfigFileError, NoticeKind, Problem, shortened
+from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, NoticeKind, Place, Problem, shortened
 from roll_batching.jobs.config.frameworks import framework_of, script_error, with_hint
-from roll_batching.jobs.config.job import JobConfig
+from roll_batching.jobs.config.job import JobConfig, check_source
 from roll_batching.jobs.config.job_keys import Task
 from roll_batching.jobs.config.plain_data import plain_copy
-from roll_batching.jobs.config.toml_source import parse_toml
-from roll_batching.jobs.config.validation import check_source
 from roll_batching.jobs.config.yaml_source import Source, apply_overrides, read_text, read_yaml, resolve_references
 
 
@@ -55,3 +55,44 @@ def _check_overrides(config: JobConfig, source: Source) -> None:
 def config_from_dict(data: Mapping[str, Any]) -> JobConfig:
     """As `load_config`, for settings in memory."""
     return check_source(Source("settings", plain_copy(data)))
+
+
+# ---- TOML
+
+
+_LINE = re.compile(r"at line (\d+)")
+_HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_\-\".' ]+?)\s*=")
+
+
+def parse_toml(text: str, name: str) -> Source:
+    """Parses `text`; `name` is the file's name in messages. Raises ConfigFileError for invalid TOML."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        match = _LINE.search(str(error))
+        place = Place(name, int(match[1]) if match else None)
+        raise ConfigFileError([Problem((), f"is not valid TOML: {error}", place)]) from None
+    except RecursionError:
+        raise ConfigFileError([Problem((), "is nested too deeply", Place(name))]) from None
+    return Source(name, data, _places(text, name))
+
+
+def _places(text: str, name: str) -> dict[KeyPath, Place]:
+    """Places of keys by line. A key of an inline table has the place of that table."""
+    places: dict[KeyPath, Place] = {}
+    section: KeyPath = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        header, key = _HEADER.match(line), _KEY.match(line)
+        if header is not None:
+            section = _path(header[1])
+            places.setdefault(section, Place(name, number))
+        elif key is not None:
+            path = section + _path(key[1])
+            for end in range(len(section) + 1, len(path) + 1):
+                places.setdefault(path[:end], Place(name, number))
+    return places
+
+
+def _path(written: str) -> KeyPath:
+    return tuple(part.strip().strip("\"'") for part in written.split("."))

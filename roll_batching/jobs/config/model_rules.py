@@ -1,14 +1,14 @@
-"""Rules of parts of a model: LoRA adapters, heads of multi-token prediction, FP8, images."""
+"""Rules of models: their parts, adapters, heads of multi-token prediction, FP8, images, and directories."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from roll_batching.errors import ConfigError
-from roll_batching.huggingface.directory import CONFIG, find_directory, read_json
+from roll_batching.huggingface.directory import CONFIG, directory_of, find_directory, read_json
 from roll_batching.huggingface.families import load_family
 from roll_batching.huggingface.layer_rules import mtp_heads_problem
-from roll_batching.jobs.config.diagnostics import Notice, Problem
+from roll_batching.jobs.config.diagnostics import KeyPath, Notice, Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
@@ -19,8 +19,10 @@ from roll_batching.jobs.config.layout_rules import (
 )
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.settings.fields import Settings
 from roll_batching.settings.fp8 import fp8_problems
 from roll_batching.settings.idle_options import idle_options_of_model
+from roll_batching.settings.model import ArchitectureConfig, describe_model
 from roll_batching.settings.support import HEADS, ROLE_REFUSALS, Parts, refused_pairs
 
 ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
@@ -161,3 +163,64 @@ def image_notices(job: JobKeys) -> Iterator[Notice]:
         text = "the model reads images, and this job none: for images set actor_train.data_args.images to their key in "
         text += "the data (docs/vision.md)"
         yield Notice(("actor_train", "model_args", "model_name_or_path"), text)
+
+
+# ---- model directories
+
+
+TRAINED_WITH = (
+    "hidden_dropout", "init_std", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "mtp_num_layers",
+)  # fmt: skip
+"""Settings of an architecture that concern training alone: they may differ from the model directory's."""
+
+
+def model_problems(job: JobKeys) -> Iterator[Problem]:
+    """Unsupported fields of the `config.json` of a job's models, settings that differ from it, and its heads."""
+    yield from mtp_problems(job)
+    reported: list[tuple[object, ...]] = []
+    for role, worker in job.roles.items():
+        name = worker.model_args.model_name_or_path
+        family = worker.model_args.family
+        if name is None:
+            if family is not None and (name, family) not in reported:
+                reported.append((name, family))
+                text = "has no effect without a model directory: set model_name_or_path, or leave it out"
+                yield Problem((role, "model_args", "family"), text)
+            continue
+        found = describe_model(name, family)
+        if found is None:  # reported when the job starts (`missing_model`): another machine may have the directory
+            continue
+        given = worker.model_args.architecture
+        if (name, given) in reported:
+            continue
+        reported.append((name, given))
+        if found.problems:
+            yield Problem(_place(job, role, name), f"{name}: {'; '.join(found.problems)}")
+        elif given is not None:
+            path = (role, "model_args", "architecture")
+            yield from _differences(given, ArchitectureConfig.model_validate(found.architecture), path, name)
+
+
+def missing_model(job: JobKeys, role: str, name: str) -> list[Problem]:
+    """The problem that the model directory `name` of `role` does not exist, or none."""
+    try:
+        directory_of(name)
+    except ConfigError as error:
+        return [Problem(_place(job, role, name), str(error))]
+    return []
+
+
+def _place(job: JobKeys, role: str, name: str) -> KeyPath:
+    return ("pretrain",) if job.pretrain == name else (role, "model_args", "model_name_or_path")
+
+
+def _differences(given: Settings, found: Settings, path: KeyPath, name: str) -> Iterator[Problem]:
+    for key in type(given).model_fields:
+        here, there = getattr(given, key), getattr(found, key)
+        if here == there or key in TRAINED_WITH:
+            continue
+        if isinstance(here, Settings) and isinstance(there, Settings):
+            yield from _differences(here, there, (*path, key), name)
+        else:
+            text = f"is {here}, and config.json of {name} says {there}; leave it out here"
+            yield Problem((*path, key), text)

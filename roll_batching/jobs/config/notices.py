@@ -16,7 +16,7 @@ from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.jobs.config.model_rules import adapter_notices, image_notices
 from roll_batching.jobs.config.objective_rules import unread_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.teacher_rules import distills, uses_teacher
+from roll_batching.jobs.config.task_rules import distills, uses_teacher
 from roll_batching.jobs.config.unread_keys import replaced_keys, unread_by_engine, unread_keys
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.config.yaml_source import Source

@@ -24,12 +24,13 @@ from roll_batching.jobs.config.layout_rules import (
 from roll_batching.jobs.config.model_rules import (
     adapter_problems,
     image_problems,
+    missing_model,
+    model_problems,
     models_that_cannot_sample,
     part_problems,
 )
 from roll_batching.jobs.config.objective_rules import objective_problems
 from roll_batching.jobs.config.plain_data import withheld_problems
-from roll_batching.jobs.config.pretrained import missing_model, model_problems
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
 from roll_batching.jobs.config.rl_rules import (
     critic_problems,
@@ -42,14 +43,15 @@ from roll_batching.jobs.config.rl_rules import (
     uses_critic,
 )
 from roll_batching.jobs.config.rollout_keys import rollout_problems
-from roll_batching.jobs.config.supervised_rules import (
+from roll_batching.jobs.config.support import pair_problems
+from roll_batching.jobs.config.task_rules import (
+    missing_for_distillation,
     missing_for_supervised,
     stream_problems,
     supervised_problems,
+    teacher_problems,
     token_budget_problems,
 )
-from roll_batching.jobs.config.support import pair_problems
-from roll_batching.jobs.config.teacher_rules import missing_for_distillation, teacher_problems
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 from roll_batching.secret_names import is_secret
@@ -214,7 +216,7 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
             text += "process; leave it out, or give actor_infer other devices (actor_infer.device_mapping)"
             for key in different:
                 yield Problem((name, "strategy_args", "strategy_config", key), text)
-        elif not separate and name != "teacher":  # device_rules checks the others, teacher_rules the teacher
+        elif not separate and name != "teacher":  # `device_problems` checks the others, `teacher_problems` the teacher
             if different or role.model_args.architecture != job.actor_train.model_args.architecture:
                 yield from size_problems(name, role)
             if different and samples and not job.is_supervised:

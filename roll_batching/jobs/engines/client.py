@@ -14,7 +14,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import EngineError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import reads_engine_log_probs, wrong_log_probs
-from roll_batching.jobs.config.engines import ENGINES
+from roll_batching.jobs.config.worker import ENGINES
 from roll_batching.jobs.engines.probe import Probe
 from roll_batching.jobs.engines.protocol import (
     Engine,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.config.engines import EngineArgs
+from roll_batching.jobs.config.worker import EngineArgs
 from roll_batching.jobs.engines.probe import GapLimit, Probe
 from roll_batching.jobs.engines.protocol import GenerationRequest, GenerationResult, check_result
 from roll_batching.strategy.sampling import GenerationSettings

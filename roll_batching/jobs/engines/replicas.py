@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.config.engines import EngineArgs
+from roll_batching.jobs.config.worker import EngineArgs
 from roll_batching.jobs.engines.probe import GapLimit, Probe
 from roll_batching.jobs.engines.protocol import (
     GenerationRequest,

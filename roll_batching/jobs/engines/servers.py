@@ -33,7 +33,7 @@ from roll_batching.jobs.config.engine_rules import (
     starts_servers,
     uses_engine,
 )
-from roll_batching.jobs.config.engines import ENGINES
+from roll_batching.jobs.config.worker import ENGINES
 from roll_batching.jobs.processes.child_process import (
     ROLE_DEVICES,
     describe_exit,

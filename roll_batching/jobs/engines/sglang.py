@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll_batching.jobs.config.engines import EngineArgs
+from roll_batching.jobs.config.worker import EngineArgs
 from roll_batching.jobs.engines.protocol import (
     GenerationRequest,
     GenerationResult,

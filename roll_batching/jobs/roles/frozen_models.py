@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.objective_rules import wants_reference
-from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.steps.passes import add_results, prefix_errors
 from roll_batching.losses.distillation import TEACHER_IDS, TEACHER_LOG_PROBS

@@ -12,9 +12,8 @@ from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, dott
 from roll_batching.jobs.config.frameworks import NAMES, framework_of
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.tools.conversion.composing import Composed, compose_hydra, compose_inheriting
-from roll_batching.tools.conversion.draft import Draft, check_draft
+from roll_batching.tools.conversion.draft import Conversion, Draft, check_draft
 from roll_batching.tools.conversion.nemo_rl import draft_of_nemo_rl
-from roll_batching.tools.conversion.report import Conversion
 from roll_batching.tools.conversion.roll import draft_of_roll
 from roll_batching.tools.conversion.shell_script import read_script
 from roll_batching.tools.conversion.slime import draft_of_slime

@@ -28,8 +28,7 @@ from typing import Any
 import yaml
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem, shortened
-from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.report import Kind
+from roll_batching.tools.conversion.draft import Draft, Kind
 
 ROLE = "actor_train"
 DATA = (ROLE, "data_args")

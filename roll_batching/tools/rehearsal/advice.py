@@ -10,7 +10,7 @@ from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.layout_rules import differing_keys, model_fits
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.planning import ParallelDims
 from roll_batching.settings.fields import Pass
 from roll_batching.tools.rehearsal.job import Rehearsal

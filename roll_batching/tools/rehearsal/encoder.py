@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface
 
 from roll_batching.modeling import vision
-from roll_batching.settings.vision import VisionConfig
+from roll_batching.settings.model_parts import VisionConfig
 from roll_batching.tools.rehearsal import fake_cuda
 
 _ATTENTION = "rehearsed_windows"

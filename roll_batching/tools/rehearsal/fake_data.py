@@ -20,7 +20,7 @@ from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS, FieldKind
 from roll_batching.samples.image_fields import IMAGE_SCHEMA
-from roll_batching.settings.vision import VisionConfig
+from roll_batching.settings.model_parts import VisionConfig
 from roll_batching.tools.rehearsal.recorder import set_attention_pairs
 
 _NEXT_TOKENS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")

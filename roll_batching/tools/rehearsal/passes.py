@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.jobs.objectives.from_config import (
     critic_role,
     loss_of,

@@ -11,7 +11,7 @@ from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.modeling.head import gpt_of
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.fp8 import fp8_layers

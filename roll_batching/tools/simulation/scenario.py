@@ -13,7 +13,7 @@ from roll_batching.errors import ConfigError, LayoutError, PlanError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.rl_rules import uses_critic
-from roll_batching.jobs.config.teacher_rules import uses_teacher
+from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.lengths_io import MOST_TOKENS

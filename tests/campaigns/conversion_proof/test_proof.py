@@ -13,7 +13,7 @@ import pytest
 
 from roll_batching.jobs.config import load_config
 from roll_batching.tools.conversion import Conversion
-from roll_batching.tools.conversion.report import KeptKey, LeftOut
+from roll_batching.tools.conversion.draft import KeptKey, LeftOut
 from tests.campaigns.conversion_proof import compare, ours, samples, script_commands
 from tests.campaigns.conversion_proof.prove import HOSTS, make_case
 from tests.support.ranks import ROOT

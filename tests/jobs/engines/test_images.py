@@ -13,7 +13,7 @@ from roll_batching.jobs.texts.encode import encode_prompts
 from roll_batching.jobs.texts.image_references import ImageReference
 from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer, with_images
 from roll_batching.jobs.texts.texts import Prompt
-from roll_batching.settings.vision import VisionConfig
+from roll_batching.settings.model_parts import VisionConfig
 from tests.huggingface.test_vision_jobs import folder, rl  # noqa: F401
 from tests.jobs.engines.test_replicas import order, seen, start
 from tests.support import vision

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.settings.vision import VisionConfig
+from roll_batching.settings.model_parts import VisionConfig
 from roll_batching.tools.rehearsal.fake_data import ImageSizes
 from tests.support.ranks import run_ranks
 from tests.tools.rehearsal.jobs import DYNAMIC, PADDED, job_of, task_of
