@@ -45,7 +45,7 @@ def build_problems(
     parts = Parts(ModelArgs(value_head=value_head), architecture, strategy, kernels.layers, kernels.attention.rotates)
     problems += [row.error(parts) for row in refused_pairs(ROLE_REFUSALS, parts)]
     if architecture.vision is not None:
-        from roll_batching.settings.model_parts import encoder_problem  # few models take images
+        from roll_batching.settings.contradictions import encoder_problem  # few models take images
 
         problems += [problem] if (problem := encoder_problem()) is not None else []
     if strategy.fp8 is not None:
@@ -58,7 +58,7 @@ def _indivisible(architecture: ArchitectureConfig, tp_size: int, cp_size: int) -
     """Units of recurrent layers that tensor- and context-parallel ranks cannot divide."""
     delta, ranks = architecture.gated_delta_net, tp_size * cp_size
     if architecture.hybrid is not None:
-        from roll_batching.settings.model_parts import mamba_misfit  # few models need it
+        from roll_batching.settings.contradictions import mamba_misfit  # few models need it
 
         misfit = mamba_misfit(architecture.hybrid, tp_size, cp_size)
         return [] if misfit is None else [misfit]

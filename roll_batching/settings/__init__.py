@@ -2,7 +2,8 @@
 
 from roll_batching.settings.batching import BatchingConfig, SequencePackingArgs
 from roll_batching.settings.megatron_config import MegatronConfig, StrategyArgs
-from roll_batching.settings.model import ArchitectureConfig, ModelArgs, MoEConfig, RopeScaling
+from roll_batching.settings.model import ArchitectureConfig, ModelArgs
+from roll_batching.settings.model_parts import MoEConfig, RopeScaling
 from roll_batching.settings.role import RoleSettings
 from roll_batching.settings.training import TrainingArgs
 

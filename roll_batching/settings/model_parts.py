@@ -1,29 +1,189 @@
-"""Settings of the vision encoder; contradictions between parts of a model, and sizes that divide them."""
+"""Settings of parts of a model: rope scaling, latent attention, delta nets, hybrid layers, experts, vision."""
 
 from __future__ import annotations
 
-from importlib import metadata
-from typing import Annotated, Any
+import math
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
-from roll_batching.settings.support import ARCHITECTURE_REFUSALS, Parts, refused_pairs
 
-_MOST = 2**16
+MOST_PARTS = 2**16
+"""Most layers, heads, experts, or channels of a head."""
+WIDEST = 2**20
+"""Most channels of a layer."""
+
+
+class RopeScaling(Settings):
+    """Scaling of rotary frequencies for long contexts, in Hugging Face's names."""
+
+    type: Literal["linear", "llama3", "yarn"] = setting(help="Kind of scaling.")
+    factor: float = setting(1.0, help="How many times longer than in pre-training.", ge=1)
+    low_freq_factor: float = setting(1.0, help="llama3: wavelengths above the original length over this scale.", gt=0)
+    high_freq_factor: float = setting(4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0)
+    original_max_position_embeddings: int = setting(8192, help="llama3 and yarn: context length of pre-training.", gt=0)
+    beta_fast: float = setting(32.0, help="yarn: channels with more turns over that length stay as they are.", gt=0)
+    beta_slow: float = setting(1.0, help="yarn: channels with fewer turns are divided by factor.", gt=0)
+    truncate: bool = setting(True, help="yarn: whether the two limits are rounded to whole channels.")
+    attention_factor: float | None = setting(
+        None, help="yarn: factor of the rotated channels. Default: from factor, mscale and mscale_all_dim.", gt=0
+    )
+    mscale: float | None = setting(None, help="yarn: DeepSeek's parameter of that factor.", ge=0)
+    mscale_all_dim: float | None = setting(
+        None,
+        help="yarn: with multi-latent attention the parameter of the attention's scale; also of that factor.",
+        ge=0,
+    )
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated queries and keys: `attention_factor`, or inferred as in transformers."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+        return yarn_mscale(self.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's growth of attention's temperature with the context (Peng et al. 2023, arXiv 2309.00071)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+class LatentAttentionConfig(Settings):
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434), in Megatron's names."""
+
+    q_lora_rank: int | None = setting(None, help="Width of the queries' latent; default: none.", gt=0, le=WIDEST)
+    kv_lora_rank: int = setting(help="Width of the latent of keys and values.", gt=0, le=WIDEST)
+    qk_head_dim: int = setting(help="Channels of a head's queries and keys that are not rotated.", gt=0, le=MOST_PARTS)
+    qk_pos_emb_head_dim: int = setting(
+        help="Rotated channels; those of keys are the same for all heads.", gt=0, le=MOST_PARTS, multiple_of=2
+    )
+    v_head_dim: int = setting(help="Channels of a head's values.", gt=0, le=MOST_PARTS)
+    rotary_interleaved: bool = setting(True, help="Whether channels 2i and 2i + 1 turn together.")
+
+
+class DeltaNetConfig(Settings):
+    """Gated delta nets (arXiv 2412.06464) in place of attention in some layers, as in Qwen3-Next."""
+
+    layers: tuple[Literal[0, 1], ...] = setting(help="1 for each layer with a delta net, 0 for those with attention.")
+    num_key_heads: int = setting(help="Heads of queries and keys.", gt=0, le=MOST_PARTS)
+    num_value_heads: int = setting(help="Heads of values, a multiple of num_key_heads.", gt=0, le=MOST_PARTS)
+    key_head_dim: int = setting(help="Channels of a head's queries and keys.", gt=0, le=MOST_PARTS)
+    value_head_dim: int = setting(help="Channels of a head's values.", gt=0, le=MOST_PARTS)
+    conv_kernel_dim: int = setting(4, help="Tokens that the convolution before spans.", ge=2, le=MOST_PARTS)
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> DeltaNetConfig:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(f"num_value_heads must be a multiple of num_key_heads={self.num_key_heads}")
+        if all(self.layers) or not any(self.layers):
+            raise ValueError("layers must name layers with a delta net and layers with attention")
+        return self
+
+
+class HybridConfig(Settings):
+    """Layers of one part each: a Mamba-2 mixer, attention without RoPE, an MLP with squared ReLU or experts."""
+
+    pattern: str = setting(help="A letter per layer: M (Mamba), * (attention), - (MLP) or E (experts).")
+    mamba_num_heads: int = setting(help="Heads of a Mamba layer.", gt=0, le=MOST_PARTS)
+    mamba_head_dim: int = setting(help="Channels of a head.", gt=0, le=MOST_PARTS)
+    mamba_num_groups: int = setting(help="Groups of heads that share B and C.", gt=0, le=MOST_PARTS)
+    mamba_state_dim: int = setting(help="States per channel.", gt=0, le=MOST_PARTS)
+    mamba_conv_kernel_dim: int = setting(4, help="Tokens that the convolution before spans.", ge=2, le=MOST_PARTS)
+    moe_latent_size: int | None = setting(None, help="Width of experts' latent; default: none.", gt=0, le=WIDEST)
+
+
+class MoEConfig(Settings):
+    """Mixture-of-experts layers. Absent: every layer is dense."""
+
+    num_experts: int = setting(help="Experts per layer.", ge=2, le=MOST_PARTS)
+    router_topk: int = setting(2, help="Experts that each token visits.", ge=1)
+    ffn_hidden_size: int | None = setting(
+        None, help="Width of an expert; default: the dense layers' width.", gt=0, le=WIDEST
+    )
+    shared_expert_ffn_hidden_size: int | None = setting(
+        None, help="Width of the shared expert; default: none.", gt=0, le=WIDEST
+    )
+    shared_expert_gate: bool = setting(False, help="Whether a gate weighs the shared expert, as in Qwen3-Next.")
+    aux_loss_coeff: float = setting(0.0, help="Weight of the load-balancing loss.", ge=0)
+    z_loss_coeff: float = setting(0.0, help="Weight of the router's z-loss.", ge=0)
+    layer_freq: Annotated[int, Field(ge=1)] | tuple[Literal[0, 1], ...] = setting(
+        1, help="Every how many layers one is a mixture; or a list, 1 for each layer that is one and 0 for the others."
+    )
+    router_pre_softmax: bool = setting(
+        False,
+        help="true: an expert's weight is its probability among all. false: among those that the token visits, so "
+        "that they sum to one.",
+    )
+    router_score_function: Literal["softmax", "sigmoid"] = setting(
+        "softmax", help="Scores of experts. sigmoid: DeepSeek-V3's; the weights of a token's experts then sum to one."
+    )
+    router_expert_bias: bool = setting(
+        False, help="A bias per expert that is added to sigmoid scores for the choice of experts, not to their weights."
+    )
+    router_bias_update_rate: float = setting(
+        0.0,
+        help="How much each optimizer step moves the expert biases towards equal numbers of tokens "
+        "(moe_router_bias_update_rate, 0.001 in Megatron). 0: they stay as loaded, as in transformers.",
+        ge=0,
+        lt=1,
+    )
+    router_num_groups: int | None = setting(
+        None,
+        help="Groups of experts; a token visits experts of router_group_topk groups only. Default: no groups.",
+        ge=2,
+    )
+    router_group_topk: int | None = setting(None, help="Groups that each token visits; with router_num_groups.", ge=1)
+    router_scaling_factor: float = setting(1.0, help="Factor of the weights of experts.", gt=0)
+    router_dtype: Literal["fp32"] | None = setting(
+        None, help="Precision of the router's product and scores; default: that of the activations."
+    )
+
+    @model_validator(mode="after")
+    def _check_router(self) -> MoEConfig:
+        if self.router_expert_bias and self.router_score_function != "sigmoid":
+            raise ValueError("router_expert_bias needs router_score_function: sigmoid")
+        if self.router_bias_update_rate and not self.router_expert_bias:
+            raise ValueError("router_bias_update_rate has no effect without router_expert_bias: leave it out")
+        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
+            raise ValueError("shared_expert_gate needs shared_expert_ffn_hidden_size")
+        groups, chosen = self.router_num_groups, self.router_group_topk
+        if (groups is None) != (chosen is None):
+            raise ValueError("router_num_groups and router_group_topk belong together: set both, or none")
+        if groups is not None and chosen is not None:
+            if self.num_experts % groups or chosen > groups:
+                raise ValueError(
+                    f"{self.num_experts} experts cannot be chosen from {chosen} of {groups} groups: router_num_groups "
+                    "must divide num_experts and be at least router_group_topk"
+                )
+            if self.router_topk % chosen or self.router_topk // chosen > self.num_experts // groups:
+                raise ValueError(
+                    f"router_topk={self.router_topk} must be a multiple of router_group_topk={chosen}, and at most "
+                    f"the experts of these groups ({chosen} x {self.num_experts // groups})"
+                )
+        return self
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer with this index, from 0 on, is a mixture."""
+        every = self.layer_freq
+        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
 
 
 class VisionConfig(Settings):
     """The vision encoder of Qwen2.5-VL, in transformers' names, and how its outputs enter the text model."""
 
-    depth: int = setting(help="Layers.", gt=0, le=_MOST)
-    hidden_size: int = setting(help="Width of a layer.", gt=0, le=_MOST)
-    intermediate_size: int = setting(help="Width of the gated feed-forward layer.", gt=0, le=_MOST)
-    num_heads: int = setting(help="Heads of attention.", gt=0, le=_MOST)
-    patch_size: int = setting(14, help="Pixels along a side of a patch.", gt=0, le=_MOST)
-    temporal_patch_size: int = setting(2, help="Frames of a patch; of an image they are equal.", gt=0, le=_MOST)
-    spatial_merge_size: int = setting(2, help="Patches along a side that become one token.", gt=0, le=_MOST)
-    window_size: int = setting(112, help="Pixels along a side of the windows of attention.", gt=0, le=_MOST)
+    depth: int = setting(help="Layers.", gt=0, le=MOST_PARTS)
+    hidden_size: int = setting(help="Width of a layer.", gt=0, le=MOST_PARTS)
+    intermediate_size: int = setting(help="Width of the gated feed-forward layer.", gt=0, le=MOST_PARTS)
+    num_heads: int = setting(help="Heads of attention.", gt=0, le=MOST_PARTS)
+    patch_size: int = setting(14, help="Pixels along a side of a patch.", gt=0, le=MOST_PARTS)
+    temporal_patch_size: int = setting(2, help="Frames of a patch; of an image they are equal.", gt=0, le=MOST_PARTS)
+    spatial_merge_size: int = setting(2, help="Patches along a side that become one token.", gt=0, le=MOST_PARTS)
+    window_size: int = setting(112, help="Pixels along a side of the windows of attention.", gt=0, le=MOST_PARTS)
     fullatt_block_indexes: tuple[Annotated[int, Field(ge=0)], ...] = setting(
         (7, 15, 23, 31), help="Layers whose attention has no windows."
     )
@@ -48,90 +208,3 @@ class VisionConfig(Settings):
         if self.window_size < self.patch_size * self.spatial_merge_size:
             raise ValueError("window_size must be at least patch_size * spatial_merge_size")
         return self
-
-
-# ---- contradictions
-
-
-def problem_of_parts(model: Any) -> str | None:
-    """What contradicts `vision`, `mtp_num_layers`, `hybrid` or `multi_latent_attention` in an `ArchitectureConfig`."""
-    parts = Parts(None, model, None, "local")
-    if (row := next(refused_pairs(ARCHITECTURE_REFUSALS, parts), None)) is not None:
-        return f"{row.path[-1]} {row.reason}: {row.cure}"
-    if model.vision is not None:
-        return _vision_problem(model)
-    if model.hybrid is not None:
-        return _hybrid_problem(model)
-    latent, ending = model.multi_latent_attention, "has no effect with multi_latent_attention: leave it out"
-    if latent is not None and model.kv_channels not in (None, latent.qk_head_dim + latent.qk_pos_emb_head_dim):
-        return f"kv_channels {ending}"
-    if latent is not None and model.kv_heads != model.num_attention_heads:
-        return f"num_query_groups {ending}"
-    return None
-
-
-def _hybrid_problem(model: Any) -> str | None:
-    pattern, hybrid = model.hybrid.pattern, model.hybrid
-    if set(pattern) - set("M*-E") or "M" not in pattern:
-        return "hybrid.pattern must have letters M, *, - and E only, and M at least once"
-    if hybrid.mamba_num_heads % hybrid.mamba_num_groups:
-        return f"hybrid.mamba_num_heads must be a multiple of mamba_num_groups={hybrid.mamba_num_groups}"
-    if len(pattern) != model.num_layers:
-        return f"hybrid.pattern has {len(pattern)} letters for {model.num_layers} layers"
-    mixtures = tuple(int(kind == "E") for kind in pattern)
-    if (model.moe is None) == any(mixtures):
-        return "moe and the letter E of hybrid.pattern belong together: give both, or neither"
-    if model.moe is not None and model.moe.layer_freq != mixtures:
-        return "moe.layer_freq must have 1 for each letter E of hybrid.pattern and 0 for the others"
-    if model.moe is not None and model.moe.shared_expert_gate:
-        return "moe.shared_expert_gate has no effect with hybrid: leave it out"
-    if model.moe is None and model.hybrid.moe_latent_size is not None:
-        return "hybrid.moe_latent_size has no effect without moe: leave it out"
-    return None
-
-
-def mamba_misfit(hybrid: Any, tp_size: int, cp_size: int) -> str | None:
-    """Why ranks cannot divide Mamba layers with the sizes of a `HybridConfig`; None if they can.
-
-    Context-parallel ranks may be more than the groups of a tensor-parallel rank: they then divide the heads of a group,
-    whose B and C each of them gets. Megatron-Core (0.16 to 0.19) has the same rules.
-    """
-    groups, heads = hybrid.mamba_num_groups, hybrid.mamba_num_heads
-    if groups % tp_size:
-        return f"{groups} groups of Mamba layers do not divide among TP = {tp_size} ranks; lower TP"
-    local = groups // tp_size
-    if local % cp_size and cp_size % local:
-        text = f"{local} groups of Mamba layers on each of TP = {tp_size} ranks and CP = {cp_size}"
-        return f"{text}: one must be a multiple of the other; change CP"
-    if heads // tp_size % cp_size:
-        return f"{heads} heads of Mamba layers do not divide among TP x CP = {tp_size * cp_size} ranks; lower CP"
-    return None
-
-
-def _vision_problem(model: Any) -> str | None:
-    pairs = sum(model.vision.mrope_section)
-    if 2 * pairs != model.head_dim:
-        return f"vision.mrope_section has {pairs} pairs of channels, and a head has {model.head_dim} channels"
-    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = [getattr(model.vision, name) for name in tokens]
-    if len(set(ids)) < len(ids) or max(ids) >= model.vocab_size:
-        return f"vision has the tokens {ids} as {', '.join(tokens)}: give four different tokens of the vocabulary"
-    return None
-
-
-def encoder_problem() -> str | None:
-    """Why the vision encoder, which is that of transformers, cannot be built here; None if it can."""
-    fault = ""
-    try:
-        import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401
-
-        if int((installed := metadata.version("transformers")).split(".")[0]) < 5:
-            fault = f"is version {installed}"
-    except ImportError as error:
-        fault = f"cannot be imported ({error})"
-    if not fault:
-        return None
-    return (
-        f"the vision encoder is that of transformers, which {fault}: install 'roll-batching[vision]' with transformers "
-        "5"
-    )

@@ -227,11 +227,11 @@ def test_contradictory_settings(architecture: dict[str, Any], message: str) -> N
 
 
 def test_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roll_batching.settings import model_parts
-    from roll_batching.settings.model_parts import encoder_problem
+    from roll_batching.settings import contradictions
+    from roll_batching.settings.contradictions import encoder_problem
 
     assert encoder_problem() is None
-    monkeypatch.setattr(model_parts.metadata, "version", lambda name: "4.57.1")
+    monkeypatch.setattr(contradictions.metadata, "version", lambda name: "4.57.1")
     assert "is version 4.57.1: install" in str(encoder_problem())
 
 

@@ -9,10 +9,10 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.settings.contradictions import mamba_misfit
 from roll_batching.settings.idle_options import idle_options
 from roll_batching.settings.megatron_config import SPLIT_KEYS, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig
-from roll_batching.settings.model_parts import mamba_misfit
 from roll_batching.settings.pipeline_split import split_problems
 
 PARALLEL_KEYS = (
