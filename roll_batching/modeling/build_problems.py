@@ -42,7 +42,9 @@ def build_problems(
         has_window=architecture.sliding_window is not None,
     )
     problems = demands.refusals_here(device)
-    parts = Parts(ModelArgs(value_head=value_head), architecture, strategy, kernels.layers, kernels.attention.rotates)
+    parts = Parts(
+        ModelArgs(value_head=value_head), architecture, strategy, kernels.layers, rotates=kernels.attention.rotates
+    )
     problems += [row.error(parts) for row in refused_pairs(ROLE_REFUSALS, parts)]
     if architecture.vision is not None:
         from roll_batching.settings.contradictions import encoder_problem  # few models take images

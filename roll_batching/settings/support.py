@@ -142,12 +142,6 @@ PRECISION_AWARE = _layout(
     "use_precision_aware_optimizer",
     lambda parts: parts.layout.use_precision_aware_optimizer,
 )
-NO_SEQUENCE_PARALLEL = _layout(
-    "no sequence parallelism", "sequence_parallel", lambda parts: not parts.layout.sequence_parallel
-)
-EXPERT_PARALLEL = _layout(
-    "expert parallelism", "expert_model_parallel_size", lambda parts: parts.layout.expert_model_parallel_size > 1
-)
 LATENT = _part("multi-latent attention", "multi_latent_attention")
 HYBRID = _part("layers of one part each (hybrid)", "hybrid")
 HEADS = _part("heads of multi-token prediction (mtp_num_layers)", "mtp_num_layers")
@@ -158,7 +152,6 @@ OUTPUT_GATES = _part("gated attention (attention_output_gate)", "attention_outpu
 SANDWICH_NORMS = _part("sandwich norms", "sandwich_norms")
 SINKS = _part("attention sinks", "attention_sinks")
 ALL_BIASES = _part("biases of all linear layers (add_bias_linear)", "add_bias_linear")
-DENSE = Feature("a dense model", EXPERTS.key, _with_architecture(lambda parts: not EXPERTS.is_on(parts)))
 MOVING_BIASES = _layout(
     "expert biases that training moves (moe_router_bias_update_rate)",
     "moe_router_bias_update_rate",
@@ -273,13 +266,6 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
             "does not go with TP = {0.layout.tensor_model_parallel_size}: Megatron-Core adds the biases of experts on "
             "every tensor-parallel rank; use 1, and divide the model by pipeline_model_parallel_size and "
             "expert_model_parallel_size"
-        ),
-        (NO_SEQUENCE_PARALLEL, SPLIT_EXPERTS): (
-            "is false, and Megatron trains experts with tensor parallelism only with it; set it to true"
-        ),
-        (EXPERT_PARALLEL, DENSE): (
-            "is {0.layout.expert_model_parallel_size}, but the model has no mixture of experts (architecture.moe); "
-            "use 1"
         ),
     }
 )
