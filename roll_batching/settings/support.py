@@ -49,7 +49,7 @@ class Refusal:
 
     def error(self, configuration: Any) -> str:
         """The error, with its key."""
-        return f"{self.feature.key} {self.message(configuration)}"
+        return f"{self.feature.key}: {self.message(configuration)}"
 
 
 def refusals_of(table: Mapping[tuple[Feature, ...], str]) -> tuple[Refusal, ...]:
@@ -260,7 +260,7 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
             "which nothing trains; set pipeline_model_parallel_size: 1"
         ),
         (VALUE_HEAD, VISION): (
-            "is not supported with a vision encoder for now; use an advantage estimator without a critic"
+            "a critic with a vision encoder is not supported for now; use an advantage estimator without a critic"
         ),
         (ALL_BIASES, SPLIT_EXPERTS): (
             "does not go with TP = {0.layout.tensor_model_parallel_size}: Megatron-Core adds the biases of experts on "
