@@ -114,7 +114,9 @@ def _redirect_tensors() -> None:
     @functools.wraps(convert)
     def type_or_convert(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = convert(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+        if not isinstance(result, str):
+            return result
+        return result.replace("torch.", "torch.cuda.").replace("Double", "Float")  # clip_grads knows no fp64
 
     tensor.type = type_or_convert
 

@@ -28,6 +28,22 @@ def router_loss_weights(config: Any, group: Any) -> tuple[float, float]:
     return float(counted) * ranks / group.size(), ranks / group.size()
 
 
+def fit_router_loss_log(config: Any) -> None:
+    """Drops router losses that Megatron logged for a model with another number of layers.
+
+    Its log is one per process, as long as the layers of the first model that wrote it (0.16 to 0.19): a policy with
+    heads of multi-token prediction would write beyond that of its critic.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    layers = config.num_layers + (config.mtp_num_layers or 0)
+    newer = getattr(moe_utils, "get_moe_metrics_tracker", None)
+    log = moe_utils.get_moe_layer_wise_logging_tracker() if newer is None else newer().metrics
+    for name, entry in list(log.items()):
+        if len(entry["values"] if newer is None else entry.values) != layers:
+            del log[name]
+
+
 def draw_experts(gpt: Any) -> None:
     """Initialises this rank's experts from Megatron's expert-parallel generator, which differs between such ranks.
 

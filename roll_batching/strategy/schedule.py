@@ -16,7 +16,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.megatron_patches.layers import router_padding_masked
 from roll_batching.megatron_patches.planned_p2p import PlannedP2P
-from roll_batching.modeling.experts import routed_padding
+from roll_batching.modeling.experts import fit_router_loss_log, routed_padding
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.packing.pack_layout import PackLayout
@@ -86,6 +86,8 @@ def run_schedule(
         _set_context_groups(plan, packs, layout)
     config, pack_layouts = gpt_of(chunks[0]).config, layouts_of(packs)
     masks_padding = _masks_padding(chunks[0], forward_only=forward_only, pg_collection=pg_collection)
+    if config.num_moe_experts is not None and not forward_only:
+        fit_router_loss_log(config)
     tracker = MicroBatchTracker(plan, planned, train=not forward_only)
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:

@@ -92,6 +92,12 @@ def padded_and_packed(_: None) -> tuple[float, float]:
     return relative(added(bins, lengths, "padded"), packed), float(packed.norm())
 
 
+def of_models_of_other_depths(_: None) -> None:
+    bins, lengths = [[[0, 1], [2, 3]]], [5, 20, 9, 17]
+    gradients(bins, lengths, BOTH, "packed", 0)
+    gradients(bins, lengths, BOTH, "packed", 0, mtp_num_layers=1)
+
+
 def of_two(case: tuple[int, int]) -> list[torch.Tensor]:
     """The added gradient for two samples in one micro-batch, by recompute; a second rank has a filler."""
     dp_size, ep_size = case
@@ -134,6 +140,11 @@ def test_the_scalings_weigh_micro_batches_of_other_sizes_as_documented(report) -
 
 def test_padding_adds_nothing_to_router_losses(report) -> None:
     check(1, "padded_and_packed", None, report)
+
+
+def test_a_model_with_more_layers_than_the_first_of_the_process_trains() -> None:
+    """As a policy with heads of multi-token prediction beside a critic without any."""
+    run_ranks(1, HERE + "of_models_of_other_depths", timeout=300)
 
 
 def test_a_filler_adds_nothing_to_router_losses() -> None:
