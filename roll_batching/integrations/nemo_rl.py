@@ -82,24 +82,27 @@ def shard_by_batch_size(
     dynamic_batching_args: Any = None,
     sequence_packing_args: Any = None,
 ) -> Any:
-    """NeMo-RL's shards; of dynamic batching with our cuts. Raises AssertionError as NeMo-RL's."""
+    """NeMo-RL's shards; with dynamic batching, micro-batches are cut by `cut_rectangles`, the same on all shards.
+
+    Raises AssertionError where NeMo-RL does.
+    """
     original = _NEMO_RL.original(_SHARD_BY_BATCH_SIZE)
     sharded = original(self, shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
     if dynamic_batching_args is None:
         return sharded
     aggregated, order = sharded
-    chunks = len(aggregated[0].micro_batch_indices)
+    num_chunks = len(aggregated[0].micro_batch_indices)
     key, cap = dynamic_batching_args["input_lengths_key"], dynamic_batching_args["max_tokens_per_microbatch"]
     multiple = dynamic_batching_args["sequence_length_round"]
-    longest = np.max([np.asarray(shard[key]) for shard in aggregated], axis=0)
-    padded = self[dynamic_batching_args["input_key"]].shape[1]
-    widths = np.minimum(-(-longest // multiple) * multiple, padded).reshape(chunks, -1)
-    cuts = [cut_rectangles(chunk, cap) for chunk in widths]
+    longest_by_place = np.max([np.asarray(shard[key]) for shard in aggregated], axis=0)
+    padded_width = self[dynamic_batching_args["input_key"]].shape[1]
+    widths = np.minimum(-(-longest_by_place // multiple) * multiple, padded_width).reshape(num_chunks, -1)
+    cuts = [cut_rectangles(chunk_widths, cap) for chunk_widths in widths]
     for shard in aggregated:
-        shard.micro_batch_indices = [[list(cut) for cut in of_chunk] for of_chunk in cuts]
+        shard.micro_batch_indices = [[list(cut) for cut in chunk_cuts] for chunk_cuts in cuts]
         shard.micro_batch_lengths = [
-            [int(chunk[first:end].max()) for first, end in of_chunk]
-            for chunk, of_chunk in zip(widths, cuts, strict=True)
+            [int(chunk_widths[first:end].max()) for first, end in chunk_cuts]
+            for chunk_widths, chunk_cuts in zip(widths, cuts, strict=True)
         ]
     return aggregated, order
 

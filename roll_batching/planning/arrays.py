@@ -20,11 +20,11 @@ def as_lengths(lengths: ArrayLike) -> Ints:
     """`lengths` as int64[n]; raises `PlanError` unless it is a one-dimensional array of integers."""
     array = _array_of(lengths, "lengths")
     if array.ndim != 1 or len(array) == 0:
-        raise PlanError(f"lengths must be one-dimensional with at least one sample, got {array.shape}")
+        raise PlanError(f"lengths has shape {array.shape}: pass a one-dimensional array, one integer per sample")
     sizes = as_ints(array, "lengths", len(array))
     if len(sizes) * int(sizes.max()) > 1 << 50:
         raise PlanError(
-            f"lengths has {len(sizes)} samples of up to {sizes.max()} tokens, which may exceed 2^50 together"
+            f"lengths: {len(sizes)} of up to {sizes.max()} tokens may exceed 2^50 together: plan fewer at once"
         )
     return sizes
 
@@ -36,7 +36,7 @@ def as_ints(values: ArrayLike, name: str, count: int) -> Ints:
         raise PlanError(f"{name} has shape {array.shape}, expected ({count},), one value per sample")
     if array.dtype.kind not in "iu":
         if array.dtype.kind != "f" or not np.all(np.isfinite(array)) or np.any(array != np.floor(array)):
-            raise PlanError(f"{name} must be integers, got dtype {array.dtype}")
+            raise PlanError(f"{name} must be integers, got dtype {array.dtype}: convert them with astype(np.int64)")
     for end in (array.min(), array.max()) if len(array) else ():
         if not -(2**63) <= int(end) < 2**63:
             raise PlanError(f"{name} must fit into 64 bits with a sign, got {end}")

@@ -137,7 +137,7 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
     constraints = problem.constraints
     _require_list("bins", bins)
     if len(bins) != constraints.dp_size:
-        raise PlanError(f"bins has {len(bins)} ranks, dp_size={constraints.dp_size}")
+        raise PlanError(f"bins has {len(bins)} ranks: give dp_size={constraints.dp_size} lists of micro-batches")
     indices: list[list[Ints]] = []
     for number, rank in enumerate(bins):
         _require_list(f"bins[{number}]", rank)
@@ -164,11 +164,11 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
 
 def _checked_members(problem: PlanProblem, members: Sequence[Ints]) -> tuple[Ints, Ints]:
     """Samples and offsets of micro-batches, without dropped samples."""
-    offsets = offsets_of(np.array([len(one) for one in members], dtype=np.int64))
+    offsets = offsets_of(np.array([len(micro_batch) for micro_batch in members], dtype=np.int64))
     samples = np.concatenate(members) if members else np.zeros(0, dtype=np.int64)
     outside = (samples < 0) | (samples >= len(problem.lengths))
     if outside.any():
-        raise PlanError(f"bins hold sample index {samples[outside][0]}, but there are {len(problem.lengths)} samples")
+        raise PlanError(f"bins hold sample index {samples[outside][0]}: samples are 0 to {len(problem.lengths) - 1}")
     dropped = {record.index for record in problem.dropped}
     if dropped:
         placed = np.array([int(sample) not in dropped for sample in samples], dtype=bool)

@@ -94,7 +94,7 @@ class BatchingSpec(CheckedFields, error=PlanError):
         if self.mode == "padded" and self.max_tokens is None and self.rows is None:
             raise PlanError('mode "padded" needs rows (sequences per micro-batch) or max_tokens')
         if self.mode != "padded" and self.rows is not None:
-            raise PlanError(f'rows={self.rows} is read in mode "padded" only, not in {self.mode!r}')
+            raise PlanError(f'rows={self.rows} is read in mode "padded" only, not in {self.mode!r}: leave it out')
         if self.mode == "packed" and self.sequence_length_round != 1:
             raise PlanError(
                 f"sequence_length_round={self.sequence_length_round} is not read in mode 'packed'; "

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrays import as_ints
+from roll_batching.planning.arrays import as_ints, kind_of
 from roll_batching.planning.cost_model import non_negative_fit
 from roll_batching.planning.pack_times import Cluster, PackTimes
 
 LEAST_MEASUREMENTS = 4
-"""Coefficients of the fit: matrix products, their fixed part, attention, and the floor."""
+"""Coefficients of the fit: FLOPs of matrix products, their part per product, FLOPs of attention, and the floor."""
+_COEFFICIENTS = 3
+"""Those of a fit without the floor: as many packs must stay above the floor."""
 MOST_SPLITS = 128
 """Most numbers of packs at the floor that are tried."""
 EXACT = 1e-18
@@ -34,14 +36,14 @@ class ClusterFit:
     """Measured packs that take the floor; 0: the floor is not measured."""
 
 
-def fit_cluster(times: PackTimes, packs: Sequence[ArrayLike], seconds: ArrayLike) -> ClusterFit:
-    """Fit `matmul_rate`, `matmul_half_tokens`, `attention_rate` and `layer_floor` of `times.cluster` to measured packs.
+def fit_cluster(model: PackTimes, packs: Sequence[ArrayLike], seconds: ArrayLike) -> ClusterFit:
+    """Fit `matmul_rate`, `matmul_half_tokens`, `attention_rate` and `layer_floor` of `model.cluster` to measured packs.
 
-    Bandwidths, latencies, the tile and the node stay those of `times.cluster`. The errors that count are relative.
-    Where no measured pack takes the floor, the floor stays too, but at most at the shortest measured time.
+    Minimizes relative errors. Bandwidths, latencies, the tile and the node stay those of `model.cluster`. Where no
+    measured pack takes the floor, the floor stays too, but at most at the shortest measured time.
 
     Args:
-        times: the model and layout that were measured.
+        model: predicted times of the model and layout that were measured.
         packs: sequence lengths of each measured pack, on one context-parallel rank.
         seconds: float[packs], time of each on one pipeline stage, forward and backward.
 
@@ -49,31 +51,32 @@ def fit_cluster(times: PackTimes, packs: Sequence[ArrayLike], seconds: ArrayLike
         PlanError: for fewer than four measurements, times that are not finite and above 0, or packs that do not
             determine the rates.
     """
-    if not isinstance(times, PackTimes):
-        raise PlanError("fit_cluster: times must be the PackTimes of the measured model")
+    if not isinstance(model, PackTimes):
+        raise PlanError(f"fit_cluster: model is {kind_of(model)}: pass PackTimes.of_model(...)")
     measured = _checked_seconds(seconds, len(packs))
     design, offsets = _design(
-        times, [as_ints(pack, f"fit_cluster: pack {i}", np.size(pack)) for i, pack in enumerate(packs)]
+        model, [as_ints(pack, f"fit_cluster: pack {i}", np.size(pack)) for i, pack in enumerate(packs)]
     )
-    # The order of predicted times says which packs take the floor first; fitted rates may order packs differently.
-    cluster = times.cluster
+    # The packs with the shortest predicted times take the floor first. Fitted rates may order packs differently: the
+    # first fit sorts by the old rates, the second by the fitted ones.
+    cluster = model.cluster
     work = design @ np.array([1 / cluster.matmul_rate, 0.0, 1 / cluster.attention_rate]) + offsets
     coefficients, floor, count = _fit(design, offsets, measured, work)
     coefficients, floor, count = _fit(design, offsets, measured, design @ coefficients + offsets)
-    matmul, fixed, attention = coefficients.tolist()
-    if matmul == 0 or attention == 0:
+    per_flop, per_matmul, per_attention_flop = coefficients.tolist()
+    if per_flop == 0 or per_attention_flop == 0:
         raise PlanError(
-            f"fit_cluster: the times do not grow with the {'tokens' if matmul == 0 else 'squared lengths'} of the "
+            f"fit_cluster: the times do not grow with the {'tokens' if per_flop == 0 else 'squared lengths'} of the "
             "packs: measure packs of more different sizes, some of them of one long sequence"
         )
     predicted = np.maximum(design @ coefficients + offsets, floor)
-    layer_floor = floor / times.stage_layers if count else min(cluster.layer_floor, measured.min() / times.stage_layers)
+    layer_floor = floor / model.stage_layers if count else min(cluster.layer_floor, measured.min() / model.stage_layers)
     return ClusterFit(
         cluster=replace(
             cluster,
-            matmul_rate=1 / matmul,
-            matmul_half_tokens=fixed / matmul,
-            attention_rate=1 / attention,
+            matmul_rate=1 / per_flop,
+            matmul_half_tokens=per_matmul / per_flop,
+            attention_rate=1 / per_attention_flop,
             layer_floor=float(layer_floor),
         ),
         residual=float(np.sqrt(np.mean((predicted / measured - 1) ** 2))),
@@ -85,45 +88,50 @@ def _checked_seconds(seconds: ArrayLike, packs: int) -> Floats:
     try:
         measured = np.asarray(seconds, dtype=np.float64)
     except (TypeError, ValueError):
-        raise PlanError("fit_cluster: seconds must be numbers, one of each pack") from None
+        raise PlanError(f"fit_cluster: seconds is {kind_of(seconds)}; it must be numbers, one per pack") from None
     if measured.shape != (packs,):
-        raise PlanError(f"fit_cluster: {packs} packs but seconds has shape {measured.shape}")
+        raise PlanError(f"fit_cluster: {packs} packs but seconds has shape {measured.shape}: pass one number per pack")
     if packs < LEAST_MEASUREMENTS:
         raise PlanError(
             f"fit_cluster: {packs} measurements do not determine {LEAST_MEASUREMENTS} coefficients; measure more packs"
         )
-    if not np.all(np.isfinite(measured)) or np.any(measured <= 0):
-        raise PlanError("fit_cluster: seconds must be finite and above 0")
+    wrong = np.flatnonzero(~np.isfinite(measured) | (measured <= 0))
+    if len(wrong):
+        raise PlanError(f"fit_cluster: seconds[{wrong[0]}]={measured[wrong[0]]}: measure again, finite and above 0")
     return measured
 
 
-def _design(times: PackTimes, packs: Sequence[NDArray[np.int64]]) -> tuple[Floats, Floats]:
+def _design(model: PackTimes, packs: Sequence[NDArray[np.int64]]) -> tuple[Floats, Floats]:
     """FLOPs of each pack by coefficient, float[packs, 3], and seconds of its tensor parallelism, float[packs]."""
     rows, offsets = [], []
-    ranks, tile = times.tp_size * times.pp_size, times.cluster.attention_tile
-    for number, pack in enumerate(packs):
+    ranks, tile = model.tp_size * model.pp_size, model.cluster.attention_tile
+    for index, pack in enumerate(packs):
         if not len(pack) or pack.min() < 1:
-            raise PlanError(f"fit_cluster: pack {number} must have sequences of at least one token")
+            lengths = f"a sequence of {pack.min()} tokens" if len(pack) else "no sequence"
+            raise PlanError(f"fit_cluster: pack {index} has {lengths}: give sequences of at least one token")
         tokens = pack.astype(np.float64)
         pairs = tokens * np.ceil(tokens / tile) * tile
         rows.append(
             [
-                times.linear / ranks * tokens.sum(),
-                times.linear / ranks * times.tp_size**0.5,
-                times.quadratic / ranks * pairs.sum(),
+                model.linear / ranks * tokens.sum(),
+                model.linear / ranks * model.tp_size**0.5,
+                model.quadratic / ranks * pairs.sum(),
             ]
         )
-        offsets.append(times.tensor_parallel(tokens).sum())
+        offsets.append(model.tensor_parallel(tokens).sum())
     return np.array(rows), np.array(offsets)
 
 
 def _fit(design: Floats, offsets: Floats, measured: Floats, work: Floats) -> tuple[Floats, float, int]:
     """(coefficients, floor, packs at the floor), the number of these by the Bayesian information criterion."""
     order, count = np.argsort(work, kind="stable"), len(measured)
-    splits = sorted({0, *np.linspace(2, count - 3, MOST_SPLITS).astype(int).tolist()} - {1}) if count > 4 else [0]
+    most_at_floor = count - _COEFFICIENTS
+    splits = [0]
+    if count > LEAST_MEASUREMENTS:  # without 1: one pack at the floor would be fitted exactly, by its own time
+        splits = sorted({0, *np.linspace(2, most_at_floor, MOST_SPLITS).astype(int).tolist()} - {1})
     best: tuple[float, Floats, float, int] | None = None
     for split in splits:
-        if split > count - 3:
+        if split > most_at_floor:
             continue
         low, high = order[:split], order[split:]
         inverse = 1 / measured[low]
@@ -133,7 +141,7 @@ def _fit(design: Floats, offsets: Floats, measured: Floats, work: Floats) -> tup
         )
         predicted = np.maximum(design @ coefficients + offsets, floor)
         error = float(np.mean((predicted / measured - 1) ** 2))
-        score = count * np.log(error + EXACT) + (4 if split else 3) * np.log(count)
+        score = count * np.log(error + EXACT) + (_COEFFICIENTS + bool(split)) * np.log(count)
         if best is None or score < best[0]:
             best = score, coefficients, floor, split
     assert best is not None

@@ -213,7 +213,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
             if getattr(self, name) != value:
                 raise PlanError(
                     f"max_cp_size={size} gives each pack its own context-parallel size, which needs {name}={value!r} "
-                    f"instead of {getattr(self, name)!r}"
+                    f"instead of {getattr(self, name)!r}: set it, or leave max_cp_size out"
                 )
 
     @property
@@ -284,7 +284,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     def usable_tokens_of(self, cp_size: int) -> int:
         """Most tokens of all slots of an aligned pack with this context-parallel size. Needs `max_tokens`."""
         if self.max_tokens is None:
-            raise PlanError("usable_tokens needs max_tokens")
+            raise PlanError("usable_tokens needs max_tokens, the cap of a micro-batch, which is None: set it")
         alignment = self.pack_alignment_of(cp_size) if self.mode == "packed" else self.rectangle_alignment
         cap = self.max_tokens * cp_size if self.has_cp_per_pack else self.max_tokens
         return cap // alignment * alignment

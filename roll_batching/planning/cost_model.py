@@ -23,6 +23,8 @@ from roll_batching.planning.arrays import kind_of
 TOTAL_BITS = 53
 """Totals stay below 2^53, which float64 represents exactly."""
 
+FLOPS_PER_WEIGHT = 6
+"""Training FLOPs per token and weight: 2 (multiply, add) x 3 (a forward pass, a backward pass of twice its cost)."""
 FIXED_TOKENS = 512
 """Fixed cost of a micro-batch in tokens, where it has not been measured.
 
@@ -68,7 +70,7 @@ class ChunkCosts:
                 raise PlanError(f"ChunkCosts.{name}={values!r} must be integers of at least 0")
             object.__setattr__(self, name, tuple(int(v) for v in values))
         if len(self.linear) != len(self.quadratic) or not any(self.linear + self.quadratic):
-            raise PlanError("ChunkCosts needs as many linear as quadratic costs, and one above 0")
+            raise PlanError(f"ChunkCosts needs one linear and quadratic cost per chunk, one above 0, and got {self}")
 
     def shares(self, lengths: NDArray[np.int64]) -> tuple[float, ...]:
         """Cost of each chunk over the mean of all, for sequences of these lengths together."""
@@ -97,7 +99,7 @@ class LinearQuadraticCost(CheckedFields, error=PlanError):
         if self.chunks is not None and not isinstance(self.chunks, ChunkCosts):
             raise PlanError(f"{type(self).__name__}.chunks is {kind_of(self.chunks)}: pass ChunkCosts, or None")
         if self.linear == 0 and self.quadratic == 0:
-            raise PlanError(f"{type(self).__name__} needs linear or quadratic above 0")
+            raise PlanError(f"{type(self).__name__} got linear=0 and quadratic=0: give at least one above 0")
 
     def sequence(self, length: int) -> int:
         """Cost of one sequence of `length` tokens."""
@@ -263,11 +265,11 @@ class FlopsCost(LinearQuadraticCost):
         per_token = (num_layers - moe_layers) * dense_layer + moe_layers * moe_layer + head
         # Scores and weighted values: two products of `query` multiply-adds for each pair of tokens.
         per_pair = num_layers * 2 * query
-        halves, passes, ranks = 2 if causal else 1, 2 if forward_only else 6, tp_size * cp_size
+        halves, flops, ranks = 2 if causal else 1, 2 if forward_only else FLOPS_PER_WEIGHT, tp_size * cp_size
         _check_chunk_layers(chunk_layers, num_layers, moe_layers)
         chunks = _chunk_costs(chunk_layers, (dense_layer, moe_layer), head, 4 * query // halves)
-        linear = passes * per_token // ranks
-        quadratic = passes * per_pair // halves // ranks
+        linear = flops * per_token // ranks
+        quadratic = flops * per_pair // halves // ranks
         return cls(linear=linear, quadratic=quadratic, fixed=linear * fixed_tokens, chunks=chunks)
 
 
@@ -327,11 +329,11 @@ def fit_cost(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> FittedCost:
     packs = [np.atleast_1d(np.asarray(pack, dtype=np.int64)) for pack in lengths]
     times = np.asarray(seconds, dtype=np.float64)
     if times.ndim != 1 or len(packs) != len(times):
-        raise PlanError(f"fit_cost: {len(packs)} micro-batches but seconds has shape {times.shape}")
+        raise PlanError(f"fit_cost: seconds has shape {times.shape}: pass one number for each of {len(packs)} packs")
     if len(times) < 3:
         raise PlanError(f"fit_cost: {len(times)} measurements do not determine three coefficients; measure more")
-    if not np.all(np.isfinite(times)) or np.any(times <= 0):
-        raise PlanError("fit_cost: seconds must be finite and above 0")
+    if len(wrong := np.flatnonzero(~np.isfinite(times) | (times <= 0))):
+        raise PlanError(f"fit_cost: seconds[{wrong[0]}]={times[wrong[0]]} must be finite and above 0: leave it out")
     design = np.array([[1.0, float(pack.sum()), float((pack.astype(np.float64) ** 2).sum())] for pack in packs])
     # Weighted by 1/time: the planner needs small relative errors, also for short micro-batches.
     coefficients = non_negative_fit(design / times[:, None], np.ones_like(times))

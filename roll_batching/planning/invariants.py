@@ -6,6 +6,7 @@ Invariants 1 to 4 need the plan only; 5 needs the groups (see `planning`).
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
@@ -35,7 +36,7 @@ def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, hom
             i = int(moved[0])
             raise PlanError(
                 f"sample {i} (id {plan.ids[i]}) is on rank {micro_batch_of[i] // plan.num_micro_batches} but "
-                f"its home_rank is {home[i]}"
+                f"its home_rank is {home[i]}: keep it there, or pass home_rank=None"
             )
 
 
@@ -53,10 +54,8 @@ def _check_shapes(plan: PlanArrays) -> None:
         and (plan.location is None or len(plan.location) == len(plan.lengths))
     )
     if not consistent:
-        raise PlanError(
-            f"the plan's arrays do not describe {plan.constraints.dp_size} ranks x {plan.num_micro_batches} "
-            "micro-batches"
-        )
+        size = f"{plan.constraints.dp_size} ranks x {plan.num_micro_batches} micro-batches"
+        raise PlanError(f"the plan's arrays do not describe {size}: load what Plan.to_dict returned")
     shares, chunks = plan.chunk_shares, plan.constraints.pp_size * plan.constraints.vpp_size
     if shares is not None and (
         len(shares) != chunks
@@ -99,12 +98,9 @@ def _check_counts(plan: PlanArrays) -> None:
     if constraints.interleaved:
         group_size = plan.group_size or 0
         if not is_admissible(plan.num_micro_batches, constraints.pp_size, group_size):
-            raise PlanError(
-                f"group_size={plan.group_size} does not admit {plan.num_micro_batches} micro-batches with "
-                f"pp_size={constraints.pp_size}"
-            )
-    if np.any(plan.tokens < 1) or np.any(plan.rows < 1):
-        raise PlanError("a micro-batch computes no token; use a filler in its place")
+            text = f"group_size={plan.group_size} does not admit {plan.num_micro_batches} micro-batches"
+            raise PlanError(f"{text} with pp_size={constraints.pp_size}: plan again with these constraints")
+    _refuse(plan, (plan.tokens < 1) | (plan.rows < 1), "computes no token (a filler computes some)")
     if not constraints.fillers and plan.fillers.any():
         short = np.flatnonzero(plan.by_rank(plan.fillers.astype(np.int64)).any(axis=1)).tolist()
         raise PlanError(
@@ -114,6 +110,15 @@ def _check_counts(plan: PlanArrays) -> None:
         )
 
 
+def _refuse(plan: PlanArrays, wrong: NDArray[np.bool_], problem: str, *, slots: bool = False) -> None:
+    """Raise `PlanError` with `problem` for the first `wrong` micro-batch, or (`slots`) for the first slot."""
+    if wrong.any():
+        first = int(wrong.argmax())
+        micro_batch = int(np.searchsorted(plan.offsets, first, side="right")) - 1 if slots else first
+        name = (f"sample {plan.samples[first]} in " if slots else "") + _name_micro_batch(plan, micro_batch)
+        raise PlanError(f"{name} {problem}: plan again, or mend algorithm {plan.constraints.algorithm!r}")
+
+
 def _check_tokens(plan: PlanArrays) -> None:
     """Invariant 4: aligned slots, aligned packs, and no micro-batch above the cap."""
     constraints = plan.constraints
@@ -121,35 +126,28 @@ def _check_tokens(plan: PlanArrays) -> None:
     counts = np.diff(plan.offsets)
     filled = counts > 0
     entry_length = plan.used[plan.samples]
-    if np.any(entry_length < 1) or np.any(entry_length > plan.lengths[plan.samples]):
-        raise PlanError("a sample uses fewer than one or more than all of its tokens")
+    is_possible = (entry_length >= 1) & (entry_length <= plan.lengths[plan.samples])
+    _refuse(plan, ~is_possible, "uses no token, or more than it has", slots=True)
     _check_shared(plan, entry_length)
     cp_sizes = plan.cp_sizes
     for size in np.unique(cp_sizes).tolist():
         alignment, pack_alignment = constraints.sequence_alignment_of(size), constraints.pack_alignment_of(size)
-        slots = plan.slots[np.repeat(cp_sizes == size, counts)]
-        if np.any(slots % alignment):
-            raise PlanError(f"a slot is not a multiple of {alignment}, with a context-parallel size of {size}")
-        if np.any(plan.tokens[cp_sizes == size] % pack_alignment):
-            raise PlanError(
-                f"the tokens of a micro-batch are not a multiple of {pack_alignment}, with a context-parallel size of "
-                f"{size}"
-            )
-    if np.any(plan.slots < entry_length - plan.shared):
-        raise PlanError("a slot is shorter than its sample")
+        has_size, size_name = cp_sizes == size, f"with a context-parallel size of {size}"
+        wrong = np.repeat(has_size, counts) & (plan.slots % alignment != 0)
+        _refuse(plan, wrong, f"has a slot that is not a multiple of {alignment}, {size_name}", slots=True)
+        wrong = has_size & (plan.tokens % pack_alignment != 0)
+        _refuse(plan, wrong, f"computes tokens that are not a multiple of {pack_alignment}, {size_name}")
+    _refuse(plan, plan.slots < entry_length - plan.shared, "has a slot that is too short", slots=True)
     slot_sum = np.zeros(len(counts), dtype=np.int64)
     if len(plan.slots):
         slot_sum[filled] = np.add.reduceat(plan.slots, plan.offsets[:-1][filled])
-    if np.any(slot_sum > plan.tokens):
-        raise PlanError("the slots of a micro-batch hold more than its tokens")
-    if np.any(plan.tokens % plan.rows):
-        raise PlanError("the tokens of a micro-batch are not a multiple of its rows")
+    _refuse(plan, slot_sum > plan.tokens, "has slots that hold more than its tokens")
+    _refuse(plan, plan.tokens % plan.rows != 0, "computes tokens that are not a multiple of its rows")
     if rectangular:
-        row = plan.tokens // plan.rows
-        if np.any(row % constraints.rectangle_alignment) or np.any(counts > plan.rows):
-            raise PlanError(f"the row length of a rectangle is not a multiple of {constraints.rectangle_alignment}")
-        if np.any(plan.slots != np.repeat(row, counts)):
-            raise PlanError("the slots of a rectangle differ")
+        row_length, alignment = plan.tokens // plan.rows, constraints.rectangle_alignment
+        _refuse(plan, row_length % alignment != 0, f"has rows whose length is not a multiple of {alignment}")
+        _refuse(plan, counts > plan.rows, "has more samples than rows")
+        _refuse(plan, plan.slots != np.repeat(row_length, counts), "has a slot unlike its row's length", slots=True)
     if constraints.max_tokens is None:
         return
     if constraints.oversize == "alone":

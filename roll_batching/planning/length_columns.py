@@ -44,7 +44,7 @@ def choose_columns(table: Mapping[str, Column], wanted: Sequence[str] = ()) -> C
         if name not in table:
             raise DataError(f"there is no column {name!r}; there are {known}")
         if table[name] is None:
-            raise DataError(f"column {name!r} holds no integers")
+            raise DataError(f"column {name!r} holds no integers: name a column of lengths")
     _check_columns(table, wanted)
     if wanted:
         return Choice(tuple(dict.fromkeys(wanted)), {})

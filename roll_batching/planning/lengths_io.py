@@ -59,7 +59,7 @@ def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequ
     """
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"{file} does not exist or is not a file")
+        raise DataError(f"{file} does not exist or is not a file: check its path")
     readers: dict[str, Callable[[Path], Table]] = {
         ".npy": _read_npy,
         ".parquet": _read_parquet,
@@ -72,9 +72,9 @@ def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequ
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
     if not table or not any(values is None or len(values) for values in table.values()):
-        raise DataError(f"{file} holds no lengths")
+        raise DataError(f"{file} holds no lengths: write one length per line")
     try:
-        beside = choose_columns(table, others).columns if others else ()
+        other_names = choose_columns(table, others).columns if others else ()
         choice = choose_columns(table, columns)
     except DataError as error:
         text = str(error)
@@ -85,7 +85,7 @@ def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequ
     lengths: Ints = np.stack(list(chosen.values())).sum(axis=0)
     _check_rows(file, "as its length", lengths, at_least=1)
     return LengthFile(
-        lengths, choice.columns, choice.left_out, {name: _checked(file, name, table[name]) for name in beside}
+        lengths, choice.columns, choice.left_out, {name: _checked(file, name, table[name]) for name in other_names}
     )
 
 
@@ -180,7 +180,8 @@ def _header(file: Path, number: int, row: list[str]) -> list[str]:
     for value in row:
         if _integer(value) is not None:
             raise DataError(
-                f"{file}:{number}: {_short(','.join(row))} holds both names and numbers; begin with a line of names"
+                f"{file}:{number}: {_short(','.join(row))} mixes names and numbers: the first line must hold only "
+                "column names, or only numbers like the lines after it"
             )
         if _is_number(value):
             raise DataError(f"{file}:{number}: {_short(value)} is neither an integer nor a column's name")
@@ -271,10 +272,10 @@ def _read_npy(file: Path) -> Table:
     try:
         lengths = np.load(file, allow_pickle=False, mmap_mode="r")
     except (ValueError, OSError, EOFError, TypeError, KeyError, OverflowError, MemoryError, SyntaxError):
-        raise DataError(f"{file} is not an npy file of numbers") from None
+        raise DataError(f"{file} is not an npy file of numbers: write it with np.save") from None
     if not isinstance(lengths, np.ndarray) or lengths.ndim not in (1, 2) or lengths.dtype.kind not in "iu":
-        found = f"shape {lengths.shape}, {lengths.dtype}" if isinstance(lengths, np.ndarray) else "an archive"
-        raise DataError(f"{file} holds no column of integers (found {found})")
+        described = f"shape {lengths.shape}, {lengths.dtype}" if isinstance(lengths, np.ndarray) else "an archive"
+        raise DataError(f"{file} holds no column of integers ({described}): save integers of shape [n]")
     if lengths.ndim == 1:
         return {"length": lengths}
     if lengths.shape[1] > 1000:

@@ -28,11 +28,11 @@ def karmarkar_karp(weights: ArrayLike, k: int, *, equal_size: bool = False) -> l
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu" or np.any(array < 0):
-        raise PlanError("karmarkar_karp: weights must be a one-dimensional array of integers of at least 0")
+        raise PlanError(f"karmarkar_karp: weights is {array.dtype}{list(array.shape)}: pass 1-D integers of at least 0")
     if k < 1:
         raise PlanError(f"karmarkar_karp: k={k} must be at least 1")
-    if array.sum(dtype=object) >= 1 << 62:
-        raise PlanError("karmarkar_karp: the sum of weights must be below 2^62; divide them by a power of two")
+    if (total := array.sum(dtype=object)) >= 1 << 62:
+        raise PlanError(f"karmarkar_karp: the weights add up to {total}, at least 2^62: divide them by a power of two")
     if equal_size and len(array) % k:
         raise PlanError(f"karmarkar_karp: {len(array)} items cannot form {k} parts of equal size")
     values = array.astype(np.int64)

@@ -150,7 +150,7 @@ def group_by_cost(costs: Ints, dp_size: int) -> Ints:
 
 
 def sort_on_home_ranks(costs: Ints, dp_size: int) -> Ints:
-    """As `group_by_cost`, for rank-major bins that stay on their rank."""
+    """Sorts rank-major bins that stay on their rank; see `group_by_cost`."""
     per_rank = costs.reshape(dp_size, -1)
     count = per_rank.shape[1]
     return np.argsort(-per_rank, axis=1, kind="stable") + np.arange(dp_size)[:, None] * count

@@ -158,7 +158,7 @@ class Plan(PlanArrays):
         return self.samples[self.offsets[first] : self.offsets[first + self.num_micro_batches]]
 
     def counted_samples(self, dp_rank: int) -> Ints:
-        """int64: those of `rank_samples` that this rank counts; each sample is counted on one rank.
+        """Samples of `rank_samples` that this rank counts (int64); each sample is counted on one rank.
 
         With a context-parallel size per pack, the first rank of a pack counts its samples.
         """
@@ -229,7 +229,7 @@ class Plan(PlanArrays):
         scalars = ("constraints", "num_micro_batches", "group_size", "location", "dropped", "fingerprint")
         missing = [name for name in (*ARRAYS, *scalars) if name not in values]
         if missing:
-            raise PlanError(f"this plan lacks {', '.join(missing)}")
+            raise PlanError(f"this plan lacks {', '.join(missing)}: pass the whole dict that Plan.to_dict returns")
         known = {field.name for field in fields(PlanConstraints)}
         if not isinstance(values["constraints"], dict) or not values["constraints"].keys() <= known:
             raise PlanError(

@@ -170,7 +170,7 @@ class PackBlocks:
         """Blocks from `to_dict`; raises `PlanError` for other values."""
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict) or sorted(values) != sorted(names):
-            raise PlanError(f"the blocks of this plan must have {', '.join(names)}")
+            raise PlanError(f"the blocks of this plan must have {', '.join(names)}: pass PackBlocks.to_dict()")
         restored: dict[str, Any] = {
             name: as_ints(values[name], f"blocks.{name}", np.size(values[name]))
             if name in BLOCK_ARRAYS
@@ -199,7 +199,7 @@ def check_blocks(blocks: PackBlocks, ranks: int, largest: int) -> None:
     """Raise `PlanError` unless all ranks have a pack, and blocks are aligned and at one index of all their ranks."""
     sizes, firsts = blocks.cp_sizes, blocks.first_ranks
     if not (len(firsts) == len(sizes) == len(blocks.times)):
-        raise PlanError("the arrays of the plan's blocks have different lengths")
+        raise PlanError(f"blocks has {len(firsts)} first_ranks, {len(sizes)} cp_sizes and {len(blocks.times)} times")
     legal = (sizes >= 1) & (sizes <= largest) & (sizes & (sizes - 1) == 0)
     wrong = np.flatnonzero(~legal | (firsts < 0) | (firsts % np.maximum(sizes, 1) != 0) | (firsts + sizes > ranks))
     if len(wrong):

@@ -169,7 +169,7 @@ def _plan_trees(cut: Callable[[int | None], PlanProblem]) -> PlanArrays:
 
 
 def _plan_if_filled(problem: PlanProblem) -> tuple[PlanArrays | None, int]:
-    """A plan and its step time; None where micro-batches remain empty and fillers are not allowed."""
+    """A plan and its step time, or None if micro-batches stay empty and fillers are not allowed."""
     try:
         arrays = _plan(problem)
     except PlanError:
@@ -256,7 +256,7 @@ class Table(Protocol):
 
     @property
     def prefixes(self) -> SharedPrefixes | None:
-        """What the samples share; None: nothing is shared."""
+        """Prefixes that the samples share, or None."""
         ...
 
 

@@ -54,7 +54,7 @@ class SharedPrefixes:
         if not np.array_equal(np.sort(order), np.arange(len(order))):
             raise PlanError(f"prefixes.order must hold each index from 0 to {len(order) - 1} once")
         if len(shared) and (shared.min() < 0 or shared[0] != 0):
-            raise PlanError("prefixes.shared must be at least 0, and 0 for the first sample of the order")
+            raise PlanError(f"prefixes.shared={shared[:8].tolist()}... must begin with 0, and have no negative number")
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "shared", shared)
 
@@ -64,7 +64,7 @@ class SharedPrefixes:
         sizes = as_ints(lengths, "lengths", len(np.asarray(lengths)))
         flat = as_ints(tokens, "tokens", int(sizes.sum()))
         if len(flat) and (flat.min() < 0 or flat.max() >= 1 << 32):
-            raise PlanError(f"token ids must lie between 0 and 2^32 - 1, got {flat.min()} to {flat.max()}")
+            raise PlanError(f"tokens lie between {flat.min()} and {flat.max()}: pass ids from 0 to 2^32 - 1")
         # Big-endian bytes sort as the ids do.
         samples = np.split(flat.astype(">u4"), np.cumsum(sizes)[:-1])
         order = sorted(range(len(sizes)), key=[sample.tobytes() for sample in samples].__getitem__)
@@ -89,7 +89,7 @@ class SharedPrefixes:
         wrong = np.flatnonzero((prefix < 0) | (prefix > sizes))
         if len(wrong):
             i = int(wrong[0])
-            raise PlanError(f"sample {i} of {sizes[i]} tokens has a prefix of {prefix[i]}")
+            raise PlanError(f"sample {i} of {sizes[i]} tokens has a prefix of {prefix[i]}: give 0 to {sizes[i]}")
         torn = np.flatnonzero(same[1:] & (np.diff(prefix[order]) != 0))
         if len(torn):
             first, second = int(order[torn[0]]), int(order[torn[0] + 1])

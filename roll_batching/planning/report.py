@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.partition import lockstep_bound, rank_total_bound
@@ -123,19 +123,27 @@ def _meeting(constraints: PlanConstraints) -> str:
     return "rank_total" if constraints.lockstep_ranks == 1 else "lockstep"
 
 
-def _objective(plan: PlanArrays) -> tuple[str, int, int]:
-    """Name and value of the objective, and its lower bound; of a pipeline, the forward third of the makespan."""
+class _Objective(NamedTuple):
+    name: str
+    value: int
+    lower_bound: int
+
+
+def _objective(plan: PlanArrays) -> _Objective:
+    """The objective of a plan, without the fixed cost of micro-batches, and its lower bound."""
     constraints, count = plan.constraints, plan.num_micro_batches
     ranks, width = constraints.dp_size, constraints.lockstep_ranks
-    units, slots = plan.sample_costs[plan.samples], plan.slots
+    sample_costs, slots = plan.sample_costs[plan.samples], plan.slots
     cap = constraints.usable_tokens if constraints.mode == "packed" else None
     limited = cap is not None and int(slots.max()) <= cap
-    bound = rank_total_bound(units, slots, ranks, count * constraints.usable_tokens if limited else None)
+    bound = rank_total_bound(sample_costs, slots, ranks, count * constraints.usable_tokens if limited else None)
     if width == ranks:
-        bound = max(bound, lockstep_bound(units, slots, ranks, cap))
-    value = step_time(plan, 0)
+        bound = max(bound, lockstep_bound(sample_costs, slots, ranks, cap))
+    value = step_time(plan, fixed_cost=0)
     if constraints.pp_size > 1:
         shares = plan.chunk_shares or (1.0,) * (constraints.pp_size * constraints.vpp_size)
         costliest = max(sum(shares[stage :: constraints.pp_size]) for stage in range(constraints.pp_size))
-        value, bound = value // 3, int(bound * (costliest / constraints.vpp_size))
-    return _meeting(constraints), value, bound
+        value //= 3  # a makespan counts forward once and backward twice, a sample's cost once
+        # The costliest stage bounds the pipeline: its share of the work over that of a mean stage.
+        bound = int(bound * (costliest / constraints.vpp_size))
+    return _Objective(_meeting(constraints), value, bound)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_batching.planning import FlopsCost
-from roll_batching.planning.cost_model import FIXED_TOKENS, ChunkCosts
+from roll_batching.planning.cost_model import FIXED_TOKENS, FLOPS_PER_WEIGHT, ChunkCosts
 from roll_batching.settings.model import ArchitectureConfig
 
 
@@ -37,7 +37,7 @@ class HybridSizes:
 
     @classmethod
     def of_settings(cls, model: ArchitectureConfig) -> HybridSizes:
-        """Those of an architecture with `hybrid`."""
+        """The sizes of an architecture with `hybrid`."""
         hybrid, moe = model.hybrid, model.moe
         assert hybrid is not None
         return cls(
@@ -61,7 +61,7 @@ class HybridSizes:
 
     @classmethod
     def of_config(cls, config: Any, vocabulary: int) -> HybridSizes:
-        """Those of a `HybridTransformerConfig`."""
+        """The sizes of a `HybridTransformerConfig`."""
         has_experts = config.num_moe_experts is not None
         return cls(
             pattern=config.layer_kinds,
@@ -106,13 +106,14 @@ def hybrid_cost(sizes: HybridSizes, *, ranks: int, chunks: Sequence[range] | Non
     def of_layers(pattern: str) -> int:
         return sum(per_token[kind] for kind in pattern)
 
-    linear = 6 * (of_layers(sizes.pattern) + head) // ranks
-    quadratic = 6 * sizes.pattern.count("*") * sizes.queries // ranks  # causal: half of two products per pair
+    linear = FLOPS_PER_WEIGHT * (of_layers(sizes.pattern) + head) // ranks
+    # Two products per pair, scores and weighted values, of which causal attention computes half.
+    quadratic = FLOPS_PER_WEIGHT * sizes.pattern.count("*") * sizes.queries // ranks
     by_chunk = None
     if chunks is not None:  # in half multiply-adds, as `FlopsCost.from_model`
         letters = [sizes.pattern[held.start : held.stop] for held in chunks]
-        tokens = [2 * of_layers(one) for one in letters]
+        tokens = [2 * of_layers(chunk_letters) for chunk_letters in letters]
         tokens[-1] += 2 * head
-        pairs = tuple(2 * one.count("*") * sizes.queries for one in letters)
+        pairs = tuple(2 * chunk_letters.count("*") * sizes.queries for chunk_letters in letters)
         by_chunk = ChunkCosts(linear=tuple(tokens), quadratic=pairs)
     return FlopsCost(linear=linear, quadratic=quadratic, fixed=linear * FIXED_TOKENS, chunks=by_chunk)

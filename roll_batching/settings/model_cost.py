@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from roll_batching.planning import FlopsCost
+from roll_batching.planning.cost_model import FLOPS_PER_WEIGHT
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings.model import ArchitectureConfig
 
@@ -60,20 +61,30 @@ def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1, cp_size: i
 def with_latent_attention(
     cost: FlopsCost, *, num_layers: int, heads: int, hidden_size: int, latent: Any, ranks: int
 ) -> FlopsCost:
-    """The cost with multi-latent attention in place of attention whose heads all have the channels of its keys.
+    """Replaces the cost of standard attention (all of q, k, v with the key width) by that of multi-latent attention.
 
     `latent` is a `LatentAttentionConfig`, or Megatron's config with the same names; `ranks` share the cost.
     """
     keys = latent.qk_head_dim + latent.qk_pos_emb_head_dim
-    width = latent.q_lora_rank
-    queries = heads * keys * (width or hidden_size) + hidden_size * (width or 0)
+    q_rank = latent.q_lora_rank
+    queries = heads * keys * (q_rank or hidden_size) + hidden_size * (q_rank or 0)
     down = hidden_size * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
     up = latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim)
-    more = queries + down + up + heads * latent.v_head_dim * hidden_size - 4 * hidden_size * heads * keys
-    linear = cost.linear + 6 * num_layers * more // ranks
-    quadratic = 3 * num_layers * heads * (keys + latent.v_head_dim) // ranks
-    fixed = linear * (cost.fixed // max(cost.linear, 1))
-    return dataclasses.replace(cost, linear=linear, quadratic=quadratic, fixed=fixed)
+    output = heads * latent.v_head_dim * hidden_size
+    standard = 4 * hidden_size * heads * keys  # projections of queries, keys, values and output
+    extra_weights = queries + down + up + output - standard
+    per_pair = num_layers * heads * (keys + latent.v_head_dim)  # scores, and weighted values
+    return _with_flops(
+        cost,
+        linear=cost.linear + FLOPS_PER_WEIGHT * num_layers * extra_weights // ranks,
+        quadratic=FLOPS_PER_WEIGHT * per_pair // 2 // ranks,  # half of the pairs: attention is causal
+    )
+
+
+def _with_flops(cost: FlopsCost, *, linear: int, quadratic: int) -> FlopsCost:
+    """`cost` with other FLOPs by length; the fixed cost of a micro-batch stays that of as many tokens."""
+    fixed_tokens = cost.fixed // max(cost.linear, 1)
+    return dataclasses.replace(cost, linear=linear, quadratic=quadratic, fixed=linear * fixed_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +99,7 @@ class DeltaNetSizes:
 
     @classmethod
     def of(cls, config: Any) -> DeltaNetSizes:
-        """Those of Megatron's TransformerConfig."""
+        """The sizes of Megatron's TransformerConfig."""
         return cls(**{field.name: getattr(config, f"linear_{field.name}") for field in dataclasses.fields(cls)})
 
 
@@ -104,24 +115,25 @@ def with_delta_nets(
     keys: int,
     ranks: int,
 ) -> FlopsCost:
-    """The cost with gated delta nets in place of attention in `delta_layers` layers, and gates of the others' output.
+    """Replaces attention in `delta_layers` layers by gated delta nets, and adds output gates to the others' attention.
 
     `delta` is a `DeltaNetConfig` or its `DeltaNetSizes`; `queries` and `keys` are heads x channels of attention, whose
     projections and pairs of tokens the cost has for every layer. A delta net multiplies the state of each value head
     three times per token: to read what the key finds there, to change it, and to read the output.
     """
     gates = hidden_size * queries if output_gate else 0
-    more = (num_layers - delta_layers) * gates
+    extra_weights = (num_layers - delta_layers) * gates
     if delta is not None:
         values = delta.num_value_heads * delta.value_head_dim
         key_dim, both = delta.key_head_dim, 2 * delta.num_key_heads * delta.key_head_dim + values
         projections = hidden_size * (both + 2 * values + 2 * delta.num_value_heads)
         of_layer = projections + both * delta.conv_kernel_dim + 3 * values * key_dim
-        more += delta_layers * (of_layer - 2 * hidden_size * (queries + keys))
-    linear = cost.linear + 6 * more // ranks
-    quadratic = cost.quadratic * (num_layers - delta_layers) // num_layers
-    fixed = linear * (cost.fixed // max(cost.linear, 1))
-    return dataclasses.replace(cost, linear=linear, quadratic=quadratic, fixed=fixed)
+        extra_weights += delta_layers * (of_layer - 2 * hidden_size * (queries + keys))
+    return _with_flops(
+        cost,
+        linear=cost.linear + FLOPS_PER_WEIGHT * extra_weights // ranks,
+        quadratic=cost.quadratic * (num_layers - delta_layers) // num_layers,
+    )
 
 
 def with_parts_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:

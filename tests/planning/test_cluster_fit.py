@@ -93,18 +93,18 @@ def test_a_floor_that_no_pack_takes_stays_below_the_shortest_time() -> None:
         ({"seconds": [1.0, 2.0]}, r"5 packs but seconds has shape \(2,\)"),
         ({"seconds": "soon"}, "must be numbers"),
         ({"packs": [[1]], "seconds": [1.0]}, "do not determine 4 coefficients"),
-        ({"packs": [[100], [], [300], [400], [9]]}, "pack 1 must have sequences"),
-        ({"packs": [[100], [0], [300], [400], [9]]}, "pack 1 must have sequences"),
+        ({"packs": [[100], [], [300], [400], [9]]}, "pack 1 has no sequence: give"),
+        ({"packs": [[100], [0], [300], [400], [9]]}, "pack 1 has a sequence of 0 tokens: give"),
         ({"packs": [[100], [1.5], [300], [400], [9]]}, "pack 1 must be integers"),
         ({"packs": [[100], ["x"], [300], [400], [9]]}, "pack 1"),
         ({"seconds": [1.0] * 5}, "do not grow with the tokens"),
-        ({"times": None}, "PackTimes"),
+        ({"model": None}, "PackTimes"),
     ],
     ids=str,
 )
 def test_measurements_that_determine_nothing_are_refused(change: dict[str, Any], words: str) -> None:
     given = {
-        "times": times_of(Cluster()),
+        "model": times_of(Cluster()),
         "packs": [[100], [200], [300], [400], [900]],
         "seconds": [1.0, 2.0, 3.0, 4.0, 9.0],
     } | change

@@ -74,7 +74,7 @@ def test_reads_every_format(tmp_path, lengths_csv):
         ("first.csv", "1,524\n512\n", "first.csv:2: '512' has 1 columns, the first row 2; ',' separates"),
         ("zeros.csv", "1,024\n2,048\n", "zeros.csv:1: '1,024' .* 1024"),
         ("all.csv", "1,524\n7,248\n3,900\n", "'1' .1, 7, .*'2' .524, 248, .* ',' separates .* 1024"),
-        ("mixed.csv", "abc,5\ndef,6\n", "mixed.csv:1: 'abc,5' holds both names and numbers; .* names"),
+        ("mixed.csv", "abc,5\ndef,6\n", "mixed.csv:1: 'abc,5' mixes names and numbers: .* names, or only numbers"),
         ("negative.csv", "5\n-3\n", "row 2 has -3 in column '1'"),
         (
             "keys.jsonl",

@@ -32,14 +32,14 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
     constraints = problem.constraints
     choices = SizeChoices.of(problem, times)
     fixed_size, fixed = _best_fixed(problem, choices)
-    found = [packs for packs in (fixed, _search(problem, choices)) if packs is not None]
-    if not found:
+    candidates = [packs for packs in (fixed, _search(problem, choices)) if packs is not None]
+    if not candidates:
         raise PlanError(
             f"no single context-parallel size up to max_cp_size={constraints.max_cp_size} holds every sample and group "
             "below the cap, and pipelines of unequal stages with virtual stages or experts have one size: raise "
             "max_tokens"
         )
-    best = min(found, key=lambda packs: packs.step_time)
+    best = min(candidates, key=lambda packs: packs.step_time)
     return _blocks_of(best, choices, constraints.dp_size, fixed_size, 0 if fixed is None else fixed.step_time)
 
 

@@ -201,7 +201,7 @@ def _lower_lockstep(
     best_packs: Ints,
     best_table: Ints,
 ) -> bool:
-    """As `_level_totals`, for the lockstep cost."""
+    """Lowers the lockstep cost by exchanges; see `_level_totals`."""
     iterations, unit_steps, pack_steps = steps
     count = search.table.shape[1]
     top = np.empty(count, dtype=np.int64)

@@ -58,7 +58,7 @@ def pools_of(problem: PlanProblem) -> list[Pool]:
 
 
 class Pool:
-    """Units that may share packs: all units, or those of one rank."""
+    """Units that may share packs: all of them, or one rank's."""
 
     def __init__(self, problem: PlanProblem, units: Ints, ranks: int) -> None:
         self.units = units
@@ -143,7 +143,7 @@ class Pool:
         return None if tokens.max(initial=0) > self.cap else place
 
     def place(self, count: int) -> Ints:
-        """As `try_place`, for a count with a placement."""
+        """Places into a count of micro-batches that has a placement; see `try_place`."""
         place = self.try_place(count)
         assert place is not None
         return place

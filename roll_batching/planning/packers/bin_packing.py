@@ -146,113 +146,119 @@ def _shuffled(count: int, seed: int) -> Ints:
 def _modified(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, Ints]:
     """Modified first-fit-decreasing; returns the bin of each item and the order of placement.
 
-    `order` (int64[n]) sorts descending.
+    `order` (int64[n]) sorts descending. Large items end at position `large_end` of it, medium
+    ones at `medium_end`, small ones at `small_end`.
     """
     count = len(sizes)
-    bins = np.full(count, -1, dtype=np.int64)
+    bin_of_item = np.full(count, -1, dtype=np.int64)
     placed = np.empty(count, dtype=np.int64)
-    large = _first_not_above(sizes, order, 0, count, capacity // 2)
-    medium = _first_not_above(sizes, order, large, count, capacity // 3)
-    small = _first_not_above(sizes, order, medium, count, capacity // 6)
-    free = np.empty(large, dtype=np.int64)
-    for position in range(large):
-        bins[order[position]] = position
+    large_end = _first_not_above(sizes, order, 0, count, capacity // 2)
+    medium_end = _first_not_above(sizes, order, large_end, count, capacity // 3)
+    small_end = _first_not_above(sizes, order, medium_end, count, capacity // 6)
+    free = np.empty(large_end, dtype=np.int64)
+    for position in range(large_end):
+        bin_of_item[order[position]] = position
         free[position] = capacity - sizes[order[position]]
         placed[position] = order[position]
-    # `skip[p]` leads from a position in `order` to the next one without a bin (path compression).
-    skip = np.arange(count + 1)
-    done, has_medium = _add_medium(sizes, order, large, medium, free, skip, bins, placed)
-    done = _add_pairs(sizes, order, medium, small, free, skip, bins, placed, done, has_medium)
-    done = _add_greedily(sizes, order, large, free, skip, bins, placed, done)
-    rest = np.empty(count - done, dtype=np.int64)
+    # `next_open[p]` leads from a position in `order` to the next one without a bin (path compression).
+    next_open = np.arange(count + 1)
+    num_placed, has_medium = _add_medium(sizes, order, medium_end, free, next_open, bin_of_item, placed)
+    num_placed = _add_pairs(
+        sizes, order, medium_end, small_end, free, next_open, bin_of_item, placed, num_placed, has_medium
+    )
+    num_placed = _add_greedily(sizes, order, free, next_open, bin_of_item, placed, num_placed)
+    rest = np.empty(count - num_placed, dtype=np.int64)
     left = 0
     for position in range(count):
-        if bins[order[position]] < 0:
+        if bin_of_item[order[position]] < 0:
             rest[left] = order[position]
             left += 1
-    continue_first_fit(sizes, rest, capacity, free, bins)
-    placed[done:] = rest
-    return bins, placed
+    continue_first_fit(sizes, rest, capacity, free, bin_of_item)
+    placed[num_placed:] = rest
+    return bin_of_item, placed
 
 
 @compiled
 def _add_medium(
-    sizes: Ints, order: Ints, large: int, medium: int, free: Ints, skip: Ints, bins: Ints, placed: Ints
+    sizes: Ints, order: Ints, medium_end: int, free: Ints, next_open: Ints, bin_of_item: Ints, placed: Ints
 ) -> tuple[int, Ints]:
-    """Step 2: a medium item for each bin; returns the number of placed items and which bins got one (0 or 1)."""
-    done = large
-    has_medium = np.zeros(large, dtype=np.int64)
+    """Step 2 of `modified_first_fit_decreasing`; returns the number of placed items, and which bins got one (0, 1)."""
+    num_placed = large_end = len(free)
+    has_medium = np.zeros(large_end, dtype=np.int64)
     # Free space grows from bin to bin, so one pointer through the items would miss items that it has passed. A binary
-    # search with `skip` finds them.
-    for target in range(large):
-        position = _next_open(skip, _first_not_above(sizes, order, large, medium, free[target]))
-        if position < medium:
+    # search with `next_open` finds them.
+    for target in range(large_end):
+        position = _find_open(next_open, _first_not_above(sizes, order, large_end, medium_end, free[target]))
+        if position < medium_end:
             has_medium[target] = 1
-            _put(sizes, order, position, target, free, skip, bins)
-            placed[done] = order[position]
-            done += 1
-    return done, has_medium
+            _put(sizes, order, position, target, free, next_open, bin_of_item)
+            placed[num_placed] = order[position]
+            num_placed += 1
+    return num_placed, has_medium
 
 
 @compiled
 def _add_pairs(
     sizes: Ints,
     order: Ints,
-    medium: int,
-    small: int,
+    medium_end: int,
+    small_end: int,
     free: Ints,
-    skip: Ints,
-    bins: Ints,
+    next_open: Ints,
+    bin_of_item: Ints,
     placed: Ints,
-    done: int,
+    num_placed: int,
     has_medium: Ints,
 ) -> int:
-    """Step 3: two small items for each bin without a medium one; returns the number of placed items."""
-    last_small = small - 1
+    """Step 3 of `modified_first_fit_decreasing`; returns the number of placed items.
+
+    The smallest small item and the largest that still fits, for each bin without a medium item, last bin first.
+    """
+    last_small = small_end - 1
     for target in range(len(free) - 1, -1, -1):
         if has_medium[target]:
             continue
-        while last_small >= medium and bins[order[last_small]] >= 0:
+        while last_small >= medium_end and bin_of_item[order[last_small]] >= 0:
             last_small -= 1
-        if last_small <= medium:
+        if last_small <= medium_end:
             break
         room = free[target] - sizes[order[last_small]]
-        position = _next_open(skip, _first_not_above(sizes, order, medium, small, room))
+        position = _find_open(next_open, _first_not_above(sizes, order, medium_end, small_end, room))
         if position >= last_small:
             continue
-        for where in (last_small, position):
-            _put(sizes, order, where, target, free, skip, bins)
-            placed[done] = order[where]
-            done += 1
-    return done
+        for pair_position in (last_small, position):
+            _put(sizes, order, pair_position, target, free, next_open, bin_of_item)
+            placed[num_placed] = order[pair_position]
+            num_placed += 1
+    return num_placed
 
 
 @compiled
 def _add_greedily(
-    sizes: Ints, order: Ints, large: int, free: Ints, skip: Ints, bins: Ints, placed: Ints, done: int
+    sizes: Ints, order: Ints, free: Ints, next_open: Ints, bin_of_item: Ints, placed: Ints, num_placed: int
 ) -> int:
-    """Step 4: the largest remaining items that fit into each bin; returns the number of placed items."""
-    count = len(order)
-    for target in range(large):
-        position = large
+    """Step 4 of `modified_first_fit_decreasing`; returns the number of placed items."""
+    count, large_end = len(order), len(free)
+    for target in range(large_end):
+        position = large_end
         while True:
-            start = _first_not_above(sizes, order, max(position, large), count, free[target])
-            position = _next_open(skip, start)
+            start = _first_not_above(sizes, order, max(position, large_end), count, free[target])
+            position = _find_open(next_open, start)
             if position >= count:
                 break
-            _put(sizes, order, position, target, free, skip, bins)
-            placed[done] = order[position]
-            done += 1
-    return done
+            _put(sizes, order, position, target, free, next_open, bin_of_item)
+            placed[num_placed] = order[position]
+            num_placed += 1
+    return num_placed
 
 
 @compiled
-def _put(sizes: Ints, order: Ints, position: int, target: int, free: Ints, skip: Ints, bins: Ints) -> None:
+def _put(sizes: Ints, order: Ints, position: int, target: int, free: Ints, next_open: Ints, bin_of_item: Ints) -> None:
     """Put the item at `position` of `order` into the bin `target`."""
     item = order[position]
-    bins[item] = target
+    bin_of_item[item] = target
     free[target] -= sizes[item]
-    skip[position] = position + 1
+    next_open[position] = position + 1
 
 
 @compiled
@@ -270,13 +276,13 @@ def _first_not_above(sizes: Ints, order: Ints, start: int, end: int, limit: int)
 
 
 @compiled
-def _next_open(skip: Ints, position: int) -> int:
+def _find_open(next_open: Ints, position: int) -> int:
     """First position from `position` on whose item has no bin."""
     root = position
-    while skip[root] != root:
-        root = skip[root]
-    while skip[position] != root and skip[position] != position:
-        following = skip[position]
-        skip[position] = root
+    while next_open[root] != root:
+        root = next_open[root]
+    while next_open[position] != root and next_open[position] != position:
+        following = next_open[position]
+        next_open[position] = root
         position = following
     return root

@@ -53,7 +53,7 @@ def block_maxima(costs: Ints, width: int) -> Ints:
 def step_cost(
     costs: Ints, constraints: PlanConstraints, shares: Shares | None, *, group_size: int | None = None
 ) -> int:
-    """Cost of a step by those of its micro-batches, int64[dp, K]: of the slowest block of ranks that meet at an index.
+    """Cost of a step from its micro-batches' (int64[dp, K]): that of the slowest block of ranks that meet.
 
     In a pipeline `slowest_makespan`, where `costs` are forward times; else the sum of the largest cost at each index.
     """
@@ -140,7 +140,8 @@ def small_at_ends(costs: Ints) -> Ints:
 def _as_costs(costs: ArrayLike) -> Ints:
     values = np.asarray(costs)
     if values.ndim != 1 or len(values) == 0 or values.dtype.kind not in "iu" or np.any(values < 0):
-        raise PlanError("costs must be a one-dimensional array of integers of at least 0")
+        kind = f"{values.dtype}{list(values.shape)}"
+        raise PlanError(f"costs is {kind}: pass a 1-D array of at least one integer, none of them negative")
     return values.astype(np.int64)
 
 
