@@ -85,7 +85,7 @@ class _HostBatch:
         if self.mask is not None and not self.mask.is_nested:
             shape = (count, self.width or self.mask.shape[-1])
             if tuple(self.mask.shape) != shape:
-                raise DataError(f"'attention_mask' has the shape {tuple(self.mask.shape)}, 'input_ids' {shape}")
+                raise DataError(f"'attention_mask' has shape {tuple(self.mask.shape)}: give it {shape}, as 'input_ids'")
             self.width = shape[1]
             self.firsts, self.lengths = locate_rows(self.mask, torch.arange(count), side)
         if ids.is_nested:
@@ -99,7 +99,7 @@ class _HostBatch:
     def _checked_lengths(self, count: int) -> Tensor:
         lengths = as_index(self["input_lengths"], "'input_lengths'")
         if len(lengths) != count:
-            raise DataError(f"'input_lengths' has {len(lengths)} values for {count} rows of 'input_ids'")
+            raise DataError(f"'input_lengths' has {len(lengths)} values: give one for each of the {count} rows")
         if len(wrong := ((lengths < 1) | (lengths > self.width)).nonzero().flatten()):
             raise DataError(
                 f"'input_lengths' of row {int(wrong[0])} is {int(lengths[wrong[0]])}: lengths are 1 to {self.width}, "
@@ -120,7 +120,7 @@ class _HostBatch:
     def tensor(self, name: str) -> Tensor:
         values = self[name]
         if not isinstance(values, Tensor):
-            raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
+            raise DataError(f"field {name!r} is a {type(values).__name__}: pass a tensor, e.g. torch.as_tensor(...)")
         return values
 
     @cached_property
@@ -130,7 +130,7 @@ class _HostBatch:
         if responses.is_nested:
             rows = list(responses.unbind())
         elif self.mask is None:
-            raise DataError("'responses' are padded, and the host's batch has no 'attention_mask' of [B, S]")
+            raise DataError("'responses' are padded, and 'attention_mask' of [B, S] is missing: pass it in the batch")
         else:
             valid = self.mask[:, self.width - responses.shape[1] :].sum(1).tolist()
             rows = [row[:length] for row, length in zip(responses, valid, strict=True)]

@@ -23,6 +23,7 @@ from roll_batching.loss_check.scenarios import (
 )
 from roll_batching.losses.contract import loss_spec
 from roll_batching.samples import FieldKind, SampleBatch
+from roll_batching.samples.token_fields import require_field
 
 
 def check_loss(
@@ -86,8 +87,7 @@ def _units(samples: SampleBatch, group_by: str | None) -> list[list[int]]:
     if group_by is None:
         units = [[number] for number in range(len(samples))]
     else:
-        if group_by not in samples.schema or samples.schema[group_by].kind != "sample":
-            raise DataError(f"group_by={group_by!r} is not a sample field of the samples")
+        require_field(samples, group_by, "group_by", "sample")
         groups: dict[Any, list[int]] = {}
         for number, value in enumerate(samples[group_by].tolist()):
             groups.setdefault(value, []).append(number)

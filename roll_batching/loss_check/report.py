@@ -67,7 +67,7 @@ class LossCheck:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What the loss depends on and must not: names of runs."""
+        """Names of runs whose change alters the loss, though it must not."""
         return tuple(row.changed for row in self.rows if not row.ok)
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ def _gradient(outcome: Outcome, first: Outcome) -> str:
     worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf, default=None)
     if worst is None or gaps[worst] <= TOLERANCE:
         return EQUAL
-    a, b = (torch.cat([x.flatten() for x in one.gradients.values()]) for one in (outcome, first) if one.gradients)
+    a, b = (torch.cat([x.flatten() for x in run.gradients.values()]) for run in (outcome, first) if run.gradients)
     ratio = float(a @ b / (b @ b)) if bool(b.any()) else math.nan
     if float((a - ratio * b).norm() / a.norm().clamp(min=1e-30)) <= TOLERANCE:
         return _factor(ratio) or f"x {ratio:.4g}"

@@ -243,7 +243,7 @@ def to_host(
         part = HostMetric(kind, tuple(numbers[start : start + width]))
         start += width
         if name in joined and joined[name].kind != kind:
-            raise LossError(f"the metric {name!r} is a {joined[name].kind} in one micro-batch and a {kind} in another")
+            raise LossError(f"the metric {name!r} is a {joined[name].kind} and a {kind}: return one kind under a name")
         joined[name] = joined[name].join(part) if name in joined else part
     return numbers[: len(losses)], joined
 

@@ -10,12 +10,12 @@ from numbers import Real
 import numpy as np
 import torch
 
-from roll_batching.errors import DataError, LossError
+from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossSpec, head_count
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.flatten import row_indices
-from roll_batching.samples.token_fields import by_prediction, counted_positions
+from roll_batching.samples.token_fields import by_prediction, counted_positions, require_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,7 @@ def local_counts(
     first: torch.Tensor | None = None
     first_counted: torch.Tensor | None = None
     for name in masks:
-        if name not in local.schema or not local.schema[name].per_token:
-            raise DataError(f"the loss counts over {name!r}, which is not a token or next_token field of the batch")
+        require_field(local, name, "the loss's `masks`", "token", "next_token")
         counted = counted_positions(local, name)
         per_sample = _counted(counted, begins, begins + predicted)
         if first is None:
@@ -125,10 +124,8 @@ def local_counts(
         tokens[head_count(number)] = int(per_sample.sum())
         sequences[head_count(number)] = int((per_sample > 0).sum())
     for name in sums:
-        spec = local.schema.get(name)
-        if spec is None or spec.kind in ("static", "rows"):
-            raise DataError(f"the loss sums {name!r}, which is not a token, next_token or sample field of the batch")
-        if spec.per_token:
+        require_field(local, name, "the loss's `sums`", "token", "next_token", "sample")
+        if local.schema[name].per_token:
             values = by_prediction(local, name).double()
             values = values if first_counted is None else torch.where(first_counted, values, 0.0)
             totals[name] = float(values[row_indices(begins, predicted)].sum())

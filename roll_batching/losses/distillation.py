@@ -21,7 +21,7 @@ from roll_batching.losses.contract import CANDIDATES, LossOutput
 from roll_batching.losses.estimators import resolve_aggregation
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.token_fields import counted_positions, token_place
+from roll_batching.samples.token_fields import counted_positions, require_field, token_place
 from roll_batching.settings.losses import DistillSettings
 
 TEACHER_LOG_PROBS, TEACHER_IDS = "teacher_log_probs", "teacher_ids"
@@ -92,7 +92,7 @@ class DistillLoss(DistillSettings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the loss computes from the student: its log-probs of the teacher's tokens, and with terms, more."""
+        """The student's outputs that the loss reads: log-probs of the teacher's tokens, with terms more."""
         needs = {CANDIDATES} | ({"log_probs"} if self.weight != 1 else set())
         reads_rest = self.zero_outside_topk and self.objective != "forward_kl"
         return frozenset(needs | ({"entropy"} if reads_rest else set()))
@@ -100,8 +100,9 @@ class DistillLoss(DistillSettings):
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` for missing fields of the teacher, and for log-probs that are not finite."""
         for name in (TEACHER_LOG_PROBS, TEACHER_IDS):
-            if name not in batch.schema or batch.schema[name].kind != "next_token" or batch[name].dim() != 2:
-                raise DataError(f"the distillation loss reads {name!r}, a next_token field [tokens, k] of the teacher")
+            require_field(batch, name, "distillation", "next_token")
+            if batch[name].dim() != 2:
+                raise DataError(f"{name} has the shape {list(batch[name].shape)}: give the teacher's as [tokens, k]")
         log_probs, ids = batch[TEACHER_LOG_PROBS], batch[TEACHER_IDS]
         if log_probs.shape != ids.shape:
             raise DataError(f"teacher_log_probs is {list(log_probs.shape)}, teacher_ids {list(ids.shape)}: give pairs")

@@ -32,7 +32,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.exchange_group import ExchangeGroup
 from roll_batching.samples.flatten import row_indices
 from roll_batching.samples.length_table import require_batch
-from roll_batching.samples.token_fields import counted_positions, mask_of, sample_of
+from roll_batching.samples.token_fields import counted_positions, mask_of, require_field, sample_of
 from roll_batching.settings.losses import DPOSettings, KTOSettings, PreferenceSettings, SFTSettings
 
 
@@ -75,8 +75,7 @@ class PreferenceLoss(PreferenceSettings):
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` for a micro-batch with an incomplete pair, and for responses without counted tokens."""
         for name in ("pair", "chosen"):
-            if name not in batch.schema or batch.schema[name].kind != "sample":
-                raise DataError(f"{type(self).__name__} needs the sample field {name!r}")
+            require_field(batch, name, type(self).__name__, "sample")
         if len(empty := batch.ids[counted_per_sample(batch, self.masks[0]) == 0]):
             raise DataError(
                 f"the samples {empty[:8].tolist()} have no counted response token, and a pair needs two "
@@ -94,10 +93,10 @@ class PreferenceLoss(PreferenceSettings):
                 )
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
-        """The pack's share of the loss. Sorting brings the responses of a pair together."""
+        """Sum of the losses of the pack's pairs, divided by the number of pairs of the whole step."""
         reduce = tokens.segment_mean if self.average_log_probs else tokens.segment_sum
         log_ratios = reduce(tokens.log_probs - tokens["ref_log_probs"])
-        # The two of a pair stand side by side, the chosen one first.
+        # Sorted by pair id, the two responses of a pair are neighbours, the chosen one first.
         order = torch.argsort(2 * tokens["pair"] + (~tokens["chosen"].bool()).long())
         chosen, rejected = log_ratios[order[0::2]], log_ratios[order[1::2]]
         margin = chosen - rejected
@@ -148,33 +147,34 @@ def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
     A response begins at the first token that `mask`, a token or next_token field, counts. The result has `input_ids`,
     `mask` and the ids of the prompts.
 
-    Raises:
-        RankError: on all ranks (`DataError` in a single process) if any rank has a sample without prompt or response,
-            a batch of one sample, or no such mask.
+    Raises `RankError` on all ranks (`DataError` in a single process) if any rank has a sample without prompt or
+    response, a batch of one sample, or no such mask.
     """
     with ExchangeGroup.of().consensus("mismatched"):
-        return mismatch(batch, mask)
+        return mismatch_local(batch, mask)
 
 
-def mismatch(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
-    """`mismatched` of one rank's samples. Not collective; raises `DataError`."""
-    require_batch("mismatched", batch)
-    if mask not in batch.schema or not batch.schema[mask].per_token:
-        raise DataError(f"mismatched reads {mask!r}, which is not a token or next_token field of the batch")
+def mismatch_local(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
+    """`mismatched` on one rank: each sample's prompt with the response of the sample before it. Raises `DataError`."""
+    require_batch("mismatched responses", batch)
+    require_field(batch, mask, "mismatched", "token", "next_token")
     if len(batch) < 2:
-        raise DataError("a batch of one sample has no other response: give at least two")
+        raise DataError(f"{len(batch)} samples have no response to another prompt: give at least two")
     of_next = batch.schema[mask].kind == "next_token"
     counted = counted_positions(batch, mask) if of_next else mask_of(batch, mask)
-    within = torch.arange(batch.num_tokens) - batch.offsets[:-1][sample_of(batch)] + int(of_next)
-    first = torch.where(counted, within, batch.max_length)
-    prompts = torch.full((len(batch),), batch.max_length).scatter_reduce(0, sample_of(batch), first, "amin")
-    if len(wrong := batch.ids[(prompts == 0) | (prompts >= batch.lengths)]):
+    position = torch.arange(batch.num_tokens) - batch.offsets[:-1][sample_of(batch)] + int(of_next)
+    counted_position = torch.where(counted, position, batch.max_length)
+    no_response = torch.full((len(batch),), batch.max_length)
+    # A prompt has the tokens before the first counted one.
+    prompt_lengths = no_response.scatter_reduce(0, sample_of(batch), counted_position, "amin")
+    if len(wrong := batch.ids[(prompt_lengths == 0) | (prompt_lengths >= batch.lengths)]):
         raise DataError(f"the samples {wrong[:8].tolist()} have no prompt or no counted response token: leave them out")
-    starts, responses = batch.offsets[:-1], (batch.lengths - prompts).roll(1)
-    begins = torch.stack([starts, (starts + prompts).roll(1)], -1).flatten()
-    token_index = row_indices(begins, torch.stack([prompts, responses], -1).flatten())
+    starts, response_lengths = batch.offsets[:-1], (batch.lengths - prompt_lengths).roll(1)
+    part_starts = torch.stack([starts, (starts + prompt_lengths).roll(1)], -1).flatten()
+    token_index = row_indices(part_starts, torch.stack([prompt_lengths, response_lengths], -1).flatten())
     fields = {name: batch[name].cpu()[token_index] for name in ("input_ids", mask)}
-    return SampleBatch(batch.ids, prompts + responses, fields, {name: batch.schema[name] for name in fields})
+    lengths = prompt_lengths + response_lengths
+    return SampleBatch(batch.ids, lengths, fields, {name: batch.schema[name] for name in fields})
 
 
 def reference_point(mismatched: SampleBatch, layout: ParallelLayout, mask: str = "response_mask") -> float:
@@ -207,8 +207,7 @@ class KTOLoss(KTOSettings):
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` if a sample field is missing."""
         for name in ("desirable", "reference_point"):
-            if name not in batch.schema or batch.schema[name].kind != "sample":
-                raise DataError(f"KTOLoss needs the sample field {name!r}")
+            require_field(batch, name, "KTOLoss", "sample")
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """The pack's share of the loss."""

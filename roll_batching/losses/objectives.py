@@ -28,7 +28,7 @@ from roll_batching.losses.estimators import (
 )
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.token_fields import counted_positions, token_place
+from roll_batching.samples.token_fields import counted_positions, require_field, token_place
 from roll_batching.settings.losses import (
     Aggregation,
     CISPOSettings,
@@ -319,8 +319,7 @@ class ValueLoss(LossSettings):
         """Raises `DataError` for missing fields, and for counted returns or old values that are not finite."""
         counted: torch.Tensor | None = None
         for name in ("returns", "old_values") if self.clip is not None else ("returns",):
-            if name not in batch.schema or batch.schema[name].kind != "next_token":
-                raise DataError(f"the value loss reads {name!r}, a next_token field, which the samples do not have")
+            require_field(batch, name, "the value loss", "next_token")
             counted = counted_positions(batch, self.masks[0]) if counted is None else counted
             wrong = ~torch.isfinite(batch[name].cpu()) & counted
             if wrong.any():

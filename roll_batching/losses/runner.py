@@ -33,7 +33,8 @@ class Scaling:
 
     With `per_token` (`calculate_per_token_loss`) Megatron divides gradients by the sum of the token counts that the
     loss functions of a step return, unless it is 0. Otherwise it divides by the number of micro-batches, and averages
-    gradients over data-parallel ranks; both factors are multiplied in (that of context parallelism cancels itself).
+    gradients over data-parallel ranks: the loss is multiplied by micro-batches x data-parallel size to cancel both. The
+    factor for context parallelism already cancels inside Megatron.
     `apply=False` keeps Megatron's scaling: gradients are divided by micro-batches x data-parallel size.
     """
 

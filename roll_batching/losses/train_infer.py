@@ -25,7 +25,7 @@ from roll_batching.errors import DataError, LossError
 from roll_batching.losses.estimators import bounded
 from roll_batching.losses.objectives import IS_WEIGHT
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.token_fields import counted_positions, sample_of
+from roll_batching.samples.token_fields import counted_positions, require_field, sample_of
 
 if TYPE_CHECKING:
     from roll_batching.distributed.parallel_layout import ParallelLayout
@@ -54,11 +54,7 @@ class Mismatch:
     def of(cls, batch: SampleBatch, mask: str = "response_mask") -> Mismatch:
         """The mismatch of `old_log_probs` and `rollout_log_probs`. Raises `DataError` for missing or NaN values."""
         for name in (TRAIN, INFER):
-            if name not in batch.schema or batch.schema[name].kind != "next_token":
-                raise DataError(
-                    f"train_infer_correction reads {name!r}, a next_token field: the log-probs of the "
-                    f"{'trainer' if name == TRAIN else 'sampler'}, which the batch does not have"
-                )
+            require_field(batch, name, "train_infer_correction", "next_token")
             if batch[name].ndim != 1:
                 raise DataError(
                     f"train_infer_correction: {name} has the shape {list(batch[name].shape)}: give one number per token"

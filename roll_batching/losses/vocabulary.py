@@ -166,8 +166,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 def labels_with_candidates(pack: PackedBatch, field: str) -> torch.Tensor:
     """[tokens / cp, 1 + k] int64: the label of each local position, then its tokens in the next_token field `field`.
 
-    Raises:
-        LossError: where samples of the pack share positions, or the batch has no such field.
+    Raises `LossError` where samples of the pack share positions, or the batch has no such field.
     """
     if pack.computed_tokens is not None:
         raise LossError(
@@ -175,7 +174,7 @@ def labels_with_candidates(pack: PackedBatch, field: str) -> torch.Tensor:
             "without prefixes (share_prefixes: false)"
         )
     if field not in pack.fields or pack.kinds[field] != "next_token":
-        raise LossError(f"the loss needs log-probs of the tokens in {field!r}, a next_token field that the batch lacks")
+        raise LossError(f"the loss needs log-probs of the tokens in {field!r}: add this next_token field to the batch")
     candidates = pack.fields[field]
     if pack.params.local_tokens is not None:
         candidates = candidates[pack.params.local_tokens]

@@ -164,7 +164,7 @@ def default_attention(device_type: str) -> AttentionEntry:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Versions of those `distributions` that are installed."""
+    """Versions of the installed ones of `distributions`."""
     versions = {}
     for name in distributions:
         try:

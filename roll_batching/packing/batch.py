@@ -19,7 +19,7 @@ from roll_batching.packing.prefetch import copy_to_cuda, prefetch
 from roll_batching.planning import MicroBatch, Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import ROUTED_EXPERTS
-from roll_batching.samples.token_fields import inputs_of, mask_of
+from roll_batching.samples.token_fields import inputs_of, mask_of, require_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +67,11 @@ class PackedBatch:
 
 
 def _check_fields(local: SampleBatch, masks: Sequence[str]) -> None:
-    if "input_ids" not in local.schema or local.schema["input_ids"].kind != "token":
-        raise DataError("the batch needs a field input_ids of kind token")
+    require_field(local, "input_ids", "packing", "token")
     if (dtype := local["input_ids"].dtype).is_floating_point or dtype.is_complex or dtype is torch.bool:
         raise DataError(f"input_ids must be integers, the ids of tokens; the batch has {dtype}")
     for name in masks:
-        if name not in local.schema or not local.schema[name].per_token:
-            known = [field for field, spec in local.schema.items() if spec.per_token]
-            raise DataError(
-                f"the loss declares the mask {name!r}, which is not a token or next_token field of the batch; it has "
-                f"{', '.join(known)}"
-            )
+        require_field(local, name, "the loss's `masks`", "token", "next_token")
 
 
 def _check_samples(local: SampleBatch, plan: Plan, micro_batches: Iterable[MicroBatch]) -> None:

@@ -215,7 +215,7 @@ def _locate(routes: Routes, plan: Plan, dp_group: ExchangeGroup, held: SampleBat
                 f"({repeated.size} such ids in all). Each sample lies on one rank."
             )
         if (missing := np.flatnonzero((counts == 0) & (routes.rank_of >= 0))).size:
-            raise DataError(f"No rank holds sample ids {_first_ids(plan.ids[missing])} of the plan.")
+            raise DataError(f"No rank holds sample ids {_first_ids(plan.ids[missing])}: pass like=, the planned batch.")
     location = np.where(counts == 1, holders.argmax(0), -1).astype(np.int64)
     return replace(routes, location=location)
 
@@ -234,7 +234,7 @@ def results_in_plan_order(results: SampleBatch, plan: Plan, routes: Routes) -> S
         )
     assigned = routes.counted[routes.rank_of[routes.counted] == routes.rank]
     if (absent := plan.ids[assigned[~has_result[assigned]]]).size:
-        raise DataError(f"No results for sample ids {_first_ids(absent)}, which the plan gives to this rank.")
+        raise DataError(f"No results for sample ids {_first_ids(absent)}: hand in one for each sample of this rank.")
     ordered = results.select(rows[assigned])
     full_lengths = torch.from_numpy(plan.lengths[assigned])
     if (longer := (ordered.lengths > full_lengths).nonzero().flatten()).numel():

@@ -23,9 +23,8 @@ class SampleBatch:
     Ids and lengths are int64 tensors on the host, whatever the device of the fields, so that planning
     needs no device synchronisation. A batch may be empty (a rank without samples).
 
-    Raises:
-        DataError: for lengths or ids that are not one-dimensional integers, a sample without tokens, a repeated id,
-            a field whose shape does not fit its kind, a field without a kind, a pad value out of the dtype's range.
+    Raises `DataError` for lengths or ids that are not one-dimensional integers, a sample without tokens, a repeated id,
+    a field whose shape does not fit its kind, a field without a kind, a pad value out of the dtype's range.
     """
 
     ids: Tensor
@@ -51,7 +50,7 @@ class SampleBatch:
         object.__setattr__(self, "fields", dict(self.fields))
         object.__setattr__(self, "schema", normalise_schema(self.schema))
         if self.ids.numel() != self.lengths.numel():
-            raise DataError(f"{self.ids.numel()} ids for {self.lengths.numel()} lengths.")
+            raise DataError(f"{self.ids.numel()} ids for {self.lengths.numel()} lengths: give one of each per sample.")
         if (empty := (self.lengths < 1).nonzero().flatten()).numel():
             raise DataError(f"No token in {flatten.name_rows(empty, self.ids)}: a sample has at least one.")
         is_repeated = self._sorted_ids[1:] == self._sorted_ids[:-1]
@@ -67,7 +66,7 @@ class SampleBatch:
             return
         values = self.fields[name]
         if not isinstance(values, Tensor):
-            raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
+            raise DataError(f"field {name!r} is a {type(values).__name__}: pass a tensor, e.g. torch.as_tensor(...)")
         check_dtype(name, spec, values.dtype)
         rows = int(self.rows_per_sample(name).sum())
         if spec.kind == "next_token" and values.dim() and len(self) and values.shape[0] == rows - len(self):
@@ -155,8 +154,7 @@ class SampleBatch:
 
         Entries outside `schema` are ignored. `attention_mask` is the name of an entry, and `ids` may be one.
 
-        Raises:
-            DataError: for an entry that is missing, and all of `from_padded`.
+        Raises `DataError` for an entry that is missing, and all of `from_padded`.
         """
         present = set(source.keys())
         needed = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
@@ -176,8 +174,7 @@ class SampleBatch:
     def concat(cls, batches: Sequence[SampleBatch]) -> SampleBatch:
         """Join batches with the same schema, in order; static fields must be equal.
 
-        Raises:
-            DataError: for no batch, schemas, dtypes or static values that differ, ids that repeat.
+        Raises `DataError` for no batch, schemas, dtypes or static values that differ, ids that repeat.
         """
         if not batches:
             raise DataError("Nothing to join: concat needs at least one batch.")
@@ -247,8 +244,7 @@ class SampleBatch:
     def rows_of(self, ids: Any) -> Tensor:
         """Rows of the samples `ids`, in that order: int64, on the host.
 
-        Raises:
-            DataError: with the ids that this batch does not hold.
+        Raises `DataError` with the ids that this batch does not hold.
         """
         ids = as_index(ids, "ids")
         rows, is_present = self.find(ids)
@@ -306,7 +302,7 @@ class SampleBatch:
 
     def _width(self, length: int | None) -> int:
         if length is not None and (long := (self.lengths > length).nonzero().flatten()).numel():
-            raise DataError(f"{flatten.name_rows(long, self.ids)} do not fit a width of {length}.")
+            raise DataError(f"{flatten.name_rows(long, self.ids)} do not fit a width of {length}: pass None.")
         return self.max_length if length is None else length
 
     def _padded_index(self, width: int, side: PaddingSide) -> Tensor:
@@ -321,8 +317,7 @@ class SampleBatch:
         A sample's last row of a next_token field belongs to no token and is not checked. Costs one device
         synchronisation per field.
 
-        Raises:
-            DataError: with field, samples and, for fields per token, the first position.
+        Raises `DataError` with field, samples and, for fields per token, the first position.
         """
         if names is None:
             names = [n for n, v in self.fields.items() if isinstance(v, Tensor) and v.is_floating_point()]
@@ -337,13 +332,13 @@ class SampleBatch:
     def select(self, index: Any, ids: Any = None) -> SampleBatch:
         """The samples at rows `index`, in that order. Rows may repeat if new `ids` are given.
 
-        Raises:
-            DataError: for rows outside the batch, or rows repeated without new ids.
+        Raises `DataError` for rows outside the batch, or rows repeated without new ids.
         """
         rows = as_index(index, "row indices")
         if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
             raise DataError(
-                f"Row indices run from {int(rows.min())} to {int(rows.max())}, the batch has {len(self)} rows."
+                f"Row indices run from {int(rows.min())} to {int(rows.max())}, the batch has {len(self)} rows: rows "
+                "count from 0."
             )
         tokens = row_indices(self.offsets[:-1][rows], self.lengths[rows])
         fields = dict(self.fields)
@@ -358,8 +353,7 @@ class SampleBatch:
     def select_ids(self, ids: Any) -> SampleBatch:
         """The samples with these ids, in that order.
 
-        Raises:
-            DataError: with the ids that this batch does not hold.
+        Raises `DataError` with the ids that this batch does not hold.
         """
         return self.select(self.rows_of(ids))
 
@@ -376,8 +370,7 @@ class SampleBatch:
     def without(self, names: Iterable[str] | str) -> SampleBatch:
         """This batch without the fields `names`.
 
-        Raises:
-            DataError: for an unknown name.
+        Raises `DataError` for an unknown name.
         """
         removed = {names} if isinstance(names, str) else set(names)
         if unknown := sorted(removed - self.fields.keys()):

@@ -48,7 +48,7 @@ class ExchangeGroup:
         """
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None:
-                raise DataError("A process group was given, but torch.distributed is not initialised.")
+                raise DataError("A process group was given: call init_process_group first, or leave the group out.")
             return cls(None, None, 0, 1, torch.device("cpu"))
         consensus_group = consensus_group or group
         if group is None:
@@ -56,7 +56,7 @@ class ExchangeGroup:
             group = megatron_data_parallel_group() or dist.group.WORLD
         rank = dist.get_rank(group)
         if rank < 0:
-            raise DataError(f"Process {dist.get_rank()} is not in the group that data are to move in.")
+            raise DataError(f"Process {dist.get_rank()} is not in the group: pass one that holds it, or none.")
         return cls(group, consensus_group, rank, dist.get_world_size(group), group_device(group, torch.device("cpu")))
 
     def consensus(self, what: str) -> contextlib.AbstractContextManager[Facts]:

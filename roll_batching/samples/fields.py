@@ -77,8 +77,7 @@ DTYPES = (torch.bool, *_INTEGERS, *_FLOATS)
 def check_dtype(name: str, spec: FieldSpec, dtype: torch.dtype) -> None:
     """Raises for an unsupported dtype, or a pad value out of its range: values are never promoted or wrapped.
 
-    Raises:
-        DataError: naming field, dtype and pad.
+    Raises `DataError` naming field, dtype and pad.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:

@@ -62,8 +62,7 @@ def place(values: Tensor, index: Tensor, rows: int, pad: int | float | bool) -> 
 def as_index(values: Any, what: str) -> Tensor:
     """`values` (tensor, array or sequence of integers) as a one-dimensional int64 tensor on the host.
 
-    Raises:
-        DataError: when the values are not integers or not one-dimensional.
+    Raises `DataError` when the values are not integers or not one-dimensional.
     """
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
@@ -92,15 +91,14 @@ def check_field_names(names: Iterable[str], schema: Schema) -> None:
             "say what kind each is (token, next_token, sample or static), or leave it out."
         )
     if missing := sorted(schema.keys() - names):
-        raise DataError(f"The schema names {', '.join(map(repr, missing))}, but no such field was given.")
+        raise DataError(f"The schema names {', '.join(map(repr, missing))}: give these fields, or take them out of it.")
 
 
 def locate_rows(attention_mask: Tensor, ids: Tensor, side: MaskPadding) -> tuple[Tensor, Tensor]:
     """(first columns, lengths) of the rows of a `[B, S]` mask of zeros and ones: int64 `[B]`, on the host.
 
-    Raises:
-        DataError: for a row without tokens, a mask with holes, padding on another side than `side`, values that
-            are not 0 or 1.
+    Raises `DataError` for a row without tokens, a mask with holes, padding on another side than `side`, values that are
+    not 0 or 1.
     """
     if side not in ("right", "left", "both"):
         raise DataError(f'padding_side is "right", "left" or "both"; got {side!r}.')
@@ -108,7 +106,8 @@ def locate_rows(attention_mask: Tensor, ids: Tensor, side: MaskPadding) -> tuple
     valid = mask.to(torch.bool)
     # An additive mask (0 and -inf) would read inverted as a boolean one.
     if mask.dtype != torch.bool and bool((mask != valid.to(mask.dtype)).any()):
-        raise DataError("The attention mask must hold only 0 and 1; additive masks are not understood.")
+        wrong = mask[mask != valid.to(mask.dtype)][0].item()
+        raise DataError(f"The attention mask holds {wrong}: pass only 0 and 1; additive masks are not understood.")
     lengths = valid.sum(1, dtype=torch.int64)
     if (empty := (lengths == 0).nonzero().flatten()).numel():
         raise DataError(f"No token in {name_rows(empty, ids)}: the attention mask is all padding there.")
@@ -145,7 +144,7 @@ def from_padded(
             fields[name] = values
             continue
         if not isinstance(values, Tensor):
-            raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
+            raise DataError(f"field {name!r} is a {type(values).__name__}: pass a tensor, e.g. torch.as_tensor(...)")
         check_dtype(name, spec, values.dtype)
         if spec.kind in ("sample", "rows"):
             fields[name] = values
@@ -189,7 +188,7 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
             fields[name] = values
             continue
         if len(values) != count:
-            raise DataError(f"Field {name!r} has {len(values)} samples, the batch has {count}.")
+            raise DataError(f"Field {name!r} has {len(values)} samples: give one value for each of {count}.")
         if spec.kind == "sample":
             fields[name] = values if isinstance(values, Tensor) else _tensor(name, values)
             continue
@@ -201,7 +200,7 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
             if row_lengths.shape != counts.shape or (row_lengths != counts).any():
                 raise DataError(
                     f"Field {name!r} has {row_lengths.tolist()[:8]} rows in its first samples, but its counts say "
-                    f"{counts.tolist()[:8]}."
+                    f"{counts.tolist()[:8]}: make them equal."
                 )
             fields[name] = flat
         elif spec.kind == "token":
@@ -227,8 +226,7 @@ def _check_row_lengths(name: str, row_lengths: Tensor, lengths: Tensor, note: st
 def counts_of(name: str, counts: str, fields: Mapping[str, Any], schema: Schema) -> Tensor:
     """Rows of the field `name` for each sample, from the field `counts`: int64 `[n]`, on the host.
 
-    Raises:
-        DataError: unless `counts` is a sample field of integers, none negative, with the pad value 0.
+    Raises `DataError` unless `counts` is a sample field of integers, none negative, with the pad value 0.
     """
     values, spec = fields.get(counts), schema.get(counts)
     if spec is None or spec.kind != "sample" or spec.pad != 0:
@@ -238,7 +236,7 @@ def counts_of(name: str, counts: str, fields: Mapping[str, Any], schema: Schema)
         )
     rows = as_index(values, f"field {counts!r}")
     if bool((rows < 0).any()):
-        raise DataError(f"Field {counts!r} counts the rows of {name!r}, and {int(rows.min())} is negative.")
+        raise DataError(f"Field {counts!r} counts the rows of {name!r}: {int(rows.min())} must be 0 or more.")
     return rows
 
 
@@ -307,11 +305,11 @@ def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, rows: T
     `rows` int64 `[n]` are those of the field for each sample; None for a static field.
     """
     if not isinstance(values, Tensor):
-        raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")
+        raise DataError(f"Field {name!r} is a {type(values).__name__}: pass a tensor to check it for NaN.")
     bad = ~torch.isfinite(values)
     if rows is None:
         if bool(bad.any()):
-            raise DataError(f"Static field {name!r} holds values that are not finite.")
+            raise DataError(f"Static field {name!r} holds values that are not finite: correct them.")
         return
     bad = (bad.flatten(1).any(1) if bad.dim() > 1 else bad).cpu()
     offsets = starts_of(rows)

@@ -71,8 +71,8 @@ def has_images(batch: SampleBatch) -> bool:
 def find_images(batch: SampleBatch, form: ImageFormat) -> ImageTokens:
     """The images of a batch, checked.
 
-    The first runs of image tokens of a sample are its images. Image tokens behind them are text, which a model may
-    sample, unless they stand between the tokens that begin and end an image outside of `RESPONSE`.
+    The first runs of image tokens of a sample are its images. Surplus runs count as text, since a model may sample
+    image tokens. In the prompt, a surplus run between the tokens that begin and end an image is an error.
 
     Args:
         batch: samples with the four image fields, or none of them.
@@ -91,18 +91,14 @@ def find_images(batch: SampleBatch, form: ImageFormat) -> ImageTokens:
     if bool(is_video.any()):
         sample, _ = token_place(batch, int(is_video.nonzero()[0]))
         raise DataError(f"sample {sample} has a video: videos are not supported, images are")
-    images = batch[IMAGES].cpu().long() if with_images else torch.zeros(count, dtype=torch.int64)
+    images_per_sample = batch[IMAGES].cpu().long() if with_images else torch.zeros(count, dtype=torch.int64)
     grids = batch[GRIDS].cpu().long() if with_images else torch.zeros(0, 3, dtype=torch.int64)
-    sample_of = torch.repeat_interleave(torch.arange(count), images)
+    sample_of = torch.repeat_interleave(torch.arange(count), images_per_sample)
     merge = form.spatial_merge_size
     if with_images:
         _check_grids(batch, grids, sample_of, merge)
     runs, sizes = _runs(ids == form.image_token_id, batch)
-    run_sample = torch.searchsorted(batch.offsets, runs, right=True) - 1
-    per_sample = torch.bincount(run_sample, minlength=count)
-    number = torch.arange(len(runs)) - starts_of(per_sample)[:-1][run_sample]
-    is_image = number < images[run_sample]
-    _check_runs(batch, ids, form, images, per_sample, runs, sizes, run_sample, is_image)
+    is_image = _check_runs(batch, ids, form, images_per_sample, runs, sizes)
     runs, sizes = runs[is_image], sizes[is_image]
     expected_sizes = grids.prod(1) // merge**2
     if bool((wrong := (sizes != expected_sizes).nonzero().flatten()).numel()):
@@ -181,16 +177,21 @@ def _check_grids(batch: SampleBatch, grids: Tensor, sample_of: Tensor, merge: in
 
 
 def _check_runs(
-    batch: SampleBatch, ids: Tensor, form: ImageFormat, images: Tensor, per_sample: Tensor, runs: Tensor, sizes: Tensor,
-    run_sample: Tensor, is_image: Tensor,
-) -> None:  # fmt: skip
-    if bool((wrong := (per_sample < images).nonzero().flatten()).numel()):
+    batch: SampleBatch, ids: Tensor, form: ImageFormat, images_per_sample: Tensor, runs: Tensor, sizes: Tensor
+) -> Tensor:
+    """Whether each run of image tokens is an image, [runs] bool: the first ones of a sample are. Raises `DataError`."""
+    run_sample = torch.searchsorted(batch.offsets, runs, right=True) - 1
+    runs_per_sample = torch.bincount(run_sample, minlength=len(batch))
+    run_in_sample = torch.arange(len(runs)) - starts_of(runs_per_sample)[:-1][run_sample]
+    is_image = run_in_sample < images_per_sample[run_sample]
+    if bool((wrong := (runs_per_sample < images_per_sample).nonzero().flatten()).numel()):
         first = int(wrong[0])
         raise DataError(
-            f"sample {int(batch.ids[first])} has {int(images[first])} images and {int(per_sample[first])} runs of the "
-            f"image token {form.image_token_id}: give each image a run of its own, with another token between two"
+            f"sample {int(batch.ids[first])} has {int(images_per_sample[first])} images and "
+            f"{int(runs_per_sample[first])} runs of the image token {form.image_token_id}: give each image a "
+            "run of its own, with another token between two"
         )
-    # What encloses an image in prompts: with them, an image was lost.
+    # These tokens enclose the images of prompts: between them stands an image that was lost, not text.
     before = (runs > batch.offsets[:-1][run_sample]) & (ids[(runs - 1).clamp(min=0)] == form.vision_start_token_id)
     ends = (runs + sizes).clamp(max=max(len(ids) - 1, 0))
     behind = (runs + sizes < batch.offsets[1:][run_sample]) & (ids[ends] == form.vision_end_token_id)
@@ -200,9 +201,10 @@ def _check_runs(
         sample = int(run_sample[first])
         raise DataError(
             f"sample {int(batch.ids[sample])} has image tokens ({form.image_token_id}) at position "
-            f"{int(runs[first] - batch.offsets[sample])} and no image for them: it has {int(images[sample])} images. "
-            f"Give their {', '.join(IMAGE_SCHEMA)}"
+            f"{int(runs[first] - batch.offsets[sample])} and no image for them: it has "
+            f"{int(images_per_sample[sample])} images. Give their {', '.join(IMAGE_SCHEMA)}"
         )
+    return is_image
 
 
 def _sampled(batch: SampleBatch) -> Tensor:

@@ -27,8 +27,7 @@ def require_batch(what: str, value: object, name: str = "batch") -> None:
 class LengthTable:
     """One row per sample of all ranks: three int64 arrays of one length.
 
-    Raises:
-        DataError: for arrays of different lengths, or an id that occurs twice.
+    Raises `DataError` for arrays of different lengths, or an id that occurs twice.
     """
 
     ids: np.ndarray
@@ -50,7 +49,7 @@ class LengthTable:
             shapes = self.ids.shape, self.lengths.shape, self.location.shape
             raise DataError(f"ids, lengths and location must be one-dimensional and of one length: {shapes}.")
         if self.prefixes is not None and len(self.prefixes) != self.ids.size:
-            raise DataError(f"prefixes describe {len(self.prefixes)} samples, and the table has {self.ids.size}.")
+            raise DataError(f"prefixes describe {len(self.prefixes)} samples: find those of all {self.ids.size}.")
         self._refuse_repeated_ids()
 
     def _refuse_repeated_ids(self) -> None:
@@ -133,7 +132,7 @@ def find_shared_prefixes(batch: SampleBatch, table: LengthTable, group: Any = No
     with dp_group.consensus("find_shared_prefixes") as facts:
         require_batch("find_shared_prefixes", batch)
         if "input_ids" not in batch:
-            raise DataError("find_shared_prefixes compares tokens: the batch has no field input_ids.")
+            raise DataError("find_shared_prefixes compares tokens: the batch has no field input_ids, which it needs.")
         facts.equal("the fields that the model reads", sorted(inputs_of(batch).fields), "Give all ranks the same")
         codes = torch.from_numpy(token_codes(batch))
     counts, samples = _gather_number(dp_group, codes.numel()), _gather_number(dp_group, len(batch))
@@ -148,7 +147,7 @@ def find_shared_prefixes(batch: SampleBatch, table: LengthTable, group: Any = No
     with dp_group.consensus("find_shared_prefixes"):
         missing = [sample for sample in table.ids.tolist() if sample not in by_id]
         if missing:
-            raise DataError(f"The table has samples {missing[:8]}, which no rank's batch holds.")
+            raise DataError(f"No rank's batch holds samples {missing[:8]} of the table: gather it from these batches.")
     flat = np.concatenate([by_id[sample] for sample in table.ids.tolist()]) if len(table) else np.zeros(0, np.int32)
     if flat.dtype != np.int32:  # digests: small numbers instead
         flat = np.unique(flat, return_inverse=True)[1]
@@ -186,7 +185,7 @@ def gather_bins(batch: SampleBatch, sizes: Sequence[int], group: Any = None) -> 
         require_batch("gather_bins", batch)
         local = torch.tensor(list(sizes), dtype=torch.int64)
         if bool((local < 0).any()) or int(local.sum()) != len(batch):
-            raise DataError(f"Micro-batches of {list(sizes)} samples do not make up a batch of {len(batch)}.")
+            raise DataError(f"Micro-batches of {list(sizes)} samples must add up to the batch's {len(batch)}.")
     counts = _gather_number(dp_group, local.numel())
     per_rank = dp_group.all_gather(torch.nn.functional.pad(local, (0, int(counts.max()) - local.numel())))
     ends = per_rank.flatten().cumsum(0).view_as(per_rank)

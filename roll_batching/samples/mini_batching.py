@@ -104,7 +104,7 @@ def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: i
     home = np.asarray(home_rank, dtype=np.int64)
     order = np.concatenate(list(mini_batches(home.size, size, seed=seed, epoch=epoch)))
     if size % ranks:
-        raise DataError(f"Mini-batches of {size} samples do not divide into equal shares of {ranks} ranks.")
+        raise DataError(f"Mini-batches of {size} samples must be a multiple of the {ranks} ranks, which share them.")
     batch_of = np.empty(home.size, dtype=np.int64)
     for rank in range(ranks):
         local = order[home[order] == rank]
@@ -121,7 +121,7 @@ def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Gen
     if (members > size).any():
         largest = int(members.argmax())
         raise DataError(
-            f"Group {names[largest]} has {members[largest]} samples, more than a mini-batch of {size} holds."
+            f"Group {names[largest]} has {members[largest]} samples, more than a mini-batch of {size}: raise its size."
         )
     draw = random.permutation(names.size)
     position = np.empty_like(draw)
@@ -139,9 +139,8 @@ def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Gen
 def rank_slice(count: int, rank: int, size: int) -> slice:
     """The contiguous part of `count` items that `rank` of `size` takes; parts differ by at most one item.
 
-    Raises:
-        DataError: for a rank outside the group.
+    Raises `DataError` for a rank outside the group.
     """
     if not 0 <= rank < size:
-        raise DataError(f"Rank {rank} is not in a group of {size}.")
+        raise DataError(f"Rank {rank} is not in a group of {size}: ranks count from 0.")
     return slice(count * rank // size, count * (rank + 1) // size)

@@ -28,6 +28,15 @@ def inputs_of(batch: SampleBatch, *checked: str) -> SampleBatch:
     return batch.only([*names, *(name for name in batch.fields if name in counts)])
 
 
+def require_field(batch: SampleBatch, name: str, reader: str, *kinds: str) -> None:
+    """Raises `DataError` unless the batch has the field `name`, of one of `kinds`, which `reader` needs."""
+    spec = batch.schema.get(name)
+    if spec is None or spec.kind not in kinds:
+        problem = "lacks it" if spec is None else f"has it as a {spec.kind} field"
+        needed = f"{reader} needs the {' or '.join(kinds)} field {name!r}, and the batch"
+        raise DataError(f"{needed} {problem}: add it (fields of the batch: {', '.join(batch.schema)})")
+
+
 def token_codes(batch: SampleBatch) -> np.ndarray:
     """[tokens], on the host: tokens with equal codes have equal values in all fields that the model reads.
 
@@ -132,8 +141,7 @@ def by_prediction(batch: SampleBatch, name: str) -> torch.Tensor:
 def mask_of(batch: SampleBatch, name: str) -> torch.Tensor:
     """[tokens] bool on the host: the token or next_token field `name` as a mask.
 
-    Raises:
-        DataError: for more than one value per token, or values other than bool, 0 and 1.
+    Raises `DataError` for more than one value per token, or values other than bool, 0 and 1.
     """
     values: torch.Tensor = batch[name].cpu()
     if values.dim() != 1:

@@ -24,6 +24,7 @@ from roll_batching.planning import ParallelDims
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.flatten import content_digest
 from roll_batching.samples.length_table import require_batch
+from roll_batching.samples.token_fields import require_field
 from roll_batching.strategy.decoding import (
     LENGTH_MULTIPLE,
     RecomputingDecoder,
@@ -57,8 +58,8 @@ def check_generation(
             "it from packed_layer_spec(config), or sample elsewhere"
         )
     require_batch("generate", prompts, "prompts")
-    if len(prompts) and ("input_ids" not in prompts.schema or prompts.schema["input_ids"].kind != "token"):
-        raise DataError("prompts need a field input_ids of kind token")
+    if len(prompts):
+        require_field(prompts, "input_ids", "generate", "token")
     check_tokens(prompts, state)
     if state.vision is not None or any(spec.kind == "rows" for spec in prompts.schema.values()):
         from roll_batching.strategy.images import check_prompt_images  # few models take images
@@ -194,16 +195,18 @@ class CachedDecoder:
     def __init__(
         self, model: ModelState, gpt: Any, rows: list[torch.Tensor], settings: GenerationSettings, images: Any = None
     ) -> None:
-        """`images`: `strategy.images.SequenceImages` of the rows, for a model with a vision encoder."""
+        """`rows`: token ids of each prompt. `images`: their `SequenceImages`, for a model with a vision encoder."""
         self._images = images
-        self.layout, self._chunk, self._gpt = model.layout, model.chunks[0], gpt
+        self.layout, self._gpt = model.layout, gpt
+        self._chunk = model.chunks[0]
+        """`gpt` in its wrappers, such as DDP's: passes call this one."""
         self._rows = rows
         self._lengths = torch.tensor([len(row) for row in rows], device=model.device)
-        self._positions = self._lengths
+        self._next_positions = self._lengths  # replaced, never changed in place
         self.longest = max(map(len, rows))
         """Positions of the longest sequence, on the host: reading them from the device would wait for it."""
         self._per_step = positions_per_step(model.layout)
-        self._cache = KeyValueCache(cache_positions(max(map(len, rows)), settings, model.layout))
+        self._cache = KeyValueCache(cache_positions(self.longest, settings, model.layout))
 
     def prefill(self) -> torch.Tensor:
         """Logits after each prompt, [n, vocabulary]. Consecutive sequences with one prompt share its computation."""
@@ -229,14 +232,14 @@ class CachedDecoder:
     def select(self, rows: torch.Tensor) -> None:
         """Removes all sequences but `rows` from the batch."""
         self._cache.select(rows)
-        self._positions = self._positions[rows]
+        self._next_positions = self._next_positions[rows]
         if self._images is not None:
             self._images.select(rows)
-        self.longest = int(self._positions.max())
+        self.longest = int(self._next_positions.max())
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits after one more token per sequence, [n, vocabulary], from `tokens` [n]."""
-        positions, cache = self._positions, self._cache
+        positions, cache = self._next_positions, self._cache
         width = min(cache.length, -(-(self.longest + 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
         visible = (torch.arange(width, device=positions.device) <= positions[:, None])[:, None, None]
         repeated = positions.expand(self._per_step, -1)
@@ -245,7 +248,7 @@ class CachedDecoder:
         ids = tokens[:, None].expand(-1, self._per_step)
         output = self._chunk(ids, repeated.t(), None, packed_seq_params=params)
         # Finished sequences stay in the batch for a while, beyond their last position.
-        self._positions = (positions + 1).clamp(max=cache.length - 1)
+        self._next_positions = (positions + 1).clamp(max=cache.length - 1)
         self.longest = min(self.longest + 1, cache.length - 1)
         first = torch.arange(len(tokens), device=tokens.device) * self._per_step
         return gather_vocabulary(logits_at(output, first, self._gpt), self._gpt)

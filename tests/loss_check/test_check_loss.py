@@ -172,7 +172,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_loss(Local())
     with pytest.raises(LossError, match="has the kind 'word': give token, next_token or sample"):
         check_loss(losses.NeedsMargin(), fields={"margin": "word"})  # type: ignore[dict-item]
-    with pytest.raises(DataError, match="group_by='margin' is not a sample field"):
+    with pytest.raises(DataError, match="group_by needs the sample field 'margin'"):
         check_loss(losses.NeedsMargin(), group_by="margin")
 
 

@@ -270,7 +270,7 @@ def test_fields_of_the_teacher_that_cannot_be_are_refused() -> None:
     spoilt = data.with_fields({"teacher_log_probs": broken}, {"teacher_log_probs": "next_token"})
     one_less = data.with_fields({"teacher_ids": data["teacher_ids"][:, :-1]}, {"teacher_ids": "next_token"})
     for wrong, words in (
-        (waves.batch(), "reads 'teacher_log_probs'"),
+        (waves.batch(), "needs the next_token field 'teacher_log_probs'"),
         (spoilt, "teacher_log_probs of sample 0 are not finite"),
         (one_less, "give pairs"),
     ):

@@ -225,7 +225,7 @@ def test_two_ranks_have_the_mean_and_the_metrics_of_one() -> None:
 def test_missing_and_infinite_log_probs_are_errors(name: str) -> None:
     from roll_batching.errors import DataError
 
-    with pytest.raises(DataError, match=f"reads '{name}'"):
+    with pytest.raises(DataError, match=f"needs the next_token field '{name}'"):
         corrected(batch().without(name), is_weight={})
     broken = batch()[name].clone()
     broken[batch().offsets[2] + 3] = float("nan")

@@ -73,7 +73,7 @@ def test_bad_numbers_are_refused():
             mini_batches(**arguments, seed=0)
     with pytest.raises(DataError, match="not negative"):
         mini_batches(1, 1, seed=-1)
-    with pytest.raises(DataError, match="Group 7 has 3 samples, more than a mini-batch of 2 holds"):
+    with pytest.raises(DataError, match="Group 7 has 3 samples, more than a mini-batch of 2: raise its size"):
         mini_batches(4, 2, seed=0, group_ids=[7, 1, 7, 7])
     with pytest.raises(DataError, match=r"each of the 4 samples; its shape is \(3,\)"):
         mini_batches(4, 2, seed=0, group_ids=[1, 2, 3])
@@ -102,5 +102,5 @@ def test_ranks_draw_their_shares_of_a_mini_batch_among_their_own_samples():
     assert [np.bincount(home[batch], minlength=3).tolist() for batch in drawn] == [[2, 2, 2], [2, 2, 1]]
     assert all((a == b).all() for a, b in zip(drawn, mini_batches_by_rank(home, 3, 6, seed=4), strict=True))
     assert len({tuple(np.concatenate(list(mini_batches_by_rank(home, 3, 6, seed=s)))) for s in range(4)}) == 4
-    with pytest.raises(DataError, match="do not divide into equal shares of 3 ranks"):
+    with pytest.raises(DataError, match="must be a multiple of the 3 ranks"):
         mini_batches_by_rank(home, 3, 8, seed=4)

@@ -20,6 +20,7 @@ from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.fields import SchemaLike, normalise_schema
+from roll_batching.samples.token_fields import require_field
 
 
 def to_columns(batch: SampleBatch) -> dict[str, Column]:
@@ -115,7 +116,7 @@ class DistributedBatch:
         Raises DataError for a field that the samples have already.
         """
         if duplicates := {name for other in self.shards for name in other.names & shards.names}:
-            raise DataError(f"the distributed samples have {', '.join(sorted(duplicates))} already")
+            raise DataError(f"the distributed samples have {', '.join(sorted(duplicates))} already: drop these")
         return replace(self, shards=(*self.shards, shards), origin=uuid.uuid4().hex, nbytes=self.nbytes + size)
 
 
@@ -134,9 +135,8 @@ def distribute_batch(batch: SampleBatch, plan: Plan, layouts: Sequence[RankLayou
 
     replicas = 1 + max(layout.dp_rank for layout in layouts)
     if plan.constraints.dp_size != replicas:
-        raise DataError(f"the plan is for {plan.constraints.dp_size} data-parallel ranks, and there are {replicas}")
-    if EMBEDDED not in batch or batch.schema[EMBEDDED].kind != "token":
-        raise DataError(f"a batch to be distributed needs a field {EMBEDDED} of kind token")
+        raise DataError(f"the plan is for dp_size={plan.constraints.dp_size}: plan for {replicas}, as the group has")
+    require_field(batch, EMBEDDED, "the distribution", "token")
     groups = [frozenset(batch.schema)]
     if any(layout.is_first_stage and not layout.is_last_stage for layout in layouts):
         groups = [frozenset({EMBEDDED}), frozenset(batch.schema) - {EMBEDDED}]

@@ -67,10 +67,10 @@ class Encoder:
             raise
 
     def encode_share(self, texts: Sequence[Any], dp_rank: int, dp_size: int) -> SampleBatch:
-        """This rank's contiguous share of `texts`, at least one, with ids by place in the list; may be empty."""
+        """This rank's contiguous share of at least one text, empty on surplus ranks. Ids are places in `texts`."""
         share = rank_slice(len(texts), dp_rank, dp_size)
         if share.start == share.stop:
-            return self.encode(texts[:1]).select([])
+            return self.encode(texts[:1]).select([])  # an empty batch with the right fields
         return self.encode(texts[share], torch.arange(share.start, share.stop))
 
     def encode_mismatched(self, texts: Sequence[Any], dp_rank: int, dp_size: int) -> SampleBatch | None:
@@ -80,14 +80,14 @@ class Encoder:
         """
         if not self.judged:
             return None
-        from roll_batching.losses.fine_tuning import mismatch  # other jobs need none
+        from roll_batching.losses.fine_tuning import mismatch_local  # other jobs need none
 
         share = rank_slice(len(texts), dp_rank, dp_size)
         places = [(share.start - 1) % len(texts), *range(share.start, share.stop)]
         encoded = self.encode([texts[place] for place in places], torch.tensor([len(texts), *places[1:]]))
         if len(places) == 1:  # more ranks than texts
             return encoded.only(("input_ids", "response_mask")).select([])
-        return _cut(mismatch(encoded).select(range(1, len(places))), self.max_length)
+        return _cut(mismatch_local(encoded).select(range(1, len(places))), self.max_length)
 
     def renumber_pairs(self, local_batch: SampleBatch) -> SampleBatch:
         """`local_batch` with `pair` derived from the samples' ids, which were renumbered over all ranks."""

@@ -131,5 +131,5 @@ def test_returns_that_are_not_finite_are_an_error_that_names_the_sample() -> Non
     assert counted_positions(home)[12]
     with pytest.raises(DataError, match="returns of sample 20 is not finite"):
         ValueLoss().check(home.with_fields({"returns": broken}, {"returns": "next_token"}), [])
-    with pytest.raises(DataError, match="reads 'old_values'"):
+    with pytest.raises(DataError, match="needs the next_token field 'old_values'"):
         ValueLoss(clip=0.2).check(home.without("old_values"), [])
