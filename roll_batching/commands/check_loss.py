@@ -30,7 +30,7 @@ def check_loss(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
 ) -> None:
-    """Run a loss on a tiny model under several layouts and partitions, and print what changes with which.
+    """Run a loss on a tiny model under several layouts and partitions, and print each difference.
 
     Exit code 0: nothing changes; 1: something does, the loss fails, or its runs cannot be compared.
     """

@@ -40,7 +40,7 @@ class ComparedSizes:
 
     @property
     def best_size(self) -> int | None:
-        """The single size with the shortest predicted step; None where no single size holds every sequence."""
+        """The single size with the shortest predicted step, or None if no single size holds every sequence."""
         return min(self.one_size, key=lambda size: self.seconds(self.one_size[size]), default=None)
 
     @staticmethod

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from roll_batching.planning.arrays import Ints
     from roll_batching.planning.pack_times import Cluster
     from roll_batching.tools.simulation import Scenario, SimulatedStep
-    from roll_batching.tools.simulation.scenario import Swept
+    from roll_batching.tools.simulation.scenario import SweepResult
 
 _MARK = {"written_by": "roll-batching simulate"}
 """First key of the file of --json."""
@@ -155,7 +155,7 @@ def _of_options(lengths: Ints, given: dict[str, Any], cluster: Cluster) -> Scena
     is_dynamic, ranks = "dynamic_cp" in given, given.get("dp", 8)
     largest = given.get("max_cp")
     if largest is not None and not is_dynamic:
-        raise ConfigError("--max-cp is read with --dynamic-cp only")
+        raise ConfigError("--max-cp is read with --dynamic-cp only: add it, or leave --max-cp out")
     constraints = PlanConstraints(
         dp_size=ranks,
         max_tokens=given.get("max_tokens", 16384),
@@ -244,7 +244,7 @@ def _show_sweep(scenario: Scenario, texts: Sequence[str], plot: Path | None, jso
     if plot is not None:
         raise ConfigError("--plot draws one step: leave --sweep out, and give the sizes to draw")
     values = parse_sweep(texts)
-    swept: list[Swept] = run_sweep(scenario, values)
+    swept: list[SweepResult] = run_sweep(scenario, values)
     title = f"{len(scenario.lengths):,} sequences on {scenario.constraints.world_size:,} devices, predicted"
     print_table((*values, *SWEEP_FIGURES), sweep_rows(swept), title)
     impossible = [one for one in swept if one.step is None]

@@ -70,10 +70,10 @@ class Facts:
         """
         self.balance, self.imbalance_message = number, message
 
-    def bounds(self) -> list[int]:
-        """Digests of the facts on all ranks and in the replica, each followed by its negative.
+    def digest_pairs(self) -> list[int]:
+        """Digest of what all ranks must share and of what a replica's ranks must share, each followed by its negative.
 
-        Ranks agree if, after a MAX all-reduce, every digest is still the negative of its partner.
+        After a MAX all-reduce (max, -min), a pair that no longer sums to 0 shows disagreement.
         """
         everywhere = digest(repr(sorted(self.everywhere.items())))
         in_replica = digest(repr(sorted(self.in_replica.items())))
@@ -157,12 +157,11 @@ def _wait(group: Any, patience: float | None) -> None:
 
 def _all_agree(group: Any, error: BaseException | None, facts: Facts) -> bool:
     """Whether no rank has an error and all facts are equal. One MAX all-reduce."""
-    votes = torch.tensor(
-        [int(error is not None), *facts.bounds()], dtype=torch.int64, device=group_device(group, torch.device("cpu"))
-    )
+    device = group_device(group, torch.device("cpu"))
+    votes = torch.tensor([int(error is not None), *facts.digest_pairs()], dtype=torch.int64, device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
-    failed, *bounds = votes.tolist()
-    return not failed and all(high == -low for high, low in zip(bounds[::2], bounds[1::2], strict=True))
+    failed, *pairs = votes.tolist()
+    return not failed and all(high == -low for high, low in zip(pairs[::2], pairs[1::2], strict=True))
 
 
 def failure_message(error: BaseException) -> str:
@@ -192,7 +191,7 @@ def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
 
 
 def _differences(ranks: Sequence[int], facts: Sequence[dict[str, str]]) -> dict[str, str]:
-    """By label of a fact that differs between these ranks: each value, and the ranks that have it."""
+    """Text for each fact that differs between these ranks, by label: its values, and the ranks of each."""
     differences = {}
     for label in sorted({label for rank_facts in facts for label in rank_facts}):
         ranks_of: dict[str, list[int]] = {}

@@ -78,7 +78,7 @@ class Team:
             if self.replica_group is None and self.peer_group is None:
                 raise
             error = caught
-        head = [int(error is not None), *facts.bounds(), len(facts.counted), facts.balance]
+        head = [int(error is not None), *facts.digest_pairs(), len(facts.counted), facts.balance]
         inline = facts.counted[:_INLINE_COUNTS]
         slots = torch.zeros(_INLINE_COUNTS, dtype=torch.float64)
         slots[: len(inline)] = inline  # their bits travel with the votes, which are int64

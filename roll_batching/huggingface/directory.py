@@ -57,7 +57,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds no JSON object")
+        raise ConfigError(f"{file} holds no JSON object: take the file of the model's publisher")
     return value
 
 

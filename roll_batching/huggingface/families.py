@@ -162,7 +162,7 @@ _QWEN3_5_MOE = dataclasses.replace(
 
 
 def _with_vision(family: Family, model_type: str, architecture: str, **changes: Any) -> Family:
-    """The family of directories whose text model is of `family`, beside a vision encoder that is not trained."""
+    """The family of directories with a text model of `family` and a vision encoder that is not trained."""
     return dataclasses.replace(
         family, model_type=model_type, architecture=architecture, text_model=family.model_type, **changes
     )
@@ -331,9 +331,9 @@ def load_family(model_type: object, own: str | None = None) -> Family:
         )
     family = load_dotted("model family", own)
     if not isinstance(family, Family):
-        raise ConfigError(f"model family {own!r} is a {type(family).__name__}, not a Family (huggingface.families)")
+        raise ConfigError(f"model_args.family {own!r} is a {type(family).__name__}: name a huggingface.families.Family")
     if family.model_type != model_type:
-        raise ConfigError(f"model_type {model_type!r} is not that of the model family {own!r}, {family.model_type!r}")
+        raise ConfigError(f"model_args.family {own!r} is for {family.model_type!r}; the model_type is {model_type!r}")
     return family
 
 
@@ -375,11 +375,11 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
 
         rules += mtp_layer_rules(family, architecture, (*attention, *OUTPUT_PROJECTION))
     rules += [] if family.encoder_rules is None else family.encoder_rules(architecture)
-    return {rule.ours: rule.renamed(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
+    return {rule.ours: rule.with_prefixes(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
 
 
 def untrained_tensors(family: Family, architecture: Any, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of the tensors `names` that belong to no part of the model that is trained; an export copies them.
+    """Names of tensors outside the trained model, among `names`; an export copies them.
 
     These are vision encoders, and layers of multi-token prediction beside those that `architecture` trains. Publishers
     number these after the model's own layers, or name them by `Family.untrained`.
@@ -397,4 +397,4 @@ def untrained_tensors(family: Family, architecture: Any, config: Mapping[str, An
 
 def head_name(family: Family) -> str:
     """Name of the output layer's tensor, which files with tied embeddings may hold, too."""
-    return HEAD.renamed(family.prefixes).theirs[0][0]
+    return HEAD.with_prefixes(family.prefixes).first_checkpoint_name

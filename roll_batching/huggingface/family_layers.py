@@ -134,7 +134,10 @@ MINIMAX_M2 = Family(
     qk_layernorm="all_heads",
     partial_rope=True,
     rewrite=_rewrite,
-    mixture=(*mixture("block_sparse_moe", "w1", "w3", "w2"), *(rule.renamed([_BIAS_NAMES]) for rule in EXPERT_BIAS)),
+    mixture=(
+        *mixture("block_sparse_moe", "w1", "w3", "w2"),
+        *(rule.with_prefixes([_BIAS_NAMES]) for rule in EXPERT_BIAS),
+    ),
     experts_share_ffn=True,
     normalised_experts=True,
     router={"router_score_function": "sigmoid", "router_expert_bias": True, "router_dtype": "fp32"},

@@ -343,7 +343,7 @@ def count_mtp_heads(family: Family, config: Mapping[str, Any]) -> int:
 
 
 def mtp_heads_problem(family: Family, config: Mapping[str, Any], wanted: int) -> str | None:
-    """Problem of a directory whose `config.json` counts fewer than `wanted` heads; None if it counts enough."""
+    """Message if the checkpoint's `config.json` has fewer than `wanted` heads of multi-token prediction, else None."""
     stored_heads = count_mtp_heads(family, config)
     if stored_heads >= wanted:
         return None
@@ -368,7 +368,7 @@ def mtp_layer_rules(family: Family, architecture: Any, attention: Sequence[Tenso
         for rule in (*attention, *(DENSE if architecture.moe is None else family.mixture)):
             experts: Sequence[int | None] = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [None]
             for expert in experts:
-                numbered_rule = rule.at(layer, expert).renamed([(f"model.layers.{layer}.", f"{theirs}.")])
+                numbered_rule = rule.at(layer, expert).with_prefixes([(f"model.layers.{layer}.", f"{theirs}.")])
                 name = numbered_rule.ours.replace(f"decoder.layers.{layer}.", f"{ours}.transformer_layer.")
                 rules.append(dataclasses.replace(numbered_rule, ours=name, fused=None))
     return rules
@@ -379,5 +379,5 @@ def copies_in_heads(family: Family, architecture: Any, names: Iterable[str]) -> 
     if not architecture.mtp_num_layers or not family.sigmoid_routing:
         return {}
     layers = range(architecture.num_layers, architecture.num_layers + architecture.mtp_num_layers)
-    of = {f"model.layers.{n}.{name}": rule.theirs[0][0] for n in layers for name, rule in _COPIES.items()}
+    of = {f"model.layers.{n}.{name}": rule.first_checkpoint_name for n in layers for name, rule in _COPIES.items()}
     return {name: of[name] for name in names if name in of}

@@ -124,7 +124,7 @@ def torch_dtype(name: str) -> Any:
 
     known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     if name not in known:
-        raise CheckpointError(f"tensors of dtype {name} are not supported, only {', '.join(known)}")
+        raise CheckpointError(f"tensors of dtype {name} are not supported: convert them to one of {', '.join(known)}")
     return known[name]
 
 
@@ -132,7 +132,7 @@ def _files(path: Path) -> list[Path]:
     if (path / INDEX).is_file():
         weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{path / INDEX} has no weight_map")
+            raise CheckpointError(f"{path / INDEX} has no weight_map: save the model again with save_pretrained")
         for name in weight_map.values():
             _check_inside(path / INDEX, name)
         return [path / name for name in sorted(set(weight_map.values()))]
@@ -144,7 +144,7 @@ def _files(path: Path) -> list[Path]:
             f"{path} holds {pickled.name}, a pickle, which is not read: convert it to safetensors with transformers' "
             "from_pretrained and save_pretrained"
         )
-    raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
+    raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}: name a directory with safetensors files")
 
 
 def _check_inside(index: Path, name: Any) -> None:

@@ -51,12 +51,17 @@ class TensorRule:
             self.parts,
         )
 
-    def renamed(self, prefixes: Iterable[tuple[str, str]]) -> TensorRule:
-        """The rule with other beginnings of the checkpoint's names: (in the rules, in the files)."""
+    def with_prefixes(self, prefixes: Iterable[tuple[str, str]]) -> TensorRule:
+        """The rule with checkpoint name prefixes replaced: (in the rule, in the files), applied in turn."""
         theirs = self.theirs
         for old, new in prefixes:
             theirs = tuple((new + name[len(old) :] if name.startswith(old) else name, shape) for name, shape in theirs)
         return dataclasses.replace(self, theirs=theirs)
+
+    @property
+    def first_checkpoint_name(self) -> str:
+        """Name of its checkpoint tensor, the first of several."""
+        return self.theirs[0][0]
 
     @property
     def is_stacked(self) -> bool:

@@ -65,7 +65,7 @@ class HostModel:
         device = next(gpt_of(chunks[0]).parameters()).device
         if device.type == "cpu":
             cpu_platform.install()
-        _prepare(chunks, device)
+        _disable_conflicting_settings(chunks, device)
         replaced = replace_local_cores(chunks)
         batching = BatchingConfig(
             train=BatchingSpec(mode="packed", max_tokens=max_tokens),
@@ -167,30 +167,30 @@ class HostModel:
         """[samples] fp32, from one number or one for each sample."""
         values = torch.as_tensor(temperatures, dtype=torch.float32).cpu().flatten()
         if len(values) not in (1, samples):
-            raise IntegrationError(f"{self._host}'s batch has {len(values)} temperatures for {samples} samples")
+            raise IntegrationError(f"{self._host}'s batch has {len(values)} temperatures: give 1, or one per sample")
         if not bool(((values > 0) & values.isfinite()).all()):
             raise IntegrationError(f"{self._host}'s temperatures {values.tolist()[:8]} must be finite and above 0")
         return values.expand(samples)
 
 
 def in_order(results: Sequence[tuple[IntArray, Any]], rows: int) -> list[Any]:
-    """Per-sample results, one sequence for each call of `HostModel.run`, by row number."""
+    """Per-sample results, one sequence for each call of `HostModel.run`, by row row."""
     ordered: list[Any] = [None] * rows
     for numbers, values in results:
-        for number, value in zip(numbers.tolist(), values, strict=True):
-            ordered[number] = value
+        for row, value in zip(numbers.tolist(), values, strict=True):
+            ordered[row] = value
     return ordered
 
 
-def _prepare(chunks: Sequence[Any], device: torch.device) -> None:
+def _disable_conflicting_settings(chunks: Sequence[Any], device: torch.device) -> None:
     """Changes settings of Megatron under which planned passes cannot run."""
     config = gpt_of(chunks[0]).config
-    config.batch_p2p_comm = False
+    config.batch_p2p_comm = False  # fails with shapes that differ by micro-batch; see strategy.compatibility
     if config.num_moe_experts is None:
         config.moe_token_dispatcher_type = "alltoall"  # Megatron checks the default also in dense models
     config.overlap_p2p_comm = config.overlap_p2p_comm and transfers_may_overlap(device)
     for chunk in chunks:
         if getattr(chunk, "ddp_config", None) is not None:
-            # DDP raises on the rank that has such a gradient alone; HostModel.run raises on all.
+            # DDP would raise only on the rank with a NaN or large gradient; HostModel.run raises on all ranks.
             chunk.ddp_config.check_for_nan_in_grad = False
             chunk.ddp_config.check_for_large_grads = False

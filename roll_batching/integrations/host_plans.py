@@ -87,7 +87,7 @@ def plan_on_home_ranks(
     """
     empty = [rank for rank, part in enumerate(parts) if not len(part)]
     if empty:
-        raise PlanError(f"ranks {empty} have no samples, and a rank without samples has no micro-batch")
+        raise PlanError(f"ranks {empty} have no samples: give every rank at least one, as every rank has micro-batches")
     lengths = np.concatenate(parts)
     plan = plan_step(
         lengths,

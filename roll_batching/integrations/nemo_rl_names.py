@@ -137,7 +137,7 @@ def get_packer(
             )
         algorithm = known[algorithm.upper()]
     if not isinstance(algorithm, PackingAlgorithm):
-        raise PlanError(f"algorithm={algorithm!r} is neither a PackingAlgorithm nor the name of one")
+        raise PlanError(f"algorithm={algorithm!r} is unknown: pass a PackingAlgorithm or its name")
     return SequencePacker(algorithm, bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, seed)
 
 
@@ -181,7 +181,7 @@ def shard_by_batch_size(
     for key in ("max_tokens_per_microbatch", *(("algorithm",) if sequence_packing_args is not None else ())):
         arguments = sequence_packing_args or dynamic_batching_args
         if arguments is not None and key not in arguments:
-            raise PlanError(f"{key} is missing in the arguments of packing or dynamic batching")
+            raise PlanError(f"{key} is missing in the arguments of packing or dynamic batching: add it")
     total = len(batch)
     size = total if batch_size is None else batch_size
     if not allow_uneven_shards and (size % shards or total % size):

@@ -39,7 +39,7 @@ class Replacement:
 
 
 def refuse_unsupported(what: str, problems: Mapping[str, bool]) -> None:
-    """Raises `IntegrationError` with those of `problems` that `what` has."""
+    """Raises `IntegrationError` if `what` has any of `problems`, with their texts."""
     if refused := [problem for problem, is_so in problems.items() if is_so]:
         raise IntegrationError(f"{what} under roll-batching: {'; '.join(refused)}")
 
@@ -89,10 +89,10 @@ class Integration:
 
     def unpatch(self) -> None:
         """Gives the host its own functions back."""
-        for one in self._replacements:
-            if one.path in self._originals:
-                owner, name = self._owner(one)
-                self._rebind(owner, name, one.by, self._originals.pop(one.path))
+        for replacement in self._replacements:
+            if replacement.path in self._originals:
+                owner, name = self._owner(replacement)
+                self._rebind(owner, name, replacement.by, self._originals.pop(replacement.path))
 
     def _owner(self, replacement: Replacement) -> tuple[Any, str]:
         """The module or class that holds the name, and the name in it."""

@@ -1,14 +1,19 @@
 """ROLL with our planner: its sequence packing and the balance of its data-parallel ranks.
 
-ROLL imports a role's worker class by its dotted path, on the driver and on the workers, so one key of its YAML does it:
+ROLL imports a role's worker class by its dotted path, on the driver and on the workers, so one key of its YAML
+switches our planner on:
 
     actor_train: {worker_cls: roll_batching.integrations.roll.RLVRActorWorker}
 
-Importing this module replaces `make_micro_batch_iter_for_sequence_packing` of the algorithm `load_balance`,
-`get_seqlen_balanced_partitions`, through which `batch_balance` works, and `dynamic_batching_shard`, of which only the
-cuts are ours. Kept of ROLL: samples stay on their rank in a step; all ranks have the same count, a multiple of
-`vp_size`; no micro-batch is empty; `partition_indices_list` has the order. A rank that cannot read its lengths is an
-AssertionError on all ranks.
+Importing this module replaces three functions:
+
+- `make_micro_batch_iter_for_sequence_packing` of the packer `load_balance`: micro-batches are those of one plan.
+- `get_seqlen_balanced_partitions`: `batch_balance` and others get more even parts.
+- `dynamic_batching_shard`: micro-batches are cut by `cut_rectangles`. Shards and the order of samples stay ROLL's.
+
+As in ROLL, samples stay on their rank in a step, all ranks have the same number of micro-batches, a multiple of
+`vp_size`, and none is empty; the order of samples is returned in `partition_indices_list`. If one rank cannot read its
+lengths, all raise AssertionError.
 
 Source: roll/utils/sequence_packing.py, roll/utils/dynamic_batching.py, roll/utils/functionals.py at 8eb27cc.
 """

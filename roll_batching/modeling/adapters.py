@@ -63,7 +63,7 @@ class Adapter(torch.nn.Module):
         return matrix
 
     def forward(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the output of `linear` for its input x."""
+        """The adapters' addition to the output of `linear` for its input x."""
         low = F.linear(x, torch.cat([self.a(name) for name in self.parts]))
         low = self.scale * (_reduced if self.is_row_parallel else _copied)(linear, low)
         pieces = zip(self.parts, low.chunk(len(self.parts), -1), strict=True)
@@ -71,7 +71,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def delta(self, linear: Any) -> torch.Tensor:
-        """What the adapters add to this rank's weight of `linear`, in at least fp32."""
+        """The adapters' addition to this rank's weight of `linear`, in at least fp32."""
         dtype = torch.promote_types(linear.weight.dtype, torch.float32)
         products = {name: self.b(name).to(dtype) @ self.a(name).to(dtype) for name in self.parts}
         return self.scale * self.join(linear, products, 0)

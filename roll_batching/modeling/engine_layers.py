@@ -1,7 +1,8 @@
 """Layer specs of TransformerEngine's layers over packs: plain attention, multi-latent attention, gated delta nets.
 
-Linear layers, norms and experts are TransformerEngine's, so that they compute in FP8 where the config says so.
-Multi-latent attention and gated delta nets between them are the package's, in the precision of the weights.
+Linear layers, norms and experts are TransformerEngine's, so that they compute in FP8 where the config says so. Only the
+cores between linear layers are others', in the precision of the weights: core attention is the attention backend's, the
+rotation of multi-latent attention and the recurrence of gated delta nets are the package's.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Installed:
 
     @classmethod
     def here(cls, device: torch.device, distributions: Iterable[str] = ()) -> Installed:
-        """Those of this process, with the versions of `distributions`."""
+        """The device and libraries of this process, with the versions of `distributions`."""
         return cls(
             versions=installed_versions(distributions),
             compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -55,7 +55,7 @@ def recomputed_modules(config: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDemands:
-    """What a model demands of device and libraries."""
+    """A model's requirements on device and libraries."""
 
     dtype: torch.dtype
     """Dtype of queries, keys and values."""

@@ -133,7 +133,7 @@ class _RouterExperts:
         self.current: torch.Tensor | None = None
         """[tokens, top-k] of the micro-batch that the chunk computes; None: the router chooses."""
         self.unrecomputed: deque[torch.Tensor | None] = deque()
-        """Those of micro-batches whose backward pass may still recompute this layer, in order."""
+        """Experts of the micro-batches that a backward pass may still recompute, in order."""
         self.recorded: list[torch.Tensor] | None = None
         """[tokens, top-k] int16 of each micro-batch so far, where the pass records."""
 

@@ -242,7 +242,7 @@ def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: d
 
 
 def _architecture(model: ModelState) -> dict[str, Any] | None:
-    """The architecture settings that must match on loading; None for a model that the caller built."""
+    """The architecture settings that must match on loading, or None for a model that the caller built."""
     if model.architecture is None:
         return None
     return {**_without_changeable(model.architecture.model_dump(mode="json")), "value_head": model.value_head}

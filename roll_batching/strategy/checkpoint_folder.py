@@ -195,8 +195,7 @@ def check_manifest(folder: Path, *, rank: int, ranks: int, verify: bool) -> None
 
     Every rank compares all sizes. With `verify` the `ranks` share the digests: each reads its part of the files.
 
-    Raises:
-        CheckpointError: with the names of files that differ.
+    Raises `CheckpointError` with the names of files that differ.
     """
     manifest = _read(folder)
     problems = []

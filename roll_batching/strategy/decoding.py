@@ -110,8 +110,7 @@ def split_by_cache_limit(positions: list[int], limit: int | None, layout: Parall
 
     Ranks that share experts get the same number of groups, some of them empty: they must run the same steps.
 
-    Raises:
-        DataError: where a single sequence exceeds `limit`.
+    Raises `DataError` where a single sequence exceeds `limit`.
     """
     # A group takes its size x its longest sequence: similar lengths together waste least.
     order = sorted(range(len(positions)), key=lambda index: -positions[index])

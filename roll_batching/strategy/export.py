@@ -177,8 +177,8 @@ def _finalize(folder: Path, origin: Path, files: list[_WrittenFile], stored: Sto
     files.sort(key=lambda file: min(position.get(name, len(position)) for name in file.tensors))
     written = {name for file in files for name in file.tensors}
     missing = [name for name in stored.shapes if name not in written and not DERIVED.fullmatch(name)]
-    if set(missing) - {HEAD.theirs[0][0]}:  # a tied head is the embedding
-        raise CheckpointError(f"no rank wrote {', '.join(missing)}")
+    if set(missing) - {HEAD.first_checkpoint_name}:  # a tied head is the embedding
+        raise CheckpointError(f"no rank wrote {', '.join(missing)}: export the whole model again")
     # Readers expect one file without an index, or numbered files with one.
     names = (
         [SINGLE]

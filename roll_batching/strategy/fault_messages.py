@@ -22,8 +22,7 @@ from roll_batching.strategy.model_state import ModelState
 def require_finite_outputs(state: ModelState, batch: SampleBatch) -> SampleBatch:
     """`batch`, the outputs of a pass, if all its values are finite. Collective.
 
-    Raises:
-        RankError: on all ranks, where a floating field holds NaN or an infinity on any.
+    Raises `RankError` on all ranks, where a floating field holds NaN or an infinity on any.
     """
     try:
         with state.layout.team.agree("the model's outputs"):

@@ -58,8 +58,7 @@ def describe_full_tensors(state: ModelState, source: str, *, with_head: bool = F
 
     `with_head`: tied embeddings are also there as the output head.
 
-    Raises:
-        CheckpointError: where the model did not come from that directory.
+    Raises `CheckpointError` where the model did not come from that directory.
     """
     architecture = state.architecture
     if architecture is None:
@@ -70,7 +69,7 @@ def describe_full_tensors(state: ModelState, source: str, *, with_head: bool = F
     expected = expected_tensors(rules_of(family, architecture), sizes)
     untrained = untrained_tensors(family, architecture, read_json(origin / CONFIG), stored.shapes)
     copies = copies_in_heads(family, architecture, stored.shapes)
-    head, embedding = HEAD.theirs[0][0], EMBEDDING.theirs[0][0]
+    head, embedding = HEAD.first_checkpoint_name, EMBEDDING.first_checkpoint_name
     if with_head and tied and embedding in expected:
         copies[head] = embedding
     problems = stored.misfits(expected, [head, *untrained, *copies])
@@ -85,7 +84,7 @@ def describe_full_tensors(state: ModelState, source: str, *, with_head: bool = F
         untrained=tuple(untrained),
         copies=copies,
         parameters=tuple(
-            _stacked(
+            _join_experts(
                 placed
                 for placed in placed_parameters(state.chunks, family, architecture)
                 # Under a pipeline the last stage has a copy of tied embeddings as its head: the first stage gives them.
@@ -95,14 +94,14 @@ def describe_full_tensors(state: ModelState, source: str, *, with_head: bool = F
     )
 
 
-def _stacked(placed: Iterable[PlacedParameter]) -> Iterator[PlacedParameter]:
-    """The parameters, those of this rank's experts that share a tensor as one."""
+def _join_experts(placed: Iterable[PlacedParameter]) -> Iterator[PlacedParameter]:
+    """Yield the parameters; experts of this rank stored in one checkpoint tensor become one parameter with `parts`."""
     stacks: dict[str, list[PlacedParameter]] = {}
     for parameter in placed:
         if not parameter.rule.is_stacked:
             yield parameter
         else:
-            stacks.setdefault(parameter.rule.theirs[0][0], []).append(parameter)
+            stacks.setdefault(parameter.rule.first_checkpoint_name, []).append(parameter)
     for name, parts in stacks.items():
         # Ranks that share a tensor know it by one name, whichever experts they have.
         yield dataclasses.replace(parts[0], name=name, group=parts[0].expert_group, parts=tuple(parts))

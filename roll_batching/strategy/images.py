@@ -16,7 +16,7 @@ from roll_batching.strategy.model_state import ModelState
 
 
 def check_prompt_images(prompts: SampleBatch, state: ModelState) -> None:
-    """Raises `DataError` for images that contradict the prompts, or that the model does not take."""
+    """Raises `DataError` if images contradict the prompts, or the model takes none."""
     check_takes_images(prompts, state)
     if state.vision is not None and len(prompts):
         make_images(prompts, state)
@@ -90,9 +90,8 @@ class SequenceImages:
 def images_of(local: SampleBatch, state: ModelState, plan: Plan) -> BatchImages | None:
     """This rank's images, checked; None for a batch without images of a model that takes none.
 
-    Raises:
-        DataError: for images of a model without an encoder, fields that contradict each other or the tokens, and
-            samples that the plan cuts inside an image.
+    Raises `DataError` for images of a model without an encoder, fields that contradict each other or the tokens, and
+    samples that the plan cuts inside an image.
     """
     check_takes_images(local, state)
     if state.vision is None:

@@ -100,9 +100,8 @@ class ModelIOMixin(OffloadMixin):
         As with `save`, `path` appears once it is complete; an existing folder is replaced where `replaces(path)` is
         true.
 
-        Raises:
-            RankError: on all ranks: `path` exists, the model has no adapters or came from no model directory, or a rank
-                could not write.
+        Raises `RankError` on all ranks: `path` exists, the model has no adapters or came from no model directory, or a
+        rank could not write.
         """
         from roll_batching.strategy.partial_training import export_adapters
 
@@ -111,8 +110,7 @@ class ModelIOMixin(OffloadMixin):
     def tensor_stream(self) -> TensorStream:
         """Full tensors under Hugging Face names, in buckets, on rank 0. Collective.
 
-        Raises:
-            RankError: on all ranks, where the model came from no model directory.
+        Raises `RankError` on all ranks, where the model came from no model directory.
         """
         from roll_batching.strategy.full_tensors import TensorStream
 
@@ -142,8 +140,7 @@ class ModelIOMixin(OffloadMixin):
 
         Between two layouts they travel in buckets (`strategy.resharding`); returns bytes and seconds.
 
-        Raises:
-            RankError: on all ranks (one rank: `LayoutError`), when the models differ.
+        Raises `RankError` on all ranks (one rank: `LayoutError`), when the models differ.
         """
         self._offload.require(["parameters"], "copy_weights_from")
         with self.state.layout.team.agree("copy_weights_from") as facts:

@@ -25,8 +25,7 @@ SchedulerUnit = Literal["steps", "samples"]
 class StepSettings(CheckedFields, error=LayoutError):
     """Settings of the forward-backward schedule, from `from_parts` or from a role's settings.
 
-    Raises:
-        LayoutError: for a value of the wrong type or outside its choices.
+    Raises `LayoutError` for a value of the wrong type or outside its choices.
     """
 
     group_size: Count | Literal["auto"] | None = None

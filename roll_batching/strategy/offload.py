@@ -158,8 +158,7 @@ class OffloadMixin(ABC):
     def load_states(self, *kinds: str) -> OffloadStats:
         """Loads `kinds` (none named: all) back onto the device, bit for bit. Kinds that are there stay as they are.
 
-        Raises:
-            DeviceMemoryError: on a rank whose device has no room; that kind stays on the host as a whole.
+        Raises `DeviceMemoryError` on a rank whose device has no room; that kind stays on the host as a whole.
         """
         return self._offload.load(self.state, kinds or KINDS)
 
@@ -186,7 +185,7 @@ class OffloadMixin(ABC):
 
 @contextlib.contextmanager
 def _all_or_none(kind: str, offloaded: list[_OffloadedStorage]) -> Iterator[list[_OffloadedStorage]]:
-    """Around loading: without memory for all storages, none is allocated and all stay on the host."""
+    """Context for loading: all storages are allocated, or for lack of memory none."""
     try:
         yield offloaded
     except torch.OutOfMemoryError as error:

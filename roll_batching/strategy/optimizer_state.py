@@ -95,12 +95,11 @@ def partial_stacks(optimizer: Any, model_state: dict[str, Any], group: Any, what
 def sharded_optimizer(
     optimizer: Any, model_state: dict[str, Any], stacks: frozenset[str], *, loading: bool
 ) -> dict[str, Any]:
-    """The state of a prepared optimizer as Megatron's shards, or shards to load into. Collective unless `loading`.
+    """Megatron's shards of a prepared optimizer's state, to save or (`loading`) to load into.
 
-    `stacks` are the `partial_stacks`.
-
-    It has shards only, numbered on this rank: ranks step different parameters (a pipeline stage may have no experts),
-    and Megatron merges everything that is not a shard with the state of rank 0.
+    Collective unless `loading`. `stacks` are the `partial_stacks`. The result has shards only, numbered on this rank:
+    ranks step different parameters (a pipeline stage may have no experts), and Megatron merges everything that is not a
+    shard with the state of rank 0.
     """
     shards = {
         number: _distributed_state(part, model_state, stacks, loading=loading)
@@ -113,9 +112,9 @@ def sharded_optimizer(
 
 
 def restore_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
-    """Copies state that was loaded into `sharded_optimizer(..., loading=True)` into the optimizer.
+    """Copy into the optimizer the state that a load has put in `sharded_optimizer(..., loading=True)`.
 
-    `steps` is the number of steps when it was saved.
+    `steps`: optimizer steps done at the save.
     """
     shards = loaded.get("parameters", {})
     for number, part in _numbered_parts(optimizer):

@@ -76,7 +76,7 @@ def gather_table(state: ModelState, local_batch: SampleBatch) -> LengthTable:
 
 
 def pack_times_of(state: ModelState) -> PackTimes | None:
-    """Predicted times of packs of this model by size; None where all packs have the layout's size."""
+    """Predicted times of packs of this model by size, or None if all packs have the layout's size."""
     if state.settings.max_cp_size == 1:
         return None
     gpt = gpt_of(state.chunks[0])

@@ -38,8 +38,7 @@ _ENCODER = {"vision_model": "visual"}
 def prepare_partial_training(state: ModelState, model: ModelArgs, seed: int, *, weights: bool) -> ModelState:
     """`state` with adapters or frozen modules, as `model` says; `weights`: whether it has its weights. Collective.
 
-    Raises:
-        RankError: on all ranks: adapters are not supported for a layer, or a prefix names no parameter.
+    Raises `RankError` on all ranks: adapters are not supported for a layer, or a prefix names no parameter.
     """
     if model.lora_target is None:
         freeze_modules(state, model.freeze_module_prefix or ())
@@ -144,9 +143,8 @@ def export_adapters(
     Rank 0 holds all adapters in host memory. `path`, on a file system that all ranks share, appears once it is
     complete; an existing folder is replaced where `replaces(path)` is true.
 
-    Raises:
-        RankError: on all ranks: `path` holds something else, a family stores experts together, or a rank could not
-            write.
+    Raises `RankError` on all ranks: `path` holds something else, a family stores experts together, or a rank could not
+    write.
     """
     group = state.layout.host_group
     with consensus(group, _WRITING):
@@ -170,9 +168,8 @@ def export_adapters(
 def load_adapters(state: ModelState, source: str, path: str) -> None:
     """Reads the adapters of the PEFT directory `path` into a model that came from the directory `source`. Collective.
 
-    Raises:
-        RankError: on all ranks, before a parameter changes: the directory has adapters of another kind, rank, scale or
-            target, or tensors that are missing, unknown or of another shape.
+    Raises `RankError` on all ranks, before a parameter changes: the directory has adapters of another kind, rank, scale
+    or target, or tensors that are missing, unknown or of another shape.
     """
     from safetensors import safe_open
 

@@ -92,8 +92,9 @@ def pack_inputs(
 
 
 def _replay_options(local: SampleBatch, plan: Plan, state: ModelState) -> dict[str, Any]:
-    """Arguments of `StepPacks` for a pass that replays the experts of `local`, which are checked."""
-    from roll_batching.modeling.router_replay import check_experts, replay_options, require_replay  # few passes
+    """Checks the recorded expert choices of `local` and returns the `StepPacks` arguments that replay them."""
+    # Imported late: few passes replay.
+    from roll_batching.modeling.router_replay import check_experts, replay_options, require_replay
 
     require_replay(state.chunks, plan, rows_form=state.settings.rows_form)
     inputs = inputs_of(local)
@@ -183,7 +184,7 @@ def _check_plan(plan: Plan, state: ModelState) -> None:
         from roll_batching.strategy.pack_features import context_size_obstacle  # only such plans need it
 
         if (obstacle := context_size_obstacle(state)) is not None:
-            raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
+            raise LayoutError(f"packs have different context-parallel sizes, but {obstacle}; or plan with one size")
     if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
         raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
 

@@ -75,7 +75,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     @property
     def optimizer(self) -> Any:
-        """The Megatron optimizer; None where the caller steps its own."""
+        """The Megatron optimizer, or None if the caller steps its own."""
         return self._training.optimizer
 
     @property
@@ -167,8 +167,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def start_phase(self, training: TrainingArgs) -> None:
         """Replaces optimizer and learning-rate schedule by new ones for the current weights. Collective.
 
-        Raises:
-            LossError: for a decaying schedule without `max_steps`.
+        Raises `LossError` for a decaying schedule without `max_steps`.
         """
         self._offload.require(KINDS, "start_phase")
         check_training_args(self.state, training)

@@ -43,8 +43,7 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
     gathers the others, module by module: in between, every rank's parameters are partly one step old. Forward passes
     wait for the gather; call this before reading or writing parameters in any other way. Otherwise it does nothing.
 
-    Raises:
-        CollectiveError: on this rank, where the gather fails.
+    Raises `CollectiveError` on this rank, where the gather fails.
     """
     overlapping = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]  # set by DDP
     if not overlapping:

@@ -183,7 +183,7 @@ class Change:
     settings: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """As overrides on the command line."""
+        """The limits as overrides on the command line."""
         texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.settings.items()}
         return " ".join(f"{path}={text}" for path, text in texts.items())
 

@@ -149,11 +149,13 @@ class CppDeviceMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.prim.device.default:
-            here = args[0].fake_device if isinstance(args[0], FakeTensor) else torch.device("cpu")
-            return _META if here.type == "cuda" else here
+            # C++ sees fake CUDA tensors as meta, because they have no storage.
+            fake_device = args[0].fake_device if isinstance(args[0], FakeTensor) else torch.device("cpu")
+            return _META if fake_device.type == "cuda" else fake_device
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
+            # What C++ then creates on meta, like such a tensor, belongs on the fake CUDA device.
             kwargs = {**kwargs, "device": DEVICE}
         return func(*args, **kwargs)
 

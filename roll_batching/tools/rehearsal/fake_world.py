@@ -74,8 +74,11 @@ def _replace_gloo() -> None:
     distributed.all_gather_object = all_gather_object
 
 
-def patch_megatron() -> None:
-    """Skip parts of Megatron and torch that need tensor values: random states, swapped parameters, reads in C++."""
+def patch_for_fake_tensors() -> None:
+    """Replace, for the rest of the process, what needs tensor values, and make checks of samples run on the host.
+
+    Needing values: RNG states, the in-place `Module._apply`, and reads of tensors by C++.
+    """
     import megatron.core.tensor_parallel.random as randomness
 
     state = torch.get_rng_state()

@@ -132,7 +132,7 @@ class Rehearsal:
 
     @property
     def cp_sizes(self) -> tuple[int, ...]:
-        """Context-parallel sizes of packs, ascending, where each pack has its own; else empty."""
+        """Context-parallel sizes packs may have, ascending; empty unless the size varies by pack."""
         return tuple(sorted({stage.cp_size for stage in self.stages if stage.cp_size is not None}))
 
     @property

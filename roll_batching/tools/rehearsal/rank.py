@@ -36,7 +36,7 @@ def rehearse_rank(task: RankTask) -> RankReport:
     if task.device == "cuda":
         fake_cuda.install()
     fake_world.join(task.rank, task.world_size)
-    fake_world.patch_megatron()
+    fake_world.patch_for_fake_tensors()
     if architecture is not None and architecture.moe is not None:
         assume_balanced_routing(task.expert_imbalance)
     with fake_world.fake_device(task.device):

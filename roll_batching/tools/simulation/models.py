@@ -94,7 +94,7 @@ def check_layout(shape: ArchitectureConfig, dims: ParallelDims) -> None:
         raise PlanError(f"{shape.kv_heads} key and value heads do not divide into tp {dims.tp_size} parts")
     if dims.ep_size > 1 and (shape.moe is None or shape.moe.num_experts % dims.ep_size):
         experts = "no experts" if shape.moe is None else f"{shape.moe.num_experts} experts"
-        raise PlanError(f"the model has {experts}, which do not divide into ep {dims.ep_size} parts")
+        raise PlanError(f"the model has {experts}, which do not divide into ep {dims.ep_size} parts: change ep")
 
 
 # ---- clusters

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from roll_batching.jobs.observe.plan_picture import save_figure
-from roll_batching.tools.simulation.scenario import Scenario, Swept
+from roll_batching.tools.simulation.scenario import Scenario, SweepResult
 from roll_batching.tools.simulation.step import SimulatedStep
 
 MOST_SHOWN_RANKS = 16
@@ -92,7 +92,7 @@ def rank_rows(step: SimulatedStep) -> tuple[list[tuple[str, ...]], int]:
     return rows, len(step.packs) - len(ranks)
 
 
-def sweep_rows(swept: Sequence[Swept]) -> list[tuple[str, ...]]:
+def sweep_rows(swept: Sequence[SweepResult]) -> list[tuple[str, ...]]:
     """Rows of the table of a sweep, best first: sizes, then figures; impossible combinations are left out."""
     rows = []
     for one in swept:

@@ -148,8 +148,8 @@ MOST_COMBINATIONS = 200
 
 
 @dataclass(frozen=True)
-class Swept:
-    """One combination: its step, or why it has none."""
+class SweepResult:
+    """One combination of swept settings: its simulated step, or the reason it cannot run."""
 
     changes: Mapping[str, Any]
     step: SimulatedStep | None
@@ -193,15 +193,15 @@ def _value(key: str, text: str) -> Any:
     return int(text)
 
 
-def run_sweep(scenario: Scenario, values: Mapping[str, Sequence[Any]]) -> list[Swept]:
+def run_sweep(scenario: Scenario, values: Mapping[str, Sequence[Any]]) -> list[SweepResult]:
     """All combinations of `values`: those with a step by falling tokens per second, then the impossible ones."""
     swept = []
     for combination in itertools.product(*values.values()):
         changes = dict(zip(values, combination, strict=True))
         try:
-            swept.append(Swept(changes, scenario.vary(changes).simulate()))
+            swept.append(SweepResult(changes, scenario.vary(changes).simulate()))
         except PlanError as error:
-            swept.append(Swept(changes, None, str(error)))
+            swept.append(SweepResult(changes, None, str(error)))
     return sorted(swept, key=lambda one: float("inf") if one.step is None else -one.step.tokens_per_second)
 
 
@@ -247,7 +247,7 @@ def scenario_of_job(
 
 
 def notes_of_job(config: JobConfig, scenario: Scenario) -> list[str]:
-    """What the simulation of this job leaves out or assumes, one sentence each."""
+    """One sentence for each simplification of the simulation of this job."""
     megatron, constraints = config.actor_train.strategy_args.strategy_config, scenario.constraints
     ranks = constraints.dp_size
     step = config.mini_batch_size(ranks)
