@@ -156,14 +156,14 @@ class TextSet(Generic[T]):
             )
         return remaining
 
-    def read(self, faults: Faults, read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
-        """Iterate over the texts; `read` is called with bytes read."""
+    def read(self, faults: Faults, on_bytes_read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
+        """Iterate over the texts; `on_bytes_read` is called with the number of bytes after each read."""
         return iterate_texts(
             self.kind,
             self.paths,
             self.fit.keys,
             faults,
-            read,
+            on_bytes_read,
             template=self.template,
             instruction=self.instruction,
             images=self.images,
@@ -174,7 +174,7 @@ class TextSet(Generic[T]):
 def text_sets_of(
     config: JobConfig, tokenizer: Tokenizer
 ) -> tuple[TextSet[Any] | None, TextSet[Any] | None, TextSet[Any] | None]:
-    """Corpus, prompts and held-out texts, those of them that `config` names.
+    """Corpus, prompts and held-out texts; None for each that `config` does not name.
 
     Raises DataError for messages without a chat template.
     """
@@ -225,13 +225,13 @@ def _limit(config: JobConfig, length: int, key: str, answer: int = 0) -> dict[st
     cap = None if passes.max_tokens is None or ranks is None else passes.max_tokens * ranks
     if passes.oversize != "error" or cap is None or cap - answer >= length:
         return {"max_length": length, "setting": key}
-    beside = "" if ranks == 1 else f" (on each of {ranks} ranks of a pack)"
-    beside += f" ({answer} of its {cap:,} for the response)" if answer else ""
-    return {"max_length": cap - answer, "setting": f"actor_train.{role.train_cap_key}{beside}"}
+    note = "" if ranks == 1 else f" (on each of {ranks} ranks of a pack)"
+    note += f" ({answer} of its {cap:,} for the response)" if answer else ""
+    return {"max_length": cap - answer, "setting": f"actor_train.{role.train_cap_key}{note}"}
 
 
 def _most_ranks_of_a_pack(config: JobConfig) -> int | None:
-    """Ranks that have the cap of a pack each; None where they depend on a number of processes that is not known yet."""
+    """Most ranks that share a pack, or None if that depends on an unknown number of processes."""
     layout = config.actor_train.strategy_args.strategy_config
     if not layout.has_cp_per_pack:
         return 1

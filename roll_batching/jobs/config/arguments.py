@@ -36,10 +36,10 @@ class Arguments:
             parameters = inspect.signature(target).parameters.values()
             hints = _hints(target)
             fields: dict[str, Any] = {}
-            for place, one in enumerate(parameter for parameter in parameters if parameter.kind in _KEYWORDS):
-                default = ... if one.default is one.empty else None
+            for place, detail in enumerate(parameter for parameter in parameters if parameter.kind in _KEYWORDS):
+                default = ... if detail.default is detail.empty else None
                 # Under an alias: pydantic reserves some names, such as model_config, that a keyword may have.
-                fields[f"field{place}"] = (hints.get(one.name, Any), Field(default, alias=one.name))
+                fields[f"field{place}"] = (hints.get(detail.name, Any), Field(default, alias=detail.name))
             takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
             config = ConfigDict(
                 extra="allow" if takes_all else "forbid", arbitrary_types_allowed=True, allow_inf_nan=False
@@ -62,7 +62,7 @@ class Arguments:
             # Strict JSON mode takes a list for a tuple and 1 for 1.0, and converts nothing else.
             checked = self.model.model_validate_json(to_json(dict(given), inf_nan_mode="constants"), strict=True)
         except ValidationError as error:
-            return {}, [self._problem(one, path) for one in error.errors()]
+            return {}, [self._problem(detail, path) for detail in error.errors()]
         named = {field.alias or name: name for name, field in self.model.model_fields.items()}
         extra = checked.model_extra or {}
         return {name: extra[name] if name in extra else getattr(checked, named[name]) for name in given}, []

@@ -19,7 +19,7 @@ def parse_devices(value: Any) -> list[int]:
     device named twice and for more than `MOST_DEVICES` devices (before it lists them).
     """
     if isinstance(value, bool) or not isinstance(value, int | str | list | tuple):
-        raise ValueError(f"expected a list of device numbers, got {value!r}")
+        raise ValueError(f"expected a list of device numbers, got {value!r}: write list(range(0,8))")
     if isinstance(value, int):
         devices = [value]
     elif isinstance(value, str):
@@ -27,7 +27,7 @@ def parse_devices(value: Any) -> list[int]:
     else:
         devices = [_integer(item) for item in value]
     if not devices:
-        raise ValueError(f"{value!r} names no device")
+        raise ValueError(f"{value!r} names no device: write such as list(range(0,8))")
     if len(devices) > MOST_DEVICES:
         raise ValueError(f"names {len(devices):,} devices; a job has at most {MOST_DEVICES:,}")
     negative = [device for device in devices if device < 0]
@@ -35,7 +35,7 @@ def parse_devices(value: Any) -> list[int]:
         raise ValueError(f"device numbers start at 0, got {negative[0]}")
     twice = sorted(device for device, times in Counter(devices).items() if times > 1)
     if twice:
-        raise ValueError(f"device {twice[0]} is named twice")
+        raise ValueError(f"device {twice[0]} is named twice: name it once")
     return devices
 
 
@@ -72,14 +72,14 @@ def _from_node(node: ast.expr, text: str) -> list[int]:
         if node.func.id == "range" and 1 <= len(node.args) <= 3:
             bounds = [_number(argument, text) for argument in node.args]
             if len(bounds) == 3 and bounds[2] == 0:
-                raise ValueError(f"the step of {text!r} is zero")
+                raise ValueError(f"the step of {text!r} is zero: write at least 1")
             return _bounded_list(range(*bounds), text)
     raise ValueError(_unreadable(text))
 
 
 def _bounded_list(devices: range, text: str) -> list[int]:
     if len(devices[: MOST_DEVICES + 1]) > MOST_DEVICES:
-        raise ValueError(f"{text!r} names more than {MOST_DEVICES:,} devices")
+        raise ValueError(f"{text!r} names more than {MOST_DEVICES:,} devices: check its end")
     return list(devices)
 
 

@@ -55,9 +55,9 @@ class Problem:
         return replace(self, place=place_of(self.path))
 
     def __str__(self) -> str:
-        where = "" if self.place is None else f"{self.place}: "
+        place_text = "" if self.place is None else f"{self.place}: "
         key = f"{dotted(self.path)}: " if self.path else ""
-        return f"{where}{key}{shortened(self.message, LONGEST_MESSAGE)}"
+        return f"{place_text}{key}{shortened(self.message, LONGEST_MESSAGE)}"
 
 
 class NoticeKind(enum.Enum):
@@ -91,8 +91,8 @@ class Notice:
         return self.place.line if self.place else None
 
     def __str__(self) -> str:
-        where = "" if self.place is None else f" ({self.place})"
-        return f"{self.path}{where}: {self.text}"
+        place_text = "" if self.place is None else f" ({self.place})"
+        return f"{self.path}{place_text}: {self.text}"
 
 
 def no_effect(key: KeyPath, reason: str) -> Notice:

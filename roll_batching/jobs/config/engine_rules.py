@@ -73,8 +73,8 @@ def server_devices(job: JobKeys) -> list[tuple[int, ...]]:
 
 def shares_devices(job: JobKeys) -> bool:
     """Whether servers that the job starts share devices with actor_train."""
-    own, shared = job.actor_infer.device_mapping, job.actor_train.device_mapping
-    return own is None or shared is None or bool(set(own) & set(shared))
+    engine_devices, shared = job.actor_infer.device_mapping, job.actor_train.device_mapping
+    return engine_devices is None or shared is None or bool(set(engine_devices) & set(shared))
 
 
 def engine_sleeps(job: JobKeys) -> bool:
@@ -87,7 +87,7 @@ def engine_sleeps(job: JobKeys) -> bool:
 
 
 def ignored_option(name: str, value: Any) -> str | None:
-    """Why a server option of a ROLL file is not passed to the server; None where it is."""
+    """Why a server option of a ROLL file is not passed to the server, or None if it is."""
     if name == "sleep_level":
         return "servers always sleep at level 2, without their weights, and get new ones when they wake up"
     if name == "load_format" and value == "dummy":
@@ -112,7 +112,7 @@ def reads_engine_log_probs(job: JobKeys) -> bool:
 
 
 def wrong_log_probs(job: JobKeys, mode: str | None) -> str | None:
-    """Why the loss cannot read log-probs of a vLLM server in `mode` (None: not known yet); None where it can.
+    """Why the loss cannot read log-probs of a vLLM server in `mode` (None: not known yet), or None if it can.
 
     The trainer's log-probs are at `logprob_temperature`, before top_p and top_k. vLLM's raw ones are at temperature 1;
     its processed ones at the sampling temperature, after top_p and top_k. Greedy ones are raw in both modes.
@@ -196,7 +196,7 @@ def _unfit_vllm_log_probs(job: JobKeys) -> Iterator[Problem]:
 def _distributed(job: JobKeys) -> Iterator[Problem]:
     """Problems of `update_weights_from: distributed`, weights over process groups."""
     role, path = job.actor_infer, ("actor_infer", "engine_args", "update_weights_from")
-    name, own, shared = role.strategy_args.strategy_name, role.device_mapping, job.actor_train.device_mapping
+    name, engine_devices, shared = role.strategy_args.strategy_name, role.device_mapping, job.actor_train.device_mapping
     if name == "vllm":
         text = "vLLM's servers take weights only from vLLM's own communicator, which the job's processes do not have"
         yield Problem(path, f"distributed is for sglang: {text}; use disk")
@@ -207,7 +207,7 @@ def _distributed(job: JobKeys) -> Iterator[Problem]:
     elif job.asynchronous:
         text = "the sampler process reads weights from model directories"
         yield Problem(path, f"distributed is not for async_generation_ratio: {text}; use disk")
-    elif starts_servers(job) and own is not None and set(own) & set(shared or ()):
+    elif starts_servers(job) and engine_devices is not None and set(engine_devices) & set(shared or ()):
         text = "NCCL allows one rank per device"
         yield Problem(path, f"distributed needs servers on devices that actor_train does not use: {text}; use disk")
 
@@ -233,7 +233,7 @@ def _own_servers(job: JobKeys) -> Iterator[Problem]:
 
 
 def missing_for_gym(job: JobKeys) -> Iterator[Problem]:
-    """Addresses that NeMo-Gym's rollout function needs: Gym's, and that of the engine which its agents call."""
+    """Missing addresses of NeMo-Gym's rollout function: Gym's own, and the engine's for its agents."""
     if job.rollout_function != NEMO_GYM:
         return
     role = job.actor_infer

@@ -187,7 +187,7 @@ CRITIC_ESTIMATOR = Feature("an advantage estimator with a critic", "adv_estimato
 
 
 class RoleOfJob(NamedTuple):
-    """What the table of a role's packing is about."""
+    """The job and the role that a row of the table of packing tests."""
 
     name: str
     role: WorkerConfig

@@ -30,7 +30,7 @@ MOST_BELOW_HINT = 10
 
 
 def framework_of(data: Mapping[str, Any]) -> Framework | None:
-    """The framework that a file was written for, by keys that only its files have; None: not known."""
+    """The framework of a file, recognized by keys that only its files have, or None."""
     keys = set(data)
     parents = data.get("defaults")
     named = [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []
@@ -40,7 +40,7 @@ def framework_of(data: Mapping[str, Any]) -> Framework | None:
         return "nemo_rl"
     rewards = data.get("rewards")
     workers = rewards.values() if isinstance(rewards, Mapping) else ()
-    if keys & _ROLL or any(isinstance(one, Mapping) and "worker_cls" in one for one in workers):
+    if keys & _ROLL or any(isinstance(worker, Mapping) and "worker_cls" in worker for worker in workers):
         return "roll"
     return None
 

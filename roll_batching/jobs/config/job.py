@@ -72,29 +72,17 @@ _ROUNDS = 8
 
 def check_source(source: Source) -> JobConfig:
     """Validates `source`. Raises ConfigFileError with all problems."""
+    # What has been reported, and what another framework alone reads, is taken out before the next check.
     data = _without(source.data, [problem.path for problem in source.faults])
-    foreign = list(given_foreign_keys(data))
+    other_framework_keys = list(given_foreign_keys(data))
     problems = [
         *source.faults,
-        *(Problem(path, key.refusal(value)) for path, value, key in foreign if key.refuses(value)),
+        *(Problem(path, key.refusal(value)) for path, value, key in other_framework_keys if key.refuses(value)),
     ]
-    data = _without(data, [given.path for given in foreign])
+    data = _without(data, [foreign.path for foreign in other_framework_keys])
     problems += _booleans_for_numbers(data)
     data = _without(data, [problem.path for problem in problems])
-    job: JobConfig | None = None
-    for _ in range(_ROUNDS):
-        try:
-            job = JobConfig.model_validate(data)
-            break
-        except ValidationError as error:
-            errors = error.errors()
-            translated = [(_translate(item, data), item["type"] == "missing") for item in errors[:MOST_EXPLAINED]]
-            reported = {problem.path for problem in problems}
-            # A key that is missing because it was taken out has been reported. Its section is taken out, too.
-            problems += [problem for problem, missing in translated if not (missing and problem.path in reported)]
-            if len(errors) > MOST_EXPLAINED:
-                raise ConfigFileError(_placed(problems, source), more=len(errors) - MOST_EXPLAINED) from None
-            data = _without(data, [problem.path[:-1] if missing else problem.path for problem, missing in translated])
+    job = _validate_without_faults(data, problems, source)
     if job is not None:
         faulty = [problem.path for problem in problems]
         problems += [
@@ -108,10 +96,31 @@ def check_source(source: Source) -> JobConfig:
     return job
 
 
-def _nested(one: KeyPath, other: KeyPath) -> bool:
+def _validate_without_faults(data: Any, problems: list[Problem], source: Source) -> JobConfig | None:
+    """Validate repeatedly: take out each faulty key, so that later rounds find the rest. Appends to `problems`.
+
+    None if keys are still faulty in the last round: the caller then reports those that were found. Raises
+    ConfigFileError for more than `MOST_EXPLAINED` faulty keys in one round.
+    """
+    for _ in range(_ROUNDS):
+        try:
+            return JobConfig.model_validate(data)
+        except ValidationError as error:
+            errors = error.errors()
+            translated = [(_translate(item, data), item["type"] == "missing") for item in errors[:MOST_EXPLAINED]]
+            reported = {problem.path for problem in problems}
+            # A key that is missing because it was taken out has been reported. Its section is taken out, too.
+            problems += [problem for problem, missing in translated if not (missing and problem.path in reported)]
+            if len(errors) > MOST_EXPLAINED:
+                raise ConfigFileError(_placed(problems, source), more=len(errors) - MOST_EXPLAINED) from None
+            data = _without(data, [problem.path[:-1] if missing else problem.path for problem, missing in translated])
+    return None
+
+
+def _nested(path: KeyPath, other: KeyPath) -> bool:
     """Whether one path is the other or lies below it."""
-    shorter = min(len(one), len(other))
-    return one[:shorter] == other[:shorter]
+    shorter = min(len(path), len(other))
+    return path[:shorter] == other[:shorter]
 
 
 def _placed(problems: Iterable[Problem], source: Source) -> list[Problem]:
@@ -122,14 +131,14 @@ def _booleans_for_numbers(data: Any) -> Iterator[Problem]:
     """True and false where a number belongs, which pydantic takes for 1 and 0."""
     for path, value in given_keys(data):
         field = field_at(path)
-        given = [(path, value)]
+        leaves = [(path, value)]
         if field is not None and isinstance(value, list) and nested_settings(field) is not None:  # of sections
-            items = [(number, item) for number, item in enumerate(value) if isinstance(item, dict)]
-            given = [((*path, number, key), one) for number, item in items for key, one in item.items()]
-        for place, one in given:
-            field = field_at(place)
-            if field is not None and isinstance(one, bool) and not _takes(field.annotation, bool):
-                yield Problem(place, f"expected {_kind(field.annotation)}, got {str(one).lower()}")
+            sections = [(index, section) for index, section in enumerate(value) if isinstance(section, dict)]
+            leaves = [((*path, index, key), leaf) for index, section in sections for key, leaf in section.items()]
+        for leaf_path, leaf in leaves:
+            field = field_at(leaf_path)
+            if field is not None and isinstance(leaf, bool) and not _takes(field.annotation, bool):
+                yield Problem(leaf_path, f"expected {_kind(field.annotation)}, got {str(leaf).lower()}")
 
 
 def _takes(annotation: Any, kind: type) -> bool:
@@ -245,7 +254,7 @@ def _in_role(keys: list[str], path: KeyPath) -> str:
 
 
 def _candidates(path: KeyPath) -> list[KeyPath]:
-    """Keys that an unknown key at `path` may stand for: within a section, those of the section and of the job."""
+    """Keys that an unknown key at `path` may mean: in a section, the section's keys and the job's."""
     keys = [*(key.path for key in all_keys()), *foreign_paths()]
     return keys if len(path) == 1 else [key for key in keys if key[0] == path[0] or len(key) == 1]
 

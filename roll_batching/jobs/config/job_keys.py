@@ -263,7 +263,7 @@ class JobKeys(
 
     @property
     def without_evaluation(self) -> str | None:
-        """Why nothing held out is evaluated; None where it is."""
+        """Why no held-out data is evaluated, or None if some is."""
         if not self.eval_samples:
             return "eval_samples is 0"
         if self.actor_train.data_args.eval_file_name is None:
@@ -303,7 +303,7 @@ class JobKeys(
         return None if mapping is None else len(mapping)
 
     def own_devices(self, name: str) -> tuple[int, ...] | None:
-        """The devices of a role with separate processes; None where it shares actor_train's."""
+        """The devices of a role with separate processes, or None if it shares actor_train's."""
         role = self.roles.get(name)
         if role is None or name == "actor_train" or not role.strategy_args.runs_on_megatron:
             return None
@@ -356,7 +356,7 @@ class JobKeys(
 
     @property
     def prompts_per_generation(self) -> int:
-        """Prompts that are sampled at once: those of a step, or of a generation batch of dynamic sampling."""
+        """Prompts sampled at once: a step's, or with dynamic sampling a generation batch's."""
         size = self.dynamic_sampling_batch_size if self.dynamic_sampling else None
         return self.rollout_batch_size if size is None else size
 
@@ -366,7 +366,7 @@ class JobKeys(
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
 
     def optimizer_steps(self, dp_size: int) -> int | None:
-        """Optimizer steps of the policy in the main phase; None where the number of texts decides."""
+        """Optimizer steps of the policy in the main phase, or None if the number of texts decides."""
         if self.task in SUPERVISED_TASKS:
             return None if self.num_train_epochs is not None and self.stream is None else self.max_steps
         per_step = math.ceil(self.samples_per_rollout / self.mini_batch_size(dp_size)) * self.ppo_epochs

@@ -27,7 +27,7 @@ PARALLEL_KEYS = (
 
 
 def differing_keys(role: WorkerConfig, train: WorkerConfig) -> list[str]:
-    """The parallel sizes in which the layout of `role` differs from that of `train`."""
+    """Keys of the parallel sizes that differ between `role` and `train`."""
     own, theirs = role.strategy_args.strategy_config, train.strategy_args.strategy_config
     keys = [key for key in PARALLEL_KEYS if getattr(own, key) != getattr(theirs, key)]
     if own.tensor_model_parallel_size == theirs.tensor_model_parallel_size == 1:

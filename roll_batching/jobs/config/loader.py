@@ -53,7 +53,7 @@ def _check_overrides(config: JobConfig, source: Source) -> None:
 
 
 def config_from_dict(data: Mapping[str, Any]) -> JobConfig:
-    """As `load_config`, for settings in memory."""
+    """The job of settings in memory; see `load_config`."""
     return check_source(Source("settings", plain_copy(data)))
 
 

@@ -82,7 +82,7 @@ def adapter_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def adapter_notices(job: JobKeys) -> Iterator[Notice]:
-    """The notice that a reference lacks the adapters from which the policy starts."""
+    """A notice if the policy starts from adapters and the reference does not."""
     if job.actor_train.model_args.adapter_name_or_path is None or job.reference is None or not wants_reference(job):
         return
     text = "the reference is the model without these adapters, not the policy as it starts. For that, start from a "
@@ -118,7 +118,7 @@ def mtp_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
-    """Sizes and FP8 of models that would sample: without an engine, which also answers held-out prompts."""
+    """Problems of models that sample without an engine: parallel sizes and FP8."""
     yield from policy_cannot_sample(job)
     sampler = sampling_role(job)
     fp8 = sampler.strategy_args.strategy_config.fp8
@@ -187,18 +187,18 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
                 text = "has no effect without a model directory: set model_name_or_path, or leave it out"
                 yield Problem((role, "model_args", "family"), text)
             continue
-        found = describe_model(name, family)
-        if found is None:  # reported when the job starts (`missing_model`): another machine may have the directory
+        described = describe_model(name, family)
+        if described is None:  # reported when the job starts (`missing_model`): another machine may have the directory
             continue
         given = worker.model_args.architecture
         if (name, given) in reported:
             continue
         reported.append((name, given))
-        if found.problems:
-            yield Problem(_place(job, role, name), f"{name}: {'; '.join(found.problems)}")
+        if described.problems:
+            yield Problem(_place(job, role, name), f"{name}: {'; '.join(described.problems)}")
         elif given is not None:
             path = (role, "model_args", "architecture")
-            yield from _differences(given, ArchitectureConfig.model_validate(found.architecture), path, name)
+            yield from _differences(given, ArchitectureConfig.model_validate(described.architecture), path, name)
 
 
 def missing_model(job: JobKeys, role: str, name: str) -> list[Problem]:
@@ -214,13 +214,13 @@ def _place(job: JobKeys, role: str, name: str) -> KeyPath:
     return ("pretrain",) if job.pretrain == name else (role, "model_args", "model_name_or_path")
 
 
-def _differences(given: Settings, found: Settings, path: KeyPath, name: str) -> Iterator[Problem]:
-    for key in type(given).model_fields:
-        here, there = getattr(given, key), getattr(found, key)
-        if here == there or key in TRAINED_WITH:
+def _differences(architecture: Settings, described: Settings, path: KeyPath, name: str) -> Iterator[Problem]:
+    for key in type(architecture).model_fields:
+        given_value, stored_value = getattr(architecture, key), getattr(described, key)
+        if given_value == stored_value or key in TRAINED_WITH:
             continue
-        if isinstance(here, Settings) and isinstance(there, Settings):
-            yield from _differences(here, there, (*path, key), name)
+        if isinstance(given_value, Settings) and isinstance(stored_value, Settings):
+            yield from _differences(given_value, stored_value, (*path, key), name)
         else:
-            text = f"is {here}, and config.json of {name} says {there}; leave it out here"
+            text = f"is {given_value}, and config.json of {name} says {stored_value}; leave it out here"
             yield Problem((*path, key), text)

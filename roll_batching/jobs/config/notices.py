@@ -44,7 +44,7 @@ def collect_notices(job: JobKeys, source: Source) -> tuple[Notice, ...]:
 
 
 def _without_effect(job: JobKeys, data: dict[str, Any]) -> dict[KeyPath, Notice]:
-    """The notices on all given keys that nothing reads, by path: of the outermost section that is not read."""
+    """Notices on given keys that nothing reads, by path; an unread section gets one notice."""
     foreign = {path: key.reason for path, _, key in given_foreign_keys(data) if key.verdict is Verdict.NO_EFFECT}
     beside, replaced = dict(reversed(list(unread_keys(job)))), dict(replaced_keys(job))
     notices: dict[KeyPath, Notice] = {}
@@ -81,7 +81,7 @@ def _is_changed(job: JobKeys, path: KeyPath, value: Any) -> bool:
 
 
 def _value_at(job: JobKeys, path: KeyPath) -> Any:
-    """The section or value of the job at `path`; None where there is none."""
+    """The section or value of the job at `path`, or None."""
     value: Any = job
     for part in path:
         if isinstance(value, dict):
@@ -105,7 +105,7 @@ def _switched_off(job: JobKeys, path: KeyPath) -> tuple[KeyPath, str] | None:
 
 
 def unread_in(role: str, path: KeyPath) -> str | None:
-    """Why `role` never reads the key at `path` (within a role); None where it does."""
+    """Why `role` never reads the key at `path` (within a role), or None if it does."""
     scope = _scope(role, path)
     if scope.roles is not None and role not in scope.roles.names:
         return scope.roles.otherwise

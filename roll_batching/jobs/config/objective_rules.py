@@ -102,7 +102,7 @@ def wants_reference(job: JobKeys) -> bool:
 
 
 def unread_reference(job: JobKeys) -> str | None:
-    """Why nothing reads the reference; None where the rewards or the loss do."""
+    """Why nothing reads the reference, or None if the rewards or the loss do."""
     if job.add_token_level_kl:
         return None
     loss = LOSSES.get(job.loss_function)

@@ -81,7 +81,7 @@ test is about it. `{task}` and the like stand for values of the job.
 
 
 def support_page() -> str:
-    """The page of what goes with what, Markdown."""
+    """The page on which features combine, as Markdown."""
     packing = f"## Packing and layout of a role\n\n{_support_rows(PACKING_REFUSALS, {})}"
     parts = f"## Parts of a model, adapters, precision and layers\n\n{_support_rows(ROLE_REFUSALS, ROLE_TESTED)}"
     return f"{SUPPORT}{_support_rows(REFUSALS, TESTED)}\n{packing}\n{parts}"

@@ -35,7 +35,7 @@ def reward_shaping_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def group_problems(job: JobKeys) -> Iterator[Problem]:
-    """Groups that cannot be compared: given as one response, or of greedy decoding, whose responses are the same."""
+    """Problems of groups without comparison: of one response, or of equal ones from greedy decoding."""
     args, size = job.actor_infer.generating_args, job.group_size
     if job.is_supervised or not job.max_steps:
         return

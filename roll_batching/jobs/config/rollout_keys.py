@@ -46,7 +46,7 @@ class RolloutKeys(Settings, read_if={"*": ROLLOUTS}):
 
 
 def rollout_problems(keys: RolloutKeys) -> Iterator[Problem]:
-    """Problems of keys that only a rollout function reads."""
+    """One problem for each key that only a rollout function reads, if it is set and the job has no rollout function."""
     if keys.rollout_function is not None:
         return
     for name in ("rollout_args", "rollout_function_timeout", "rollout_max_calls"):

@@ -210,6 +210,6 @@ def pair_problems(job: JobKeys) -> Iterator[Problem]:
     for row in refused_pairs(REFUSALS, job):
         yield Problem(row.path, row.message(job))
     for name, role in job.roles.items():
-        given = f.RoleOfJob(name, role, job)
-        for row in refused_pairs(PACKING_REFUSALS, given):
-            yield Problem((name, *row.path), row.message(given))
+        role_of_job = f.RoleOfJob(name, role, job)
+        for row in refused_pairs(PACKING_REFUSALS, role_of_job):
+            yield Problem((name, *row.path), row.message(role_of_job))

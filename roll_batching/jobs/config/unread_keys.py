@@ -126,7 +126,7 @@ def _of_routers(path: KeyPath, role: WorkerConfig) -> Unread:
 
 
 def unread_by_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> str | None:
-    """Why a role whose strategy is an engine does not read the key at `path` (within the role); None where it does."""
+    """Why a role served by an engine does not read the key at `path` (within the role), or None if it does."""
     engine, used = role.strategy_args.strategy_name, uses_engine(job)
     if engine not in ENGINE_STRATEGIES:
         return None

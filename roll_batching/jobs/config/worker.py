@@ -162,7 +162,7 @@ class GeneratingArgs(Settings, read_if={key: _unless_greedy(key) for key in ("to
 
     @property
     def greedy(self) -> str | None:
-        """The key that makes decoding greedy; None where tokens are sampled."""
+        """The key that makes decoding greedy, or None if tokens are sampled."""
         if not self.do_sample:
             return "do_sample"
         if self.top_k == 1:

@@ -79,7 +79,7 @@ def _read_file(file: Path) -> str:
 
 
 def parse_yaml(text: str, name: str) -> Source:
-    """As `read_yaml`, for a text; `name` is the file's name in messages."""
+    """Reads a YAML text; see `read_yaml`. `name` is the file's name in messages."""
     try:
         data, lines = read_values(text)
     except YamlFaults as error:
@@ -191,7 +191,7 @@ class _Resolver:
     characters: int = 0
 
     def value(self, path: KeyPath, value: Any, trail: tuple[str, ...]) -> Any:
-        """`value` at `path` with references replaced; None where that fails."""
+        """`value` at `path` with references replaced, or None if that fails."""
         try:
             return self._replace(path, value, trail)
         except _Unresolved as error:

@@ -84,7 +84,8 @@ def read_values(text: str) -> tuple[Any, dict[KeyPath, int]]:
     Keys are strings; values are strings, numbers within 64 bits, booleans and None. Raises YamlFaults.
     """
     if len(text) > LONGEST_TEXT:
-        raise YamlFaults([Fault((), f"has {len(text):,} characters; at most {LONGEST_TEXT:,} are read", 1)])
+        limit = f"more than the limit of {LONGEST_TEXT:,}: split the file, or move data out of it"
+        raise YamlFaults([Fault((), f"has {len(text):,} characters, {limit}", 1)])
     loader = None
     try:
         loader = _Loader(text)
@@ -112,7 +113,7 @@ def read_values(text: str) -> tuple[Any, dict[KeyPath, int]]:
 
 
 def text_fault(text: str) -> str | None:
-    """Why `text` cannot be a name, path or variable; None where it can."""
+    """Why `text` cannot be a name, path or variable, or None if it can."""
     if "\0" in text:
         return "holds a NUL character; remove it"
     if any("\ud800" <= character <= "\udfff" for character in text):

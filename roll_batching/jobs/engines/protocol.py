@@ -26,7 +26,7 @@ class Mixture:
     num_layers: int
     """All layers, with experts or without."""
     layers: tuple[int, ...]
-    """Those with experts, from 0 on, ascending."""
+    """Layers with experts, counted from 0, ascending."""
     top_k: int
     """Experts per token."""
     num_experts: int
@@ -69,7 +69,7 @@ class GenerationResult:
     tokens: list[int]
     """Token ids, including the stop token if it ended at one."""
     log_probs: list[float]
-    """Of each token, at the sampling temperature, before top-k and top-p."""
+    """Log-prob of each token, at the sampling temperature, before top-k and top-p."""
     experts: np.ndarray | None = None
     """int16 `[tokens, layers with experts, top-k]` of prompt and response, where they were requested."""
 
@@ -110,7 +110,7 @@ class Engine(Protocol):
 
     @property
     def live(self) -> Mapping[str, ServerProcess | None]:
-        """Replicas in use; None for those whose replies name the version of their weights."""
+        """Replicas in use, each with its process, or None if its replies name the weights' version."""
 
     def set_live(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
         """Sets the replicas in use, which got the weights of `version` from another rank."""
@@ -130,7 +130,7 @@ def check_result(result: GenerationResult, settings: GenerationSettings, *, ende
     """
     tokens, log_probs = result.tokens, result.log_probs
     if len(log_probs) != len(tokens):
-        raise MalformedReply(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
+        raise MalformedReply(f"{len(log_probs)} log-probs for {len(tokens)} tokens, not one each")
     if not 0 < len(tokens) <= settings.max_new_tokens:
         raise MalformedReply(f"{len(tokens)} tokens, where 1 to {settings.max_new_tokens} were asked for")
     if not all(type(token) is int and 0 <= token < (settings.vocab_size or _ANY_VOCABULARY) for token in tokens):

@@ -126,9 +126,10 @@ class Replicas:
         return asyncio.run(self._generate(requests, settings)) if requests else []
 
     def update_weights(self, folder: Path, version: int, *, asleep: bool = False) -> None:
-        """Has all servers, dropped ones too, load the model directory `folder`; those that do are in use again.
+        """Load the model directory `folder` on all servers, also dropped ones.
 
-        `asleep`: they sleep, and are woken up. Raises EngineError when none loads it.
+        A dropped server that succeeds is used again. `asleep=True`: the servers are asleep; wake them first. Raises
+        EngineError when none loads it.
         """
         before, after = self.api.before_update(asleep=asleep), self.api.after_update(asleep=asleep)
         processes: dict[str, ServerProcess | None] = {}
@@ -232,10 +233,10 @@ class Replicas:
         attempts = [_Attempts(request) for request in requests]
         async with open_session(self.limits.seconds) as session:
             await self._drop_restarted(session, servers)
-            while pending := [one for one in attempts if one.result is None]:
+            while pending := [request_attempts for request_attempts in attempts if request_attempts.result is None]:
                 tasks = [
-                    asyncio.ensure_future(self._request(session, one, settings, servers, group_servers))
-                    for one in pending
+                    asyncio.ensure_future(self._request(session, request_attempts, settings, servers, group_servers))
+                    for request_attempts in pending
                 ]
                 try:
                     await asyncio.gather(*tasks)
@@ -244,11 +245,11 @@ class Replicas:
                         task.cancel()
                 # Results of a server that restarted in between are of its first weights: they are requested again.
                 restarted = await self._drop_restarted(session, servers, drop_unreachable=False)
-                for one in attempts:
-                    if one.url in restarted:
-                        self._count_failure(one, one.url, _RESTARTED)
-                        one.result, one.url = None, ""
-        return [one.result for one in attempts if one.result is not None]
+                for request_attempts in attempts:
+                    if request_attempts.url in restarted:
+                        self._count_failure(request_attempts, request_attempts.url, _RESTARTED)
+                        request_attempts.result, request_attempts.url = None, ""
+        return [request_attempts.result for request_attempts in attempts if request_attempts.result is not None]
 
     async def _request(
         self,

@@ -103,7 +103,7 @@ def checked_experts(raw: np.ndarray, mixture: Mixture, prompt_tokens: int, resul
 
 def with_experts(batch: SampleBatch, results: Sequence[GenerationResult], mixture: Mixture) -> SampleBatch:
     """`batch`, the samples of `results` in their order, with the token field `routed_experts`."""
-    parts = [one.experts for one in results if one.experts is not None]
+    parts = [result.experts for result in results if result.experts is not None]
     empty = np.zeros((0, len(mixture.layers), mixture.top_k), dtype=np.int16)
     field = torch.from_numpy(np.concatenate([empty, *parts]))
     return batch.with_fields({ROUTED_EXPERTS: field}, {ROUTED_EXPERTS: EXPERTS_SPEC})

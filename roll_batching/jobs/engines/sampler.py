@@ -164,7 +164,7 @@ class WeightsByBroadcast:
             )
         engine = self._client.engine
         if not isinstance(engine, Replicas) or not isinstance(engine.api, SGLang):
-            raise EngineError("update_weights_from=distributed is for servers of sglang")
+            raise EngineError("update_weights_from=distributed is for servers of sglang: use disk")
         return WeightBroadcast(engine, engine.api, device)
 
 

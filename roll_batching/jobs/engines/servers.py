@@ -139,8 +139,8 @@ def _arguments(options: Mapping[str, Any], has_negations: bool) -> list[str]:
 
 def _resolve_program(program: Sequence[str]) -> list[str]:
     """`program` with the full path of its file: beside this interpreter, or on PATH. Raises EngineError."""
-    beside = Path(sys.executable).parent / program[0]
-    file = str(beside) if beside.exists() else shutil.which(program[0])
+    in_environment = Path(sys.executable).parent / program[0]
+    file = str(in_environment) if in_environment.exists() else shutil.which(program[0])
     if file is None:
         raise EngineError(
             f"there is no program {program[0]!r} to start a server with. Install the engine, name its program in "
@@ -275,11 +275,11 @@ def engine_servers(config: JobConfig) -> Iterator[JobConfig]:
         args = role.engine_args.model_copy(update={"urls": urls})
         yield config.model_copy(update={"actor_infer": role.model_copy(update={"engine_args": args})})
     except BaseException:
-        for one in servers:
-            one.close(patience=0)  # the error must not wait for servers to end
+        for server in servers:
+            server.close(patience=0)  # the error must not wait for servers to end
         raise
-    for one in servers:
-        one.close()
+    for server in servers:
+        server.close()
 
 
 def _make_servers(config: JobConfig) -> ServerProcesses:

@@ -144,7 +144,7 @@ class SGLang:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise missing_field(error, info) from None
         if tensor < 1:
-            raise MalformedReply(f"its tp_size is {tensor}")
+            raise MalformedReply(f"its tp_size is {tensor}, not a number of 1 or more")
         if stages > 1 or (replicas > 1 and not attention):
             raise MalformedReply(
                 f"a server of pp_size={stages} and dp_size={replicas} cannot join a group for weights: SGLang numbers "

@@ -3,11 +3,11 @@
 Sources: "OpenAI-Compatible Server" and "Layerwise reloading" (docs.vllm.ai), and
 `entrypoints/openai/completion/protocol.py` and `entrypoints/serve/dev`; the latter needs VLLM_SERVER_DEV_MODE=1.
 Log-probs are from the softmax before temperature, top-k and top-p (`--logprobs-mode raw_logprobs`, the default) or
-after all three (`processed_logprobs`). `config.engine_rules.wrong_log_probs` returns an error when a loss can use
-neither.
+after all three (`processed_logprobs`). `config.engine_rules.wrong_log_probs` returns an error if neither mode suits the
+loss.
 
-Replies do not name the version of their weights, and a restarted server has its initial ones. `instance_id` of the
-server's configuration, generated at start (`vllm/config/vllm.py`), identifies the process.
+Replies do not tell the weight version, and a server that restarts loses its updates. A changed `instance_id` in the
+server's configuration, which is generated at start (`vllm/config/vllm.py`), shows the restart.
 """
 
 from __future__ import annotations

@@ -205,5 +205,5 @@ class _Notices:
 
 def _ranks(numbers: set[int], limit: int = 8) -> str:
     names = [str(number) for number in sorted(numbers)]
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ("rank " if len(names) == 1 else "ranks ") + ", ".join(names[:limit]) + more
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ("rank " if len(names) == 1 else "ranks ") + ", ".join(names[:limit]) + rest

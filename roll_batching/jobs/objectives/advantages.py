@@ -125,7 +125,7 @@ def group_rewards(rewards: np.ndarray, group_size: int, *, compares: bool = True
             f"rewards of shape {rewards.shape} do not make groups of {group_size}: they must come group by group"
         )
     if (bad := np.flatnonzero(~np.isfinite(rewards))).size:
-        raise DataError(f"rewards at positions {bad[:5].tolist()} are not finite")
+        raise DataError(f"rewards at positions {bad[:5].tolist()} are not finite: correct the reward")
     if group_size == 1 and compares and len(rewards):
         raise DataError(
             "a group of one response has no other to compare with: sample at least two responses per prompt, or "

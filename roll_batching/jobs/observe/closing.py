@@ -225,11 +225,11 @@ def show_summary(summary: dict[str, float], console: Console, *, used: str, titl
 
 def _label(name: str) -> str:
     kind, _, of = name.partition("/")
-    words = of.replace("_", " ")
+    label = of.replace("_", " ")
     known = {
-        "mark": f"share of answers: {words}",
-        "reward_with": f"reward, {words}: yes",
-        "reward_without": f"reward, {words}: no",
+        "mark": f"share of answers: {label}",
+        "reward_with": f"reward, {label}: yes",
+        "reward_without": f"reward, {label}: no",
         "reward": f"reward: {of}",  # of a domain
     }
     return known[kind] if of and kind in known else name.replace("_", " ")

@@ -19,7 +19,7 @@ _OFFLINE = {"wandb": "set WANDB_MODE=offline", "swanlab": "set tracker_kwargs.mo
 
 
 def tracker_of(name: str | None) -> Any:
-    """The module of the tracker that `track_with` names; None where it names none.
+    """The module of the tracker that `track_with` names, or None.
 
     Raises ConfigError where it is not installed.
     """

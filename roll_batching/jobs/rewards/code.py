@@ -30,21 +30,21 @@ def code_tests(
     memory: int = 1024,
     all_or_nothing: bool = False,
 ) -> Score:
-    """The share of its tests that the response's code passes; marks `has_code`, `passes_all` and `asserts_nothing`.
+    """Share of the tests that the response's code passes; marks `has_code`, `passes_all` and `asserts_nothing`.
 
     The code is the last fenced block for Python after the last `</think>`. `record[tests]` is a list, or its JSON text,
     of assertions to run after it (a text, or `{"assert_code": ...}`), whose functions `test_*` are called, and of
     `{"stdin": ..., "expected_stdout": ...}` (or `input`, `output`), whose output is compared without blanks at line
-    ends. Assertions that end before any was reached have failed, and are marked `asserts_nothing`: a loop over an empty
-    result asserts nothing. The code may use the modules that ROLL imports. `seconds` and `memory` (MiB) bound each
-    test. With `all_or_nothing`, as in ROLL, the reward is 1 when all tests pass, else 0.
+    ends. A test that ends without reaching an assert, as in a loop over an empty result, fails and sets the mark
+    `asserts_nothing`. The code may use the modules that ROLL imports. `seconds` and `memory` (MiB) bound each test.
+    With `all_or_nothing`, as in ROLL, the reward is 1 when all tests pass, else 0.
 
-    `run` is `subprocess`, or a command that takes a Python program as its last argument, and standard input, such as
+    `run` is `subprocess`, or a command to which the Python program is appended and which passes stdin on, such as
     `[docker, run, --rm, -i, --network=none, --memory=1g, "python:3.12", python, -c]`.
 
     Raises ValueError for invalid tests.
     """
-    assert run is not None  # check_arguments
+    assert run is not None  # check_run has refused None
     cases = read_cases(completion.record, tests)
     blocks = _BLOCK.findall(completion.response.rpartition("</think>")[2])
     if not blocks:

@@ -213,9 +213,9 @@ def check_score(result: Any) -> Score:
 def _number(value: Any) -> float:
     """`value`, a number of Python, numpy or torch, as a float. Raises TypeError for text, arrays and containers."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") and not hasattr(value, "__index__"):
-        raise TypeError(f"it returned {excerpt_of(value)}, not a number")
+        raise TypeError(f"it returned {excerpt_of(value)}, not a number: return a float")
     if getattr(value, "ndim", 0):
-        raise TypeError(f"it returned an array of shape {tuple(value.shape)}, not a number")
+        raise TypeError(f"it returned an array of shape {tuple(value.shape)}, not a number: return .item()")
     try:
         return float(value)
     except OverflowError:
@@ -231,7 +231,7 @@ def _name(name: Any) -> str:
 
 def _mark(name: str, value: Any) -> bool:
     if isinstance(value, (str, bytes)) or bool(getattr(value, "ndim", 0)) or value not in (0, 1):
-        raise TypeError(f"Score.marks[{name!r}] is {excerpt_of(value)}, not True or False")
+        raise TypeError(f"Score.marks[{name!r}] is {excerpt_of(value)}, not True or False: give a bool")
     return bool(value)
 
 

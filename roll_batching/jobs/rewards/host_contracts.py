@@ -22,8 +22,8 @@ from roll_batching.errors import ConfigError
 from roll_batching.jobs.rewards.contract import Completion, PromptLine, Score
 from roll_batching.registry import describe_error, load_dotted, printable
 
-_TURNS = 2
-"""`num_turns` of a prompt and one response. Source: verl, `agent_loop/single_turn_agent_loop.py`."""
+_SINGLE_TURN = 2
+"""verl's `num_turns` for a prompt and one response, which both count (`agent_loop/single_turn_agent_loop.py`)."""
 _BATCH = {"data_sources": "data_source", "solution_strs": "solution_str"}
 """Parameters by which a function for batches is recognised."""
 
@@ -34,12 +34,12 @@ _BATCH = {"data_sources": "data_source", "solution_strs": "solution_str"}
 def verl_compute_score(
     completion: Completion, *, path: str, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
 ) -> float | Score:
-    """The score of verl's `compute_score` in the file or module `path`, which may be a coroutine or take batches.
+    """Call verl's `compute_score`, found as `name` in the file or module `path`.
 
-    Booleans in a dict that it returns are marks.
+    It may be a coroutine, take batches (verl's plural argument names), and return a dict: its booleans become marks.
     """
     function = _load(path, name)
-    extra = {**(completion.record.get("extra_info") or {}), "num_turns": _TURNS, "rollout_reward_scores": {}}
+    extra = {**(completion.record.get("extra_info") or {}), "num_turns": _SINGLE_TURN, "rollout_reward_scores": {}}
     arguments = {
         "data_source": completion.record.get("data_source"),
         "solution_str": completion.response,
@@ -48,6 +48,7 @@ def verl_compute_score(
     }
     batched = _takes_batches(function)
     if batched:
+        # verl's names for batches are plural, `extra_infos` too.
         arguments = {f"{key}s": [value] for key, value in arguments.items()}
     result = _call(function, path, **(arguments | dict(reward_kwargs or {})))
     if batched:
@@ -81,7 +82,7 @@ verl_compute_score.check_record = _check_answer  # type: ignore[attr-defined]
 
 @dataclass
 class _Sample:
-    """What a response and its prompt say of slime's `Sample`."""
+    """The fields of slime's `Sample` that are known of a response."""
 
     class Status(enum.Enum):
         """How a response ended."""
@@ -192,7 +193,7 @@ def _load(path: str, name: str) -> Callable[..., Any]:
         return load_dotted("reward function", f"{module}:{name}")  # type: ignore[no-any-return]
     function = getattr(_module_of(Path(module).expanduser()), name, None)
     if function is None:
-        raise ConfigError(f"{path} has no {name!r}")
+        raise ConfigError(f"{path} has no {name!r}: correct reward_args.name")
     return function  # type: ignore[no-any-return]
 
 
@@ -257,7 +258,7 @@ def _item(result: Any, key: int | str, path: str) -> Any:
         return result[key]
     except (TypeError, LookupError):
         text = printable(repr(result), characters=60)
-        raise ValueError(f"{path} returned {text}, which has no {key!r}") from None
+        raise ValueError(f"{path} returned {text}, which has no {key!r}: return it, or name another key") from None
 
 
 def _is_boolean(value: Any) -> bool:

@@ -107,7 +107,7 @@ def _is_word(letter: str) -> bool:
 def _has_first_word(text: str, N: int, first_word: str, i: int) -> bool:
     """Whether there are N paragraphs, none blank, and the i-th, from 1, begins with `first_word`."""
     if not 1 <= i <= N:
-        raise ValueError(f"the constraint validate_paragraphs names paragraph {i} of {N}")
+        raise ValueError(f"the constraint validate_paragraphs names paragraph {i} of {N}: correct it")
     paragraphs = text.split("\n\n")
     return _has_parts(paragraphs, N) and paragraphs[i - 1].strip().startswith(first_word)
 
@@ -211,7 +211,7 @@ def _compare(count: int, wanted: int, quantifier: str, tolerance: int) -> bool:
     if quantifier == "around":
         return abs(count - wanted) <= tolerance
     raise ValueError(
-        f"the constraint of its prompt has the quantifier {quantifier[:40]!r}: at least, around or at most"
+        f"quantifier {quantifier[:40]!r} is unknown: write 'at least', 'around' or 'at most' in the prompt's constraint"
     )
 
 

@@ -30,7 +30,7 @@ def _right_answer(line: PromptLine) -> list[Any]:
     marked = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
     gold: list[Any] = (parse(text) if marked else parse(f"${text}$")) or parse(text)
     if not gold:
-        raise ValueError(f"the right answer {text[:60]!r} cannot be parsed by math-verify")
+        raise ValueError(f"the right answer {text[:60]!r} cannot be parsed by math-verify: write LaTeX")
     return gold
 
 

@@ -34,7 +34,7 @@ DrawBatch = Callable[[int], tuple[SampleBatch, StepScores, Metrics]]
 
 @dataclass
 class _Counts:
-    """What happened to the groups of a step."""
+    """Counts of a step's groups by outcome."""
 
     batches: int = 0
     groups: int = 0

@@ -53,7 +53,7 @@ class Generation:
     tokens: list[int]
     """Token ids, including the stop token if it ended at one."""
     log_probs: list[float]
-    """Of each token, at the sampling temperature, before top-k and top-p."""
+    """Log-prob of each token, at the sampling temperature, before top-k and top-p."""
     text: str
     """The tokens as text, without the end token."""
     finished: bool

@@ -255,10 +255,10 @@ class FunctionCalls:
             + (f" (at {place})" if (place := _place_of(self._tasks[number])) else "")
             for number in unfinished[:3]
         )
-        more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
+        rest = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
         return (
             f"rollout function {self.function.path} neither returned nor called its client within {limit} in {shown}"
-            f"{more}: set shorter timeouts inside the function, or raise rollout_function_timeout. Samples must not "
+            f"{rest}: set shorter timeouts inside the function, or raise rollout_function_timeout. Samples must not "
             "wait for each other"
         )
 

@@ -36,7 +36,7 @@ def prompt_stream(config: JobConfig, inputs: JobInputs) -> Prompts:
 def prompts_by_domain(
     config: JobConfig, prompts: Iterable[Prompt], reward: RewardPool
 ) -> dict[str, list[Prompt]] | None:
-    """The prompts of each domain in `domain_interleave_probs`; None where the job does not set it.
+    """The prompts of each domain in `domain_interleave_probs`, or None without this key.
 
     Raises DataError when one of them has no prompts.
     """

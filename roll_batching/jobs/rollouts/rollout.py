@@ -161,7 +161,7 @@ def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tok
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """Rewards and lengths of responses, ascending by id; from `score_rollouts` those of all ranks, on every rank."""
+    """Rewards and lengths of responses, ascending by id. `score_rollouts` gives all ranks' on every rank."""
 
     ids: np.ndarray
     """int64 `[n]`, ascending."""

@@ -102,13 +102,13 @@ def changes(saved: Digests, own: Digests) -> list[str]:
         before, now = saved[part], own[part]
         names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            clauses.append(clause.format(", ".join(names[:_SHOWN]) + more))
+            rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            clauses.append(clause.format(", ".join(names[:_SHOWN]) + rest))
     return clauses
 
 
 def _code_digests(paths: Iterable[str]) -> dict[str, str]:
-    """Digests of the files of functions, by `package.module:function`, those that are found.
+    """Digests of the files of functions, by `package.module:function`; missing ones are left out.
 
     They are located without an import: reward functions are imported by their own processes only.
     """
@@ -117,7 +117,8 @@ def _code_digests(paths: Iterable[str]) -> dict[str, str]:
         module = path.partition(":")[0].split(".")
         for place in sys.path:
             base = Path(place or ".", *module)
-            file = next((one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()), None)
+            candidates = (base.with_suffix(".py"), base / "__init__.py")
+            file = next(filter(Path.is_file, candidates), None)
             if file is not None:
                 digests[path] = hashlib.sha256(file.read_bytes()).hexdigest()[:_HEX]
                 break

@@ -45,7 +45,7 @@ class SavedModel:
     strategy: MegatronInferStrategy
 
     def sampling(self, tokenizer: Tokenizer, *, held_out: bool = False, **changes: Any) -> GenerationSettings:
-        """The job's sampling settings with those `changes` that are not None.
+        """The job's sampling settings with `changes`, except those of None.
 
         Those of rollouts with one response per prompt, or of `held_out` evaluation.
         """

@@ -210,11 +210,12 @@ def _add_fields(
     masks: Sequence[str],
     reference: MegatronInferStrategy | None,
     remote_reference: RemoteLogProbs | None,
-    add_fields: Callable[[SampleBatch], SampleBatch] | None,
+    add_custom_fields: Callable[[SampleBatch], SampleBatch] | None,
 ) -> SampleBatch:
-    """`with_old`, samples with old log-probs, with the fields of other models and of `add_fields`."""
+    """`with_old` plus reference log-probs (local or remote) and what `add_custom_fields` adds."""
     experts = with_old.fields.get(ROUTED_EXPERTS)
-    batch = with_old if experts is None else with_old.without(ROUTED_EXPERTS)  # reference and critic have their own
+    # Recorded experts are left out meanwhile: other models, such as the reference and a critic, route for themselves.
+    batch = with_old if experts is None else with_old.without(ROUTED_EXPERTS)
     if reference is not None:
         with reference.loaded("parameters"):
             plan = partial(planner.plan_forward, reference, table)
@@ -222,8 +223,8 @@ def _add_fields(
     if remote_reference is not None:
         log_probs = remote_reference.log_probs(batch)
         batch = batch.with_fields({REFERENCE: log_probs}, {REFERENCE: FieldSpec("next_token")})
-    if add_fields is not None:
-        batch = add_fields(batch)
+    if add_custom_fields is not None:
+        batch = add_custom_fields(batch)
     return batch if experts is None else batch.with_fields({ROUTED_EXPERTS: experts}, {ROUTED_EXPERTS: EXPERTS_SPEC})
 
 

@@ -98,7 +98,7 @@ class _Batcher(IterableDataset, Generic[S]):  # type: ignore[type-arg]
         for number, sample in enumerate(self.dataset):
             length = self.length_of(sample)
             if length < 1:
-                raise DataError(f"Sample {number} has no tokens (length {length}).")
+                raise DataError(f"Sample {number} has no tokens (length {length}): leave it out.")
             self._check_length(number, length)
             yield _Waiting(number, sample, length, self.metrics.micro_batches)
 
@@ -106,13 +106,13 @@ class _Batcher(IterableDataset, Generic[S]):  # type: ignore[type-arg]
         """Raises DataError for a sample that no micro-batch can hold."""
 
     def _release(self, rows: list[list[_Waiting[S]]]) -> list[list[S]]:
-        held = sum(self.metrics.micro_batches - one.arrived_after for row in rows for one in row)
-        self.metrics.add([[one.length for one in row] for row in rows], held)
-        return [[one.sample for one in row] for row in rows]
+        held = sum(self.metrics.micro_batches - entry.arrived_after for row in rows for entry in row)
+        self.metrics.add([[entry.length for entry in row] for row in rows], held)
+        return [[entry.sample for entry in row] for row in rows]
 
 
-def _length(one: _Waiting[Any]) -> int:
-    return one.length
+def _length(entry: _Waiting[Any]) -> int:
+    return entry.length
 
 
 class StridedBatcher(_Batcher[S]):
@@ -134,8 +134,8 @@ class StridedBatcher(_Batcher[S]):
 
     def _micro_batches(self) -> Iterator[list[list[S]]]:
         waiting: list[_Waiting[S]] = []
-        for one in self._arriving():
-            waiting.append(one)
+        for entry in self._arriving():
+            waiting.append(entry)
             if len(waiting) == self.microbatch_size:
                 yield self._release(self._divide(waiting))
                 waiting = []
@@ -229,7 +229,7 @@ class TokenBudgetBatcher(_Batcher[S]):
                 return
             formed = self._form_window(waiting) if full else self._form_rest(waiting)
             for k, rows in enumerate(formed):
-                if not all(self._is_fresh(one) for row in rows for one in row):
+                if not all(self._is_fresh(entry) for row in rows for entry in row):
                     # Back to the waiting samples, in the order of arrival; samples that are too old are dropped.
                     back = [sample for rows in formed[k:] for row in rows for sample in row]
                     fresh = [sample for sample in back if self._is_fresh(sample)]
@@ -238,31 +238,31 @@ class TokenBudgetBatcher(_Batcher[S]):
                     break
                 yield self._release(rows)
 
-    def _is_fresh(self, one: _Waiting[S]) -> bool:
-        return self.is_fresh is None or self.is_fresh(one.sample)
+    def _is_fresh(self, entry: _Waiting[S]) -> bool:
+        return self.is_fresh is None or self.is_fresh(entry.sample)
 
     def _gather(self, arriving: Iterator[_Waiting[S]], waiting: deque[_Waiting[S]]) -> bool:
         """Read until the window is full; False at the end of the samples."""
         room, needed = self._room, self.num_processes * self.window
         total = sum(map(self._row_tokens, waiting))
         while total < room and (total <= FULL_ENOUGH * room or len(waiting) < needed):
-            one = next(arriving, None)
-            if one is None:
+            entry = next(arriving, None)
+            if entry is None:
                 return False
-            waiting.append(one)
-            total += self._row_tokens(one)
+            waiting.append(entry)
+            total += self._row_tokens(entry)
         return True
 
     @property
     def _room(self) -> int:
         return self.num_processes * self.window * self.token_budget
 
-    def _row_tokens(self, one: _Waiting[S]) -> int:
+    def _row_tokens(self, entry: _Waiting[S]) -> int:
         """Tokens of a row's budget that the sample takes: all of it where it is longer."""
-        return min(one.length, self.token_budget)
+        return min(entry.length, self.token_budget)
 
     def _form_window(self, waiting: deque[_Waiting[S]]) -> list[list[list[_Waiting[S]]]]:
-        """A window of micro-batches of the first waiting samples, fewer where that makes rows more even."""
+        """Micro-batches from the oldest waiting samples; takes fewer samples if that evens out the rows."""
         candidates = list(waiting)
         totals = list(accumulate(map(self._row_tokens, candidates)))
         best, best_imbalance, min_tokens = None, float("inf"), 0.0

@@ -45,7 +45,7 @@ def length_of(sample: Any, key: str) -> int:
 
 
 def fingerprint_of(dataset: Any) -> str | None:
-    """The dataset's `fingerprint`, or the `_fingerprint` of Hugging Face's `datasets`; None where it has neither."""
+    """The dataset's `fingerprint` or (Hugging Face's `datasets`) `_fingerprint`, or None."""
     fingerprint = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
     return fingerprint if isinstance(fingerprint, str) else None
 
@@ -92,7 +92,7 @@ def _measure(dataset: IndexedDataset, measure: Callable[[Any], int], index: int)
     except DataError as error:
         raise DataError(f"Sample {index}: {error}.") from None
     if length < 1:
-        raise DataError(f"Sample {index} has no tokens (length {length}).")
+        raise DataError(f"Sample {index} has no tokens (length {length}): leave it out.")
     return length
 
 

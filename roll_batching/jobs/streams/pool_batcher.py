@@ -43,7 +43,7 @@ def choose(slots: Ints, cap: int, strategy: PoolStrategy) -> Ints:
 
 
 def take(waiting: Ints, slots: Ints, count: int, cap: int, strategy: PoolStrategy, taken: Ints) -> int:
-    """As `choose`, among the first `count` of `waiting`: moves the chosen to `taken` and returns their number.
+    """Moves samples chosen among the first `count` of `waiting` to `taken`; returns their number.
 
     `waiting` (indices in the dataset) and `slots` (their tokens) are compacted in place; all are int64 arrays of at
     least `count`.
@@ -255,7 +255,7 @@ class PoolBatcher:
         states = [state] if isinstance(state, Mapping) else list(state)
         for saved in states:
             if missing := sorted({*_IDENTITY, "epoch", "cursor", "pool", "origin"} - saved.keys()):
-                raise DataError(f"The saved stream position lacks {', '.join(missing)}.")
+                raise DataError(f"The saved stream position lacks {', '.join(missing)}: load a whole one.")
             for name, difference in _DIFFERENCE.items():
                 if saved[name] != self._identity[name]:
                     expected = self._identity[name]
@@ -348,8 +348,8 @@ def _require_cap(lengths: Ints, computed: Ints, max_tokens: int, aligned: str) -
     sequences = lengths[first].ravel().tolist()
     tokens = " and ".join(map(str, sequences)) + " tokens" + (", which stay together" if len(sequences) > 1 else "")
     takes = f" ({computed[first]} {aligned})" if computed[first] != sum(sequences) else ""
-    more = f", and {above.size - 1:,} more samples are longer than that" if above.size > 1 else ""
+    rest = f", and {above.size - 1:,} more samples are longer than that" if above.size > 1 else ""
     raise DataError(
-        f"Sample {first} has {tokens}{takes}, more than max_tokens={max_tokens}{more}: raise the cap, shorten them, or "
+        f"Sample {first} has {tokens}{takes}, more than max_tokens={max_tokens}{rest}: raise the cap, shorten them, or "
         "leave them out."
     )

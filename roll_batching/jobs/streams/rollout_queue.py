@@ -212,9 +212,8 @@ class DataCollatorForRollout:
     old_log_probs, advantages (fp32); `[num_processes]` fp32 global_n_tokens, the tokens to divide the loss by, equal on
     all ranks; metrics, by name `[num_processes, most samples of a row]` fp32, NaN where a row has fewer.
 
-    Raises:
-        DataError: for another number of rows or micro-batches, no token to learn from, or a field that is missing or
-            not as long as its sample; names the sample's group.
+    Raises `DataError` for another number of rows or micro-batches, no token to learn from, or a field that is missing
+    or not as long as its sample; names the sample's group.
     """
 
     pad_token_id: int
@@ -234,7 +233,7 @@ class DataCollatorForRollout:
 
         The loss of a step, summed over micro-batches and ranks, is then a mean over its tokens under any division.
         """
-        tokens = sum(sum(_field(one, "completion_mask")) for rows in micro_batches for row in rows for one in row)
+        tokens = sum(sum(_field(sample, "completion_mask")) for rows in micro_batches for row in rows for sample in row)
         if not tokens:
             raise DataError(
                 "These micro-batches have no token to learn from: completion_mask is 0 in all their samples"
@@ -243,28 +242,28 @@ class DataCollatorForRollout:
 
     def _pack(self, rows: Rows, tokens: int) -> dict[str, Any]:
         _check_rows(rows, self.num_processes)
-        for one in (one for row in rows for one in row):
-            _check(one)
+        for sample in (sample for row in rows for sample in row):
+            _check(sample)
 
         def padded(values_of: Callable[[Any], Sequence[Any]], dtype: torch.dtype, fill: float = 0) -> Tensor:
-            flat = [torch.tensor([value for one in row for value in values_of(one)], dtype=dtype) for row in rows]
+            flat = [torch.tensor([value for sample in row for value in values_of(sample)], dtype=dtype) for row in rows]
             return pad_sequence(flat, batch_first=True, padding_value=fill)
 
-        def length(one: Any) -> int:
-            return len(_field(one, "input_ids"))
+        def length(sample: Any) -> int:
+            return len(_field(sample, "input_ids"))
 
-        names = sorted({name for row in rows for one in row for name in _field(one, "metrics", {})})
+        names = sorted({name for row in rows for sample in row for name in _field(sample, "metrics", {})})
         return {
-            "input_ids": padded(lambda one: _field(one, "input_ids"), torch.int64, self.pad_token_id),
-            "attention_mask": padded(lambda one: [1] * length(one), torch.int64),
-            "completion_mask": padded(lambda one: _field(one, "completion_mask"), torch.int64),
-            "old_log_probs": padded(lambda one: _field(one, "old_log_probs"), torch.float32),
-            "position_ids": padded(lambda one: range(length(one)), torch.int64),
-            "advantages": padded(lambda one: [_field(one, "advantage")] * length(one), torch.float32),
+            "input_ids": padded(lambda sample: _field(sample, "input_ids"), torch.int64, self.pad_token_id),
+            "attention_mask": padded(lambda sample: [1] * length(sample), torch.int64),
+            "completion_mask": padded(lambda sample: _field(sample, "completion_mask"), torch.int64),
+            "old_log_probs": padded(lambda sample: _field(sample, "old_log_probs"), torch.float32),
+            "position_ids": padded(lambda sample: range(length(sample)), torch.int64),
+            "advantages": padded(lambda sample: [_field(sample, "advantage")] * length(sample), torch.float32),
             "global_n_tokens": torch.full((self.num_processes,), float(tokens)),
             "metrics": {
                 name: padded(
-                    lambda one, name=name: [_field(one, "metrics", {}).get(name, float("nan"))],  # type: ignore[misc]
+                    lambda sample, name=name: [_field(sample, "metrics", {}).get(name, float("nan"))],  # type: ignore[misc]
                     torch.float32,
                     float("nan"),
                 )
@@ -288,16 +287,16 @@ def rollout_step(
     """
     for rows in micro_batches:
         _check_rows(rows, constraints.dp_size)
-    samples = [one for rows in micro_batches for row in rows for one in row]
-    for one in samples:
-        _check(one)
-    columns = {name: [_field(one, name) for one in samples] for name in _PER_TOKEN}
+    samples = [sample for rows in micro_batches for row in rows for sample in row]
+    for sample in samples:
+        _check(sample)
+    columns = {name: [_field(sample, name) for sample in samples] for name in _PER_TOKEN}
     batch = SampleBatch.from_lists(
         {
             "input_ids": columns["input_ids"],
             "response_mask": columns["completion_mask"],
             "old_log_probs": [[float(value) for value in values] for values in columns["old_log_probs"]],
-            "advantages": [float(_field(one, "advantage")) for one in samples],
+            "advantages": [float(_field(sample, "advantage")) for sample in samples],
         },
         {"input_ids": "token", "response_mask": "token", "old_log_probs": "token", "advantages": "sample"},
     )
@@ -310,7 +309,7 @@ def rollout_step(
 def _field(sample: Any, name: str, default: Any = None) -> Any:
     value = sample.get(name, default) if isinstance(sample, Mapping) else getattr(sample, name, default)
     if value is None:
-        raise DataError(f"A sample of group {_group(sample)} has no {name}")
+        raise DataError(f"A sample of group {_group(sample)} has no {name}: add it to the sample")
     return value
 
 

@@ -158,8 +158,7 @@ _FOLLOWERS: Mapping[bool, tuple[Message, Message]] = {
 class ChatTemplate:
     """The chat template of a Hugging Face tokenizer.
 
-    Raises:
-        DataError: for another tokenizer, or one without a template.
+    Raises `DataError` for another tokenizer, or one without a template.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -307,7 +306,7 @@ class ChatTemplate:
 
     @cached_property
     def _prints_arguments(self) -> bool:
-        """Whether the template prints the arguments of calls: an object would be in Python's notation, not JSON."""
+        """Whether the template prints call arguments as they are: then they are passed as JSON text, not as objects."""
         messages = [{"role": "user", "content": "a"}, _FOLLOWERS[True][0]]
         try:
             text = self._tokenizer.tokenizer.apply_chat_template(messages, tokenize=False)

@@ -165,7 +165,7 @@ def _expand(tokens: list[int], item: Prompt | Document | Conversation, tokenizer
 def _expand_with_mask(
     tokens: list[int], mask: list[bool], item: Conversation, tokenizer: Tokenizer
 ) -> tuple[list[int], list[bool]]:
-    """As `_expand`, with the mask of the trained tokens, which tokens of images never are."""
+    """`_expand` with the mask of trained tokens; tokens of images are never trained."""
     if not isinstance(tokenizer, ImageTokenizer):
         return tokens, mask
     expanded = _expand(tokens, item, tokenizer)

@@ -24,8 +24,7 @@ class EpochStream(Iterator[list[T]], Generic[T]):
     A batch may hold the end of one epoch and the beginning of the next, so that nothing is dropped. All
     ranks that build it with the same arguments draw the same batches.
 
-    Raises:
-        DataError: for a batch size below 1 or a negative seed.
+    Raises `DataError` for a batch size below 1 or a negative seed.
     """
 
     def __init__(self, dataset: TextDataset[T], batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -80,12 +79,11 @@ class EpochStream(Iterator[list[T]], Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. The batch size may differ from the one it was saved with.
 
-        Raises:
-            DataError: when the state belongs to other texts, another seed or order, or is incomplete.
+        Raises `DataError` when the state belongs to other texts, another seed or order, or is incomplete.
         """
         current = self.state_dict()
         if missing := sorted(current.keys() - state.keys()):
-            raise DataError(f"The saved data position lacks {', '.join(missing)}.")
+            raise DataError(f"The saved data position lacks {', '.join(missing)}: load a whole one.")
         for key, what, cure in (
             ("fingerprint", "other texts", "resume with the same data"),
             ("seed", "another seed", f"set seed: {state['seed']}"),
@@ -134,8 +132,7 @@ class MixedStream(Iterator[list[T]], Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. Batches may hold other numbers than when it was saved.
 
-        Raises:
-            DataError: when it belongs to other domains, texts or seeds.
+        Raises `DataError` when it belongs to other domains, texts or seeds.
         """
         saved = state.get("domains", {})
         if saved.keys() != self._streams.keys():

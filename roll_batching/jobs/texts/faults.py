@@ -85,7 +85,7 @@ def _describe(cure: str, kind: _Kind) -> str:
         cure = f"The longest has {kind.longest:,} tokens. {cure}"
     if len(kind.characters) > 1:
         characters = sorted(kind.characters)[:_SHOWN_CHARACTERS]
-        more = len(kind.characters) - len(characters)
-        others = f" and {more} more" if more else ""
+        num_hidden = len(kind.characters) - len(characters)
+        others = f" and {num_hidden} more" if num_hidden else ""
         cure = f"The characters are {', '.join(map(ascii, characters))}{others}. {cure}"
     return "\n".join([*lines, f"    {cure}"])

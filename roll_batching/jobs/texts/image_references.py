@@ -17,18 +17,18 @@ from roll_batching.registry import printable
 
 MARKER = "<image>"
 """Place of an image in a text, as in the data files of ROLL and verl."""
-_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+_BASE64_PREFIXES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Beginnings of PNG, JPEG, GIF and WebP files as base64."""
 _SHORTEST_BASE64 = 64
 _LONGEST_PATH = 4096
 """Bytes of a path on Linux."""
 _SHOWN = 200
 """Characters of a path in an error."""
-_FORMS = (
+_ACCEPTED_FORMS = (
     "An image is a path relative to the data file, an absolute path, a data: URL, base64, or in Parquet a value with "
     "`bytes` or `path`."
 )
-_OF_AN_IMAGE = ("bytes", "url", "path")
+_IMAGE_KEYS = ("bytes", "url", "path")
 """Keys of an object that stands for an image; the first one counts, since a path beside bytes is a mere name."""
 
 
@@ -99,7 +99,7 @@ class ImageFields:
         `<image>` in a text, and a part without a number, stand for the next image of the record. Raises ImageError.
         """
         inline = {part["image"] for message in messages for part in _parts_of(message) if "image" in part}
-        following = iter([image for number, image in enumerate(images) if number not in inline])
+        following = iter([image for index, image in enumerate(images) if index not in inline])
         used: list[ImageReference] = []
         written = []
         for message in messages:
@@ -109,8 +109,8 @@ class ImageFields:
                     used.append(images[part["image"]] if "image" in part else _next(following, len(images)))
                     content.append({"type": "image"})
                     continue
-                for number, text in enumerate(part["text"].split(MARKER)):
-                    if number:
+                for index, text in enumerate(part["text"].split(MARKER)):
+                    if index:
                         used.append(_next(following, len(images)))
                         content.append({"type": "image"})
                     if text:
@@ -183,7 +183,7 @@ def _part(part: Any, images: list[ImageReference], folder: Path) -> dict[str, An
         )
         raise ImageError(f"a part of a message has the type {kind!r}{videos}", cure)
     value = next((part[key] for key in ("image", "image_url") if part.get(key) is not None), None)
-    if value is None and any(part.get(key) is not None for key in _OF_AN_IMAGE):
+    if value is None and any(part.get(key) is not None for key in _IMAGE_KEYS):
         value = part
     if value is None:
         return {"type": "image"}
@@ -192,22 +192,23 @@ def _part(part: Any, images: list[ImageReference], folder: Path) -> dict[str, An
 
 
 def _reference(value: Any, place: str, folder: Path) -> ImageReference:
+    """The image in `value`: bytes, `data:` URL, bare base64 or path, tried in this order. Raises ImageError."""
     if isinstance(value, dict):
-        if value and not value.keys() & {*_OF_AN_IMAGE}:
+        if value and not value.keys() & {*_IMAGE_KEYS}:
             keys = printable(", ".join(map(repr, value)), characters=_SHOWN)
-            raise ImageError(f"{place} is an object with {keys}, and none of {', '.join(_OF_AN_IMAGE)}", _FORMS)
-        value = next((value[key] for key in _OF_AN_IMAGE if value.get(key)), None)
+            raise ImageError(f"{place} is an object with {keys}, and none of {', '.join(_IMAGE_KEYS)}", _ACCEPTED_FORMS)
+        value = next((value[key] for key in _IMAGE_KEYS if value.get(key)), None)
     if isinstance(value, bytes | bytearray) and value:
         return ImageReference(data=bytes(value))
     if not isinstance(value, str) or not value:
         kind = "empty" if value in ("", b"", None) else f"of type {type(value).__name__}"
-        raise ImageError(f"{place} is {kind}", _FORMS)
+        raise ImageError(f"{place} is {kind}", _ACCEPTED_FORMS)
     if value[:5].lower() == "data:":
         header, comma, encoded = value.partition(",")
         if not comma or not header.lower().endswith(";base64"):
-            raise ImageError(f"{place} is a data: URL without base64", _FORMS)
+            raise ImageError(f"{place} is a data: URL without base64", _ACCEPTED_FORMS)
         return ImageReference(data=_decode(encoded, place))
-    if len(value) >= _SHORTEST_BASE64 and value.startswith(_BASE64):
+    if len(value) >= _SHORTEST_BASE64 and value.startswith(_BASE64_PREFIXES):
         return ImageReference(data=_decode(value, place))
     if "://" in value and not value.startswith("file://"):
         raise ImageError(
@@ -216,7 +217,7 @@ def _reference(value: Any, place: str, folder: Path) -> ImageReference:
         )
     if len(value) > _LONGEST_PATH:
         what = f"a text of {len(value):,} characters, which is neither a path nor base64 of PNG, JPEG, GIF or WebP"
-        raise ImageError(f"{place} is {what}", f"{_FORMS} Other formats as base64 need a data: URL.")
+        raise ImageError(f"{place} is {what}", f"{_ACCEPTED_FORMS} Other formats as base64 need a data: URL.")
     path = Path(value.removeprefix("file://"))
     if not path.is_absolute() and ".." in PurePath(path).parts:
         raise ImageError(
@@ -230,4 +231,4 @@ def _decode(encoded: str, place: str) -> bytes:
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ImageError(f"{place} is not valid base64 ({error})", _FORMS) from None
+        raise ImageError(f"{place} is not valid base64 ({error})", _ACCEPTED_FORMS) from None

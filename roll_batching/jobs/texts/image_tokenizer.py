@@ -214,7 +214,7 @@ class ImageTokenizer(HFTokenizer):
         self.processor = ImageProcessor(folder, min_pixels, max_pixels)
         config = read_json(folder / CONFIG)
         if missing := [name for name in _TOKENS if not isinstance(config.get(name), int)]:
-            raise DataError(f"{folder / CONFIG} has no {', '.join(missing)}, which images need")
+            raise DataError(f"{folder / CONFIG} has no {', '.join(missing)}, which images need: copy it")
         self.image_token_id: int = config["image_token_id"]
         self._video_token_id = config.get("video_token_id")
         ids = [config[name] for name in _TOKENS]
@@ -232,7 +232,7 @@ class ImageTokenizer(HFTokenizer):
 
     @cached_property
     def parts(self) -> Mapping[str, str]:
-        """Those of the tokenizer, and the image processor's settings."""
+        """Digested parts of the tokenizer, and the image processor's settings."""
         return {**super().parts, "images": digest_of(self.processor.settings)}
 
     def expand(self, tokens: Sequence[int], counts: Sequence[int]) -> list[int]:
@@ -242,7 +242,7 @@ class ImageTokenizer(HFTokenizer):
         """
         if self._video_token_id in tokens:
             name = self.tokenizer.convert_ids_to_tokens(self._video_token_id)
-            raise DataError(f"it holds {name}, the token of videos, which are not supported")
+            raise DataError(f"it holds {name}, the token of videos, which are not supported: remove it")
         count = sum(token == self.image_token_id for token in tokens)
         if count != len(counts):
             raise DataError(

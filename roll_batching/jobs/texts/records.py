@@ -34,13 +34,13 @@ class Table:
     path: Path
     is_array: bool = False
 
-    def rows(self, read: Callable[[int], None] = lambda size: None) -> Iterator[Any]:
-        """The rows as plain data, without null keys of messages and tools. `read` is called with bytes read.
+    def rows(self, on_bytes_read: Callable[[int], None] = lambda size: None) -> Iterator[Any]:
+        """The rows as plain data, without null keys of messages and tools. `on_bytes_read` is called with bytes read.
 
         Raises Fault: without pyarrow, for a folder of several splits, for an invalid file.
         """
         if self.is_array:
-            yield from _of_array(self.path, read)
+            yield from _of_array(self.path, on_bytes_read)
             return
         try:
             import pyarrow
@@ -48,9 +48,9 @@ class Table:
             raise Fault("is a table, which needs pyarrow", "pip install 'roll-batching[parquet]'.") from None
         try:
             if self.path.is_dir():
-                batches = _of_arrow(self.path, read)
+                batches = _of_arrow(self.path, on_bytes_read)
             else:
-                batches = _of_parquet(self.path, read)
+                batches = _of_parquet(self.path, on_bytes_read)
             for batch in batches:
                 for row in batch.to_pylist():
                     # A column gives every row the keys of all rows: null keys of nested objects are left out.
@@ -75,7 +75,7 @@ def table_of(path: Path) -> Table | None:
     return Table(path) if start.startswith(_PARQUET) else None
 
 
-def _of_array(path: Path, read: Callable[[int], None]) -> Iterator[Any]:
+def _of_array(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Any]:
     cure = "Write it again, or give JSON Lines."
     try:
         rows = json.loads(path.read_bytes())
@@ -83,21 +83,21 @@ def _of_array(path: Path, read: Callable[[int], None]) -> Iterator[Any]:
         raise Fault("is a JSON array that is nested too deeply", cure) from None
     except (ValueError, OSError) as error:
         raise Fault(f"begins as a JSON array, but is not valid ({error})", cure) from None
-    read(path.stat().st_size)
+    on_bytes_read(path.stat().st_size)
     yield from rows
 
 
-def _of_parquet(path: Path, read: Callable[[int], None]) -> Iterator[Any]:
+def _of_parquet(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
     file = parquet.ParquetFile(path)
     size, count = path.stat().st_size, max(file.metadata.num_rows, 1)
     for batch in file.iter_batches(batch_size=_BATCH_SIZE):
-        read(size * batch.num_rows // count)
+        on_bytes_read(size * batch.num_rows // count)
         yield batch
 
 
-def _of_arrow(folder: Path, read: Callable[[int], None]) -> Iterator[Any]:
+def _of_arrow(folder: Path, on_bytes_read: Callable[[int], None]) -> Iterator[Any]:
     import pyarrow
 
     if not (folder / _STATE).is_file():
@@ -108,7 +108,7 @@ def _of_arrow(folder: Path, read: Callable[[int], None]) -> Iterator[Any]:
         file = folder / name
         with pyarrow.memory_map(str(file)) as source:
             for batch in pyarrow.ipc.open_stream(source):
-                read(batch.nbytes)
+                on_bytes_read(batch.nbytes)
                 for start in range(0, batch.num_rows, _BATCH_SIZE):
                     yield batch.slice(start, _BATCH_SIZE)
 
@@ -154,7 +154,7 @@ def iterate_records(
     paths: PathLike | Sequence[PathLike],
     keys: Sequence[str],
     faults: Faults,
-    read: Callable[[int], None] = lambda size: None,
+    on_bytes_read: Callable[[int], None] = lambda size: None,
     *,
     chat: bool = False,
     images: ImageFields | None = None,
@@ -169,27 +169,27 @@ def iterate_records(
 
     Blank lines are skipped; line numbers begin at 1. Faults are added to `faults` and skipped: a file that is missing,
     not regular, unreadable or without records, a line that is not UTF-8, not JSON or not an object, a key that is
-    missing or does not hold a text. `read` is called from time to time with bytes read. With `images` records have
-    images, and contents of messages may be lists of parts.
+    missing or does not hold a text. `on_bytes_read` is called from time to time with the number of bytes. With `images`
+    records have images, and contents of messages may be lists of parts.
     """
     files = as_files(paths)
     if not files:
         faults.add("No data file", "was named", "Name at least one.")
     for path in files:
-        yield from _records_of(path, keys, faults, read, chat, images)
+        yield from _records_of(path, keys, faults, on_bytes_read, chat, images)
 
 
 def _records_of(
     path: Path,
     keys: Sequence[str],
     faults: Faults,
-    read: Callable[[int], None],
+    on_bytes_read: Callable[[int], None],
     chat: bool,
     images: ImageFields | None,
 ) -> Iterator[Record]:
     table, faults_before, has_records = table_of(path), len(faults), False
     try:
-        for number, row in _lines(path, read) if table is None else enumerate(table.rows(read), 1):
+        for number, row in _lines(path, on_bytes_read) if table is None else enumerate(table.rows(on_bytes_read), 1):
             try:
                 record = _to_record(_parse(row) if table is None else row, keys, chat, images, path, number)
             except Fault as fault:
@@ -227,7 +227,7 @@ def _open(path: Path) -> io.BufferedReader[io.FileIO]:
     return file
 
 
-def _lines(path: Path, read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
     """Numbers and lines that are not blank."""
     number = unreported = 0
     with _open(path) as file:
@@ -242,12 +242,12 @@ def _lines(path: Path, read: Callable[[int], None]) -> Iterator[tuple[int, bytes
                     )
                 unreported += len(line)
                 if unreported > _BYTES_BETWEEN_REPORTS:
-                    read(unreported)
+                    on_bytes_read(unreported)
                     unreported = 0
                 if not line.isspace():
                     yield number, line
         finally:
-            read(unreported)
+            on_bytes_read(unreported)
 
 
 def _parse(line: bytes) -> Any:

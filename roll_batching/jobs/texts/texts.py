@@ -126,11 +126,12 @@ class Fingerprint:
         self._digest = hashlib.sha256()
 
     def add(self, item: Text) -> None:
-        """Add the next text."""
+        """Hash the item's texts, template variables and images, each after its length."""
         images = () if isinstance(item, Pair | Judged) else item.images
-        variables = {} if isinstance(item, Prompt | Document) else item.variables  # a prompt's text has them
-        beside = [json.dumps(variables, default=repr)] if variables else []
-        for text in (item.prompt, second_text(item), *beside, *(image.digest() for image in images)):
+        # The text of a prompt or document is already rendered with its variables.
+        variables = {} if isinstance(item, Prompt | Document) else item.variables
+        extra_texts = [json.dumps(variables, default=repr)] if variables else []
+        for text in (item.prompt, second_text(item), *extra_texts, *(image.digest() for image in images)):
             raw = text.encode("utf-8", "surrogatepass")
             self._digest.update(len(raw).to_bytes(8, "little") + raw)
 
@@ -177,21 +178,32 @@ def iterate_texts(
     paths: PathLike | Sequence[PathLike],
     keys: Sequence[str],
     faults: Faults,
-    read: Callable[[int], None] = lambda size: None,
+    on_bytes_read: Callable[[int], None] = lambda size: None,
     *,
     template: ChatTemplate | None = None,
     instruction: Instruction | None = None,
     images: ImageFields | None = None,
     arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> Iterator[T]:
-    """Prompts, documents, conversations, pairs or judged answers of data files, in order, with texts under `keys`.
+    """Yield the texts of data files as items of `kind`, in order.
 
-    The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text,
-    or stay messages in a pair or judged answer; with `instruction` it holds a text that becomes part of a chat's
-    messages. The second key of a prompt holds its answer, of any type; a line need not have it, and it may be a path
-    such as `reward_model.ground_truth`. The last key of a judged answer holds its verdict. Unusable lines, such as an
-    empty prompt, are added to `faults` and skipped; see `jsonl.iterate_records`. With `images` prompts, documents and
-    conversations have images. `arguments` are the template's, beside the messages.
+    | kind         | first key | second key                  | third key           |
+    |--------------|-----------|-----------------------------|---------------------|
+    | Prompt       | prompt    | answer (any type), may lack |                     |
+    | Document     | prompt    | response                    |                     |
+    | Conversation | messages  |                             |                     |
+    | Pair         | prompt    | chosen answer               | rejected answer     |
+    | Judged       | prompt    | answer                      | verdict (a boolean) |
+
+    The key of a prompt's answer may be a path, such as `reward_model.ground_truth`.
+
+    Args:
+        kind, keys: see the table; `paths` and `on_bytes_read` as in `iterate_records`.
+        faults: receives unusable lines, such as an empty prompt; they are skipped.
+        template: the first key holds messages; they become a prompt's or document's text, and stay messages elsewhere.
+        instruction: the first key holds the text of the user's turn, a conversation's second key the assistant's.
+        images: prompts, documents and conversations have images.
+        arguments: what the chat template reads besides messages.
     """
     chat = instruction is None and (kind is Conversation or template is not None)
     chat_keys = () if instruction is None else instruction.keys
@@ -201,7 +213,7 @@ def iterate_texts(
         *keys, label = keys
     elif kind is Prompt:
         keys, answer = keys[:1], "".join(keys[1:])
-    for record in iterate_records(paths, (*keys, *chat_keys), faults, read, chat=chat, images=images):
+    for record in iterate_records(paths, (*keys, *chat_keys), faults, on_bytes_read, chat=chat, images=images):
         if instruction is not None:
             record = instruction.chat(record, keys, answered=kind is Conversation)
         if not record.texts[0]:
@@ -307,8 +319,7 @@ class TextDataset(Sequence[T], Generic[T]):
 class PromptDataset(TextDataset[Prompt]):
     """Prompts with answers.
 
-    Raises:
-        DataError: without any prompt, or for an empty one.
+    Raises `DataError` without any prompt, or for an empty one.
     """
 
     @classmethod
@@ -321,8 +332,7 @@ class PromptDataset(TextDataset[Prompt]):
     ) -> PromptDataset:
         """Read one or several files with a prompt and an answer per line.
 
-        Raises:
-            DataError: naming all faults with file and line; see `iterate_texts`.
+        Raises `DataError` naming all faults with file and line; see `iterate_texts`.
         """
         return cls(_read(Prompt, paths, (prompt_key, answer_key)))
 
@@ -330,8 +340,7 @@ class PromptDataset(TextDataset[Prompt]):
 class DocumentDataset(TextDataset[Document]):
     """Supervised documents.
 
-    Raises:
-        DataError: without any document, or for an empty prompt.
+    Raises `DataError` without any document, or for an empty prompt.
     """
 
     @classmethod
@@ -344,8 +353,7 @@ class DocumentDataset(TextDataset[Document]):
     ) -> DocumentDataset:
         """Read one or several files with a prompt and a response per line.
 
-        Raises:
-            DataError: naming all faults with file and line; see `iterate_texts`.
+        Raises `DataError` naming all faults with file and line; see `iterate_texts`.
         """
         return cls(_read(Document, paths, (prompt_key, response_key)))
 

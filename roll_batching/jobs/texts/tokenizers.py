@@ -73,7 +73,7 @@ class CharTokenizer:
         self._id = {character: number for number, character in enumerate(vocabulary)}
         if len(self._id) != len(vocabulary):
             repeated = sorted({c for c in vocabulary if vocabulary.count(c) > 1})
-            raise DataError(f"The vocabulary holds {', '.join(map(repr, repeated))} more than once.")
+            raise DataError(f"The vocabulary holds {', '.join(map(repr, repeated))} more than once: list it once.")
         for kind, token in (("end", eos), ("pad", pad)):
             if token not in self._id:
                 raise DataError(f"The {kind} token {token!r} is not one character of the vocabulary.")
@@ -87,8 +87,7 @@ class CharTokenizer:
     def from_file(cls, path: str | Path, eos: str, pad: str | None = None) -> CharTokenizer:
         """Read the vocabulary from a UTF-8 text file; trailing line ends are removed.
 
-        Raises:
-            DataError: for a file that cannot be read, and all of the constructor.
+        Raises `DataError` for a file that cannot be read, and all of the constructor.
         """
         if Path(path).exists() and not Path(path).is_file():  # opening a pipe blocks
             raise DataError(f"The vocabulary file {path} cannot be read: it is not a regular file")
@@ -121,8 +120,7 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`.
 
-        Raises:
-            UnknownCharacterError: naming the first that is unknown or reserved, its position and the text.
+        Raises `UnknownCharacterError` naming the first that is unknown or reserved, its position and the text.
         """
         if not self._plain.issuperset(text):
             raise self._unknown(text)
@@ -139,8 +137,7 @@ class CharTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, end and pad characters included.
 
-        Raises:
-            DataError: for a token outside the vocabulary.
+        Raises `DataError` for a token outside the vocabulary.
         """
         numbers = [int(token) for token in tokens]
         if bad := [token for token in numbers if not 0 <= token < self.vocab_size]:
@@ -199,7 +196,7 @@ class HFTokenizer:
             return default
         known = self.tokenizer.get_vocab()
         if token not in known:
-            raise DataError(f"The tokenizer has no token {token!r}.")
+            raise DataError(f"The tokenizer has no token {token!r}: name one of its tokens.")
         return known[token]
 
     @property

@@ -93,7 +93,7 @@ RUBBISH = {
     "UTF-16": ("seed: 1\n".encode("utf-16"), "job.yaml: is not UTF-8 text (byte 0: invalid start byte)"),
     "latin-1": ("exp_name: f\xfcr".encode("latin-1"), "is not UTF-8 text (byte 11"),
     "bytes": (bytes(range(128, 256)), "is not UTF-8 text"),
-    "a large file": ("# " + "x" * 300_000, "at most 262,144 are read"),
+    "a large file": ("# " + "x" * 300_000, "more than the limit of 262,144"),
     "a huge file": (2**30, "job.yaml: has 1,073,741,824 bytes"),
     "many unknown keys": ("".join(f"k{i}zq: 1\n" for i in range(9000)), "has 9,000 problems"),
     "many devices": ("actor_train: {device_mapping: 0-99999999999}", "names more than 65,536 devices"),

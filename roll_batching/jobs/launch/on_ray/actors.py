@@ -55,9 +55,9 @@ class Rank:
         try:
             os.chdir(folder)
         except OSError as error:
-            where = f"machine {socket.gethostname()}, where rank {self.number} is to run, cannot enter {folder}"
+            place = f"machine {socket.gethostname()}, where rank {self.number} is to run, cannot enter {folder}"
             cure = "Start the command in a folder that all machines share, or with `ray job submit --working-dir`"
-            return Failure(rank=self.number, message=f"{where}: {error.strerror}. {cure}", nanoseconds=0, agreed=True)
+            return Failure(rank=self.number, message=f"{place}: {error.strerror}. {cure}", nanoseconds=0, agreed=True)
         return RankProcess(
             address=ray.util.get_node_ip_address(),
             host=socket.gethostname(),
@@ -169,11 +169,11 @@ class RankActors:
             return ray.get(call)
         except ray.exceptions.RayError as error:
             process = self.processes[rank] if self.processes else None
-            where = f" (process {process.pid} on {process.host}, {process.address})" if process else ""
+            place = f" (process {process.pid} on {process.host}, {process.address})" if process else ""
             init_failed = getattr(error, "actor_init_failed", False)
             return Failure(
                 rank=rank,
-                message=f"rank {rank}{where} ended without a message: {failure_reason(error)}",
+                message=f"rank {rank}{place} ended without a message: {failure_reason(error)}",
                 nanoseconds=time.time_ns(),
                 agreed=True,
                 silent=True,

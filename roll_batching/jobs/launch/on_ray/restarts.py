@@ -129,7 +129,7 @@ def _exit_reason(call: Any) -> str:
 
 
 def run_on_ray(config: JobConfig, count: int, variables: Mapping[str, str], *, max_restarts: int) -> str | None:
-    """Runs `config` on `count` ranks of the Ray that this process has joined; None, or the error that ended it.
+    """Runs `config` on `count` ranks of the joined Ray; returns the error that ended it, or None.
 
     A lost rank, with its process or its machine, ends all others; they restart up to `max_restarts` times from the last
     checkpoint of this run. An error that a rank reports would recur, and ends the job. The caller holds the lock of the

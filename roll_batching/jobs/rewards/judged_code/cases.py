@@ -225,7 +225,7 @@ def read_cases(record: Mapping[str, Any], key: str) -> list[AssertionCase | Outp
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the prompt's {key!r} is no JSON of a list of tests: {str(value)[:60]!r} ({error})") from None
     if not isinstance(cases, list) or not cases:
-        raise ValueError(f"the prompt's {key!r} holds no list of tests")
+        raise ValueError(f"the prompt's {key!r} holds no list of tests: give a list or its JSON")
     function = str(record.get("test_case_function") or "").strip()
     if kind not in _ASSERTIONS and function not in ("", "None"):
         raise ValueError(f"the prompt's test_case_function is {function[:60]!r}: calls are not supported, only stdin")
