@@ -125,7 +125,7 @@ class FieldKind:
         return number
 
     def _number(self, value: Any) -> bool | int | float | None:
-        """`value` as the field's kind of number; None where it is none."""
+        """`value` as the field's kind of number, or None if it is not a number."""
         if isinstance(value, bool | np.bool_):
             return bool(value) if self.number is bool else None
         try:

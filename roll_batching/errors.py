@@ -43,7 +43,7 @@ class DeviceMemoryError(RollBatchingError, RuntimeError):
 
 
 class IntegrationError(RollBatchingError, RuntimeError):
-    """A host framework whose functions are not those that the integration replaces."""
+    """A host framework lacks the functions that the integration replaces."""
 
 
 class EngineError(RollBatchingError, RuntimeError):
@@ -60,8 +60,8 @@ class CollectiveError(RollBatchingError, RuntimeError):
 
 def first_of(texts: Sequence[str], limit: int, separator: str = "; ") -> str:
     """The first `limit` of `texts` in one line, and how many more there are, for an error."""
-    more = len(texts) - limit
-    end = f"{separator.replace(', ', ' ')}and {more} more" if more > 0 else ""
+    num_hidden = len(texts) - limit
+    end = f"{separator.replace(', ', ' ')}and {num_hidden} more" if num_hidden > 0 else ""
     return separator.join(texts[:limit]) + end
 
 

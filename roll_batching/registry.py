@@ -85,8 +85,7 @@ def is_dotted(name: object) -> bool:
 def load_dotted(kind: str, path: str) -> Any:
     """The object at `package.module:name`; the working directory is added to `sys.path`.
 
-    Raises:
-        ConfigError: with `kind` and `path`, for another form, a module that cannot be imported, or a missing name.
+    Raises `ConfigError` with `kind` and `path`, for another form, a module that cannot be imported, or a missing name.
     """
     if not is_dotted(path):
         raise ConfigError(f"{kind} {path!r}: write it as package.module:name")
@@ -109,7 +108,7 @@ def load_dotted(kind: str, path: str) -> Any:
 
 @functools.cache
 def module_with(package: str, name: str) -> Any:
-    """The module `name` of this package, which needs `package`; None where that is not installed."""
+    """The module `name` of this package, or None if the `package` it needs is not installed."""
     return None if importlib.util.find_spec(package) is None else importlib.import_module(name)
 
 

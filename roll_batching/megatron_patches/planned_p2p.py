@@ -26,8 +26,7 @@ class PlannedP2P(P2PCommunicator):
 
     Overrides the private `_communicate_shapes`, whose signature is the same from 0.16 to 0.19.
 
-    Raises:
-        LayoutError: where the installed Megatron-Core has another signature.
+    Raises `LayoutError` where the installed Megatron-Core has another signature.
     """
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape], vpp_size: int, group_size: int) -> None:

@@ -56,7 +56,7 @@ class BatchingConfig:
 
 
 def refuse_without_old_log_probs(samples: int, mini_batch_size: int, epochs: int) -> str | None:
-    """Why a rollout of `samples` cannot be trained on under `logprob_plan: none`; None where it can."""
+    """Why a rollout of `samples` cannot be trained on under `logprob_plan: none`, or None if it can."""
     steps = -(-samples // mini_batch_size) * epochs
     if steps == 1:
         return None

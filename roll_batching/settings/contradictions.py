@@ -9,7 +9,7 @@ from roll_batching.settings.support import ARCHITECTURE_REFUSALS, Parts, refused
 
 
 def problem_of_parts(model: Any) -> str | None:
-    """What contradicts `vision`, `mtp_num_layers`, `hybrid` or `multi_latent_attention` in an `ArchitectureConfig`."""
+    """The first contradiction of an `ArchitectureConfig`'s vision, heads, hybrid or latent attention, else None."""
     parts = Parts(None, model, None, "local")
     if (row := next(refused_pairs(ARCHITECTURE_REFUSALS, parts), None)) is not None:
         return f"{row.path[-1]} {row.reason}: {row.cure}"
@@ -48,8 +48,8 @@ def _hybrid_problem(model: Any) -> str | None:
 def mamba_misfit(hybrid: Any, tp_size: int, cp_size: int) -> str | None:
     """Why ranks cannot divide Mamba layers with the sizes of a `HybridConfig`; None if they can.
 
-    Context-parallel ranks may be more than the groups of a tensor-parallel rank: they then divide the heads of a group,
-    whose B and C each of them gets. Megatron-Core (0.16 to 0.19) has the same rules.
+    CP may exceed the groups per TP rank: CP ranks then split a group's heads, and each keeps a copy of the group's B
+    and C. Megatron-Core (0.16 to 0.19) has the same rules.
     """
     groups, heads = hybrid.mamba_num_groups, hybrid.mamba_num_heads
     if groups % tp_size:
@@ -75,7 +75,7 @@ def _vision_problem(model: Any) -> str | None:
 
 
 def encoder_problem() -> str | None:
-    """Why the vision encoder, which is that of transformers, cannot be built here; None if it can."""
+    """Why transformers' vision encoder cannot be built here, or None if it can."""
     fault = ""
     try:
         import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401

@@ -327,9 +327,9 @@ class MegatronConfig(Settings, read_if=_READ_IF):
                 "largest"
             )
         if self.max_context_parallel_size is not None and not self.has_cp_per_pack:
-            raise ValueError("max_context_parallel_size is read with context_parallel_size: auto only")
+            raise ValueError("max_context_parallel_size is read with context_parallel_size: auto only: leave it out")
         if self.cluster is not None and not self.has_cp_per_pack:
-            raise ValueError("cluster is read with context_parallel_size: auto only")
+            raise ValueError("cluster is read with context_parallel_size: auto only: leave it out")
         return self
 
     @model_validator(mode="before")

@@ -192,12 +192,12 @@ class ModelArgs(AdapterArgs):
     def _from_directory(cls, data: Any) -> Any:
         # Keys of `architecture` override the directory's; jobs/config/model_rules.py reports where they differ.
         name, family = (data.get("model_name_or_path"), data.get("family")) if isinstance(data, dict) else (None, None)
-        found = None
+        described = None
         if isinstance(name, str) and isinstance(family, str | None):
-            found = describe_model(name, family)
-        if found is None or found.problems:
+            described = describe_model(name, family)
+        if described is None or described.problems:
             return data
-        return {**data, "architecture": _over(found.architecture, data.get("architecture"))}
+        return {**data, "architecture": _over(described.architecture, data.get("architecture"))}
 
     @model_validator(mode="before")
     @classmethod
@@ -232,14 +232,14 @@ def describe_model(name: str, family: str | None = None) -> Translation | None:
     if path is None:
         return None
     try:
-        found = translate_directory(path, family)
+        described = translate_directory(path, family)
     except ConfigError as error:
         return Translation(problems=[str(error)])
-    if not found.problems:
+    if not described.problems:
         try:
-            ArchitectureConfig.model_validate(found.architecture)
+            ArchitectureConfig.model_validate(described.architecture)
         except ValidationError as error:
-            for one in error.errors():
-                key = ".".join(str(part) for part in one["loc"] if isinstance(part, str))
-                found.problems.append(f"{key}: {one['input']!r} is not possible ({one['msg']})")
-    return found
+            for detail in error.errors():
+                key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str))
+                described.problems.append(f"{key}: {detail['input']!r} is not possible ({detail['msg']})")
+    return described

@@ -125,7 +125,7 @@ def split_keys(config: PipelineSettings) -> list[str]:
 
 
 def split_problems(config: PipelineSettings, num_layers: int | None = None) -> Iterator[SplitProblem]:
-    """What cannot be in the split of `config`, of `num_layers` layers where they are known; at most one problem."""
+    """The first problem of the pipeline split of `config`; `num_layers` where it is known."""
     keys = split_keys(config)
     if not keys:
         return

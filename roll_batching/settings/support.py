@@ -67,7 +67,7 @@ def refused_pairs(table: Iterable[Refusal], configuration: Any) -> Iterator[Refu
 
 
 class Parts(NamedTuple):
-    """What the table of a role is about: a model, its settings and its layout. None: not known."""
+    """A model, its settings and its layout, which the rows of a role's table test. None: not known."""
 
     model: Any
     """The `ModelArgs`."""

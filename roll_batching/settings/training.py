@@ -68,7 +68,7 @@ class TrainingArgs(Settings, read_if=_READ_IF):
         return self
 
     def unfinished_warmup(self, steps: int) -> str | None:
-        """The notice that `warmup_steps` is more than the `steps` of a phase; None where it is not."""
+        """A notice if `warmup_steps` is more than the `steps` of a phase, else None."""
         if self.warmup_steps <= steps:
             return None
         rate = self.lr_warmup_init + (self.learning_rate - self.lr_warmup_init) * steps / self.warmup_steps

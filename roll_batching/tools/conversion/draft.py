@@ -258,7 +258,7 @@ class Conversion:
 
     def left_out_as(self, *kinds: Kind) -> list[LeftOut]:
         """The keys left out for one of these reasons."""
-        return [one for one in self.left_out if one.kind in kinds]
+        return [entry for entry in self.left_out if entry.kind in kinds]
 
     def to_yaml(self) -> str:
         """The settings as YAML, below comments with the lists of keys."""
@@ -271,10 +271,10 @@ class Conversion:
         lists = {
             "written_by": _COMMAND,
             "source": self.source,
-            "kept": [asdict(one) for one in self.kept],
-            "kept_with_another_meaning": [asdict(one) for one in self.changed],
-            "defaults_of_the_framework": [asdict(one) for one in self.defaults],
-            "left_out": [asdict(one) for one in self.left_out],
+            "kept": [asdict(entry) for entry in self.kept],
+            "kept_with_another_meaning": [asdict(entry) for entry in self.changed],
+            "defaults_of_the_framework": [asdict(entry) for entry in self.defaults],
+            "left_out": [asdict(entry) for entry in self.left_out],
             "missing": self.missing,
         }
         return json.dumps(lists, indent=1, ensure_ascii=False) + "\n"
@@ -288,10 +288,10 @@ class Conversion:
             ("Left out, because they have no effect here:", self._shown("idle")),
             (
                 f"{self.framework}'s defaults, for keys that the file leaves out:",
-                [_explained(one) for one in self.defaults],
+                [_explained(entry) for entry in self.defaults],
             ),
-            ("Kept with another meaning:", [_explained(one) for one in self.changed]),
-            ("Kept:", [_names(one) for one in self.kept]),
+            ("Kept with another meaning:", [_explained(entry) for entry in self.changed]),
+            ("Kept:", [_names(entry) for entry in self.kept]),
         ):
             if lines:
                 yield ""
@@ -299,7 +299,7 @@ class Conversion:
                 yield from (f"  {' '.join(line.split())}" for line in lines)
 
     def _shown(self, kind: Kind) -> list[str]:
-        return [f"{one.key}: {one.why}" for one in self.left_out_as(kind)]
+        return [f"{entry.key}: {entry.why}" for entry in self.left_out_as(kind)]
 
 
 def is_unedited_yaml(content: bytes) -> bool:
@@ -317,9 +317,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
-def _explained(one: KeptKey) -> str:
-    return f"{_names(one)}: {one.meaning}" if one.meaning else _names(one)
+def _explained(entry: KeptKey) -> str:
+    return f"{_names(entry)}: {entry.meaning}" if entry.meaning else _names(entry)
 
 
-def _names(one: KeptKey) -> str:
-    return one.key if one.key == one.to else f"{one.key} -> {one.to}"
+def _names(entry: KeptKey) -> str:
+    return entry.key if entry.key == entry.to else f"{entry.key} -> {entry.to}"

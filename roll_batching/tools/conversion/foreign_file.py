@@ -129,7 +129,7 @@ class ForeignFile:
         return value
 
     def given(self, key: str, meaning: str = "") -> Given | None:
-        """The value of `key`, which then counts as read; None where there is none."""
+        """The value of `key`, or None; the key then counts as read."""
         value = self.take(key)
         return None if value is None else Given(value, key, meaning)
 

@@ -205,18 +205,21 @@ def _put(draft: Draft, values: Mapping[KeyPath, Given | None]) -> None:
 
 
 def _write_devices(devices: Devices, draft: Draft) -> None:
-    number, engine = devices.training, devices.engine
-    draft.put((ROLE, "device_mapping"), f"list(range(0,{number.value}))", number.key, number.meaning)
-    if engine is not None:
-        where, meaning = f"list(range({number.value},{number.value + engine.value}))", "numbered after those that train"
-        draft.put(("actor_infer", "device_mapping"), where, engine.key, meaning)
+    """Write `device_mapping` of both roles and the offload flag; note the server addresses that the file lacks."""
+    training_gpus, engine_gpus = devices.training, devices.engine
+    training_range = f"list(range(0,{training_gpus.value}))"
+    draft.put((ROLE, "device_mapping"), training_range, origin=training_gpus.key, meaning=training_gpus.meaning)
+    if engine_gpus is not None:
+        engine_range = f"list(range({training_gpus.value},{training_gpus.value + engine_gpus.value}))"
+        meaning = "numbered after those that train"
+        draft.put(("actor_infer", "device_mapping"), engine_range, origin=engine_gpus.key, meaning=meaning)
     if devices.sleeps:
         meaning = "the engine sleeps during training, and the model's states are offloaded during sampling"
-        draft.put(("is_offload_states",), True, devices.sleeps, meaning)
+        draft.put(("is_offload_states",), True, origin=devices.sleeps, meaning=meaning)
     if devices.machines > 1:
-        lack = f"the file is for {devices.machines} machines, but the job starts servers only on that of rank 0"
+        reason = f"the file is for {devices.machines} machines, but the job starts servers only on that of rank 0"
         draft.missing.append(
-            f"actor_infer.engine_args.urls: is missing: {lack}; start them on the others yourself, and name all"
+            f"actor_infer.engine_args.urls: is missing: {reason}; start them on the others yourself, and name all"
         )
 
 
@@ -306,7 +309,7 @@ def context_ranks(layout: Mapping[str, Any]) -> int:
 
 
 def optimizer_steps(count: Any, each: int, unit: str) -> tuple[Any, str]:
-    """`count` of a framework's units as optimizer steps, of which each unit has `each`; and a text that says so.
+    """`count` units of a framework in optimizer steps (`each` per unit), and a text that says so.
 
     A value that is no whole number is returned as it is: the loader reports it.
     """

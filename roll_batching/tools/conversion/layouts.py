@@ -30,7 +30,7 @@ class ContextSizes:
 
 
 def convert_context_sizes(file: ForeignFile, key_of: Callable[[str], str]) -> ContextSizes | None:
-    """Converts the keys to `context_parallel_size: auto`; None where the file has one size for all packs.
+    """Converts the keys to `context_parallel_size: auto`, or returns None if all packs have one size.
 
     `key_of` gives the file's key for one of Megatron's. The caller sets the cap, which frameworks count differently.
     """

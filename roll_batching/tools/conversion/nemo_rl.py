@@ -54,7 +54,7 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     check_types(data, source)
     file = ForeignFile(NEMO_RL, copy.deepcopy(data), Draft(source, framework="NeMo-RL"))
     if not isinstance(file.data.get("policy"), dict):
-        raise ConfigError(f"{source} has no section `policy`")
+        raise ConfigError(f"{source} has no section `policy`: name a job file of NeMo-RL")
     file.fill_defaults(defaults_of(file.data))
     has_critic = read_ppo_as_grpo(file)
     task = task_of(file)

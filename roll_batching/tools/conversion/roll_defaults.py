@@ -145,7 +145,7 @@ _DIFFERENCE = "to sequence_length - prompt_length"
 
 
 def _response_length(draft: Draft, data: dict[str, Any]) -> int | None:
-    """Most tokens of a response, by `sequence_length` first; None where the file has no limit."""
+    """Most tokens of a response, by `sequence_length` first, or None if the file has no limit."""
     prompt: Any = data.get("prompt_length", 1024)
     total: Any = data.get("sequence_length")
     given: Any = data.get("response_length")

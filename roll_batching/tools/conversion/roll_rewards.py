@@ -46,14 +46,14 @@ def translate_rewards(draft: Draft, data: dict[str, Any]) -> None:
         workers = data.pop(section, None)
         if not isinstance(workers, dict):
             continue
-        named = {name: one for name, one in workers.items() if isinstance(one, dict) and "worker_cls" in one}
-        for name, one in named.items():
-            kind = str(one["worker_cls"]).rpartition(".")[2]
+        named = {name: item for name, item in workers.items() if isinstance(item, dict) and "worker_cls" in item}
+        for name, reward in named.items():
+            kind = str(reward["worker_cls"]).rpartition(".")[2]
             if section == "rewards" and kind in translated:
-                kept[name] = _reward(draft, name, one, *translated[kind])
+                kept[name] = _reward(draft, name, reward, *translated[kind])
             else:
                 draft.leave_out(f"{section}.{name}", "refused", f"{kind}: {REWARD_WORKERS}")
-                dropped[name] = one
+                dropped[name] = reward
         if not named:
             draft.leave_out(section, "refused", REWARD_WORKERS)
     if _OF_UNKNOWN_TAGS in kept and not dropped and kept[_OF_UNKNOWN_TAGS].pop("tag_included", None) is not None:
@@ -152,7 +152,7 @@ def _drop_files(
 ) -> None:
     """Leaves out data files with prompts of dropped rewards only, by the tags of their lines, else by name."""
     files = texts.get("file_name")
-    if not isinstance(files, list) or not all(isinstance(one, str) for one in files):
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         return
     ours, theirs = _names(kept), _names(dropped)
     key = texts.get("tag") or "tag"
@@ -171,7 +171,7 @@ def _drop_files(
 
 def _names(rewards: Mapping[str, Any]) -> set[str]:
     """The domains of rewards, and their tags."""
-    tags = (one.get("tag_included") for one in rewards.values())
+    tags = (reward.get("tag_included") for reward in rewards.values())
     return set(rewards) | {str(tag) for some in tags if isinstance(some, list) for tag in some}
 
 
@@ -184,7 +184,7 @@ def _has(file: str, name: str) -> bool:
 
 
 def _tags(path: Path, key: str) -> Iterator[str]:
-    """Domains or tags of the first prompts of a file; none where it cannot be read."""
+    """Domains or tags of the first prompts of a file; empty if it cannot be read."""
     if not path.is_file():  # opening a pipe would block
         return
     try:

@@ -102,7 +102,7 @@ def verl_filters(modes: str, thresholds: Any) -> list[dict[str, Any]]:
 def _verl_filter(name: str, threshold: str) -> dict[str, Any]:
     match = re.fullmatch(r"(token|seq_sum|seq_mean|seq_max)_(k[123])", name)
     if match is None or name == "seq_max_k1":
-        raise ValueError(f"{name!r} is no filter of verl's")
+        raise ValueError(f"{name!r} is no filter of verl's: leave it out")
     level, estimator = _LEVELS[match[1]], match[2]
     if estimator != "k1":
         return {"agg_type": level, f"{estimator}_high": float(threshold)}

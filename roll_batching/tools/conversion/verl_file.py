@@ -42,7 +42,7 @@ def has_critic(data: Mapping[str, Any]) -> bool:
 
 
 def critic_defaults(file: ForeignFile) -> dict[str, Any]:
-    """Verl's defaults of the critic; those that are the actor's values included."""
+    """Verl's defaults of the critic, also those taken from the actor."""
     cap = file.peek("critic.ppo_max_token_len_per_gpu", 32768)
     shared = ("ppo_mini_batch_size", "use_dynamic_bsz", "ppo_epochs", "loss_agg_mode")
     defaults = VERL.defaults("critic") | {f"critic.{name}": file.peek(f"{ACTOR}.{name}") for name in shared}

@@ -94,16 +94,16 @@ def environment_section(runs: Sequence[RunFiles]) -> Section:
 
 
 def _compared(values: Sequence[Mapping[str, str]], labels: Sequence[str], head: str) -> Table | None:
-    keys = list(dict.fromkeys(key for one in values for key in one))
+    keys = list(dict.fromkeys(key for run_values in values for key in run_values))
     if not keys:
         return None
     if len(values) == 1:
         return Table((head, "value"), [(key, values[0][key]) for key in keys])
     missing = "(none)"
-    differ = [key for key in keys if len({one.get(key, missing) for one in values}) > 1]
+    differ = [key for key in keys if len({run_values.get(key, missing) for run_values in values}) > 1]
     ordered = [*differ, *(key for key in keys if key not in set(differ))]
     title = f"{len(differ):,} of {len(keys):,} differ; they come first"
-    records = [(key, *(one.get(key, missing) for one in values)) for key in ordered]
+    records = [(key, *(run_values.get(key, missing) for run_values in values)) for key in ordered]
     return Table((head, *labels), records, title=title, marked=frozenset(range(len(differ))))
 
 

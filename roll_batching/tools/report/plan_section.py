@@ -149,7 +149,7 @@ def _places(boxes: Sequence[Box]) -> tuple[list[int], list[float], list[float]]:
 
 
 def _pack_text(plan: Plan, box: Box) -> str:
-    """What a micro-batch holds, for its hover."""
+    """The contents of a micro-batch, for its hover text."""
     members = plan.samples[plan.offsets[box.pack] : plan.offsets[box.pack + 1]]
     tokens, cap = int(plan.tokens[box.pack]), plan.constraints.max_tokens
     size = int(plan.cp_sizes[box.pack]) // plan.constraints.cp_size
