@@ -167,14 +167,16 @@ class HostModel:
         """[samples] fp32, from one number or one for each sample."""
         values = torch.as_tensor(temperatures, dtype=torch.float32).cpu().flatten()
         if len(values) not in (1, samples):
-            raise IntegrationError(f"{self._host}'s batch has {len(values)} temperatures: give 1, or one per sample")
+            raise IntegrationError(
+                f"{self._host}'s batch has {len(values)} temperatures for {samples} samples: give 1 or {samples}"
+            )
         if not bool(((values > 0) & values.isfinite()).all()):
             raise IntegrationError(f"{self._host}'s temperatures {values.tolist()[:8]} must be finite and above 0")
         return values.expand(samples)
 
 
 def in_order(results: Sequence[tuple[IntArray, Any]], rows: int) -> list[Any]:
-    """Per-sample results, one sequence for each call of `HostModel.run`, by row row."""
+    """Per-sample results, one sequence for each call of `HostModel.run`, by row number."""
     ordered: list[Any] = [None] * rows
     for numbers, values in results:
         for row, value in zip(numbers.tolist(), values, strict=True):

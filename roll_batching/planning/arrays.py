@@ -20,7 +20,7 @@ def as_lengths(lengths: ArrayLike) -> Ints:
     """`lengths` as int64[n]; raises `PlanError` unless it is a one-dimensional array of integers."""
     array = _array_of(lengths, "lengths")
     if array.ndim != 1 or len(array) == 0:
-        raise PlanError(f"lengths has shape {array.shape}: pass a one-dimensional array, one integer per sample")
+        raise PlanError(f"lengths has shape {array.shape}: pass a one-dimensional array of at least one sample")
     sizes = as_ints(array, "lengths", len(array))
     if len(sizes) * int(sizes.max()) > 1 << 50:
         raise PlanError(

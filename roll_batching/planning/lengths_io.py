@@ -275,7 +275,7 @@ def _read_npy(file: Path) -> Table:
         raise DataError(f"{file} is not an npy file of numbers: write it with np.save") from None
     if not isinstance(lengths, np.ndarray) or lengths.ndim not in (1, 2) or lengths.dtype.kind not in "iu":
         described = f"shape {lengths.shape}, {lengths.dtype}" if isinstance(lengths, np.ndarray) else "an archive"
-        raise DataError(f"{file} holds no column of integers ({described}): save integers of shape [n]")
+        raise DataError(f"{file} holds no column of integers (found {described}): save integers of shape [n]")
     if lengths.ndim == 1:
         return {"length": lengths}
     if lengths.shape[1] > 1000:

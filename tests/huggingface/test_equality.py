@@ -153,7 +153,7 @@ def test_all_experts(models: Any, report: Callable[[str], None]) -> None:
 @pytest.mark.bad_input
 def test_biases_of_experts_are_refused_under_tensor_parallelism(models: Any) -> None:
     case = ("gpt_oss", EXPERT_LAYOUTS[1], {})
-    with pytest.raises(AssertionError, match="adds the biases of experts once per tensor-parallel rank"):
+    with pytest.raises(AssertionError, match="adds the biases of experts on every tensor-parallel rank"):
         _check(models, [case], print)
 
 

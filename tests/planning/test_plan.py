@@ -140,7 +140,7 @@ def test_from_bins_checks_what_others_formed():
         ([[[0, 1]], [[3]]], "is placed 0 times"),
         ([[[0, 1, 2]], [[3, 0]]], "placed 2 times"),
         ([[[0, 1, 2]], [[3]]], "takes 18 tokens, max_tokens=12"),
-        ([[[0, 9]], [[3]]], "but there are 4 samples"),
+        ([[[0, 9]], [[3]]], "samples are 0 to 3"),
         ([[[0]]], "has 1 ranks"),
     ]
     for bins, message in cases:

@@ -210,10 +210,10 @@ def test_groups_of_known_prefixes_are_those_of_the_tokens(seed: int) -> None:
     ("make", "words"),
     [
         (lambda: SharedPrefixes([0, 0], [0, 0]), "each index from 0 to 1 once"),
-        (lambda: SharedPrefixes([0, 1], [3, 0]), "0 for the first"),
-        (lambda: SharedPrefixes([0, 1], [0, -1]), "at least 0"),
+        (lambda: SharedPrefixes([0, 1], [3, 0]), "must begin with 0"),
+        (lambda: SharedPrefixes([0, 1], [0, -1]), "no negative number"),
         (lambda: SharedPrefixes([0, 1], [0, 1, 2]), "expected (2,)"),
-        (lambda: SharedPrefixes.of([-1, 2], [2]), "between 0 and 2^32 - 1"),
+        (lambda: SharedPrefixes.of([-1, 2], [2]), "lie between -1 and 2: pass ids from 0 to 2^32 - 1"),
         (lambda: SharedPrefixes.of([1.5, 2], [2]), "must be integers"),
         (lambda: SharedPrefixes.of([1, 2, 3], [2]), "expected (2,)"),
         (lambda: SharedPrefixes.of_groups([0, 0], [20, 30], [40, 40]), "samples 0 and 1 of group 0 have prefixes of"),

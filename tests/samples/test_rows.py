@@ -53,7 +53,7 @@ def test_counts_stay_on_the_host():
     ("change", "words"),
     {
         "counts of other samples": ({"count": [1, 1, 1]}, r"boxes.*\[2, 0, 1\].*\[1, 1, 1\]"),
-        "negative": ({"boxes": torch.zeros(0, 2), "count": torch.tensor([1, -1, 0])}, "-1 is negative"),
+        "negative": ({"boxes": torch.zeros(0, 2), "count": torch.tensor([1, -1, 0])}, "-1 must be 0 or more"),
         "sum": ({"boxes": torch.zeros(4, 2)}, r"rows field with 3 rows.*\[3, \.\.\.\]; got \(4, 2\)"),
         "fractions": ({"count": torch.tensor([2.0, 0.0, 1.0])}, "integers"),
     }.values(),

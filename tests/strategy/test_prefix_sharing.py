@@ -61,7 +61,7 @@ def test_prefixes_are_found_over_all_ranks() -> None:
     for found in run_ranks(2, HERE + "found_over_ranks"):
         assert found["by id"] == found["alone"]
         assert found["shared"][0] == found["shared"][1] == [0, 39, 39, 39] * 3
-        assert "which no rank's batch holds" in found["foreign"]
+        assert "No rank's batch holds samples" in found["foreign"]
         assert "no field input_ids" in found["no ids"]
         assert found["one rank without samples"] == 6
 

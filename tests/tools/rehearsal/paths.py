@@ -60,7 +60,7 @@ def _with_policy(job: dict[str, Any], use: Callable[[Any, Any], Any]) -> Any:
 
     fake_cuda.install()
     fake_world.join(0, 1)
-    fake_world.patch_megatron()
+    fake_world.patch_for_fake_tensors()
     recorder = Recorder("cuda")
     with fake_world.fake_device("cuda"), recorder:
         passes = passes_of(task_of(job, 1).config, recorder)
