@@ -146,7 +146,7 @@ def plan(
             check_picture(plot, "plan")
         if not dynamic_cp and (max_cp is not None or model is not None or cluster):
             raise ConfigError(
-                "--max-cp, --model and --cluster are read with --dynamic-cp only: add it, or leave them out"
+                "--max-cp, --model and --cluster are read with --dynamic-cp only: add --dynamic-cp, or leave them out"
             )
         if dynamic_cp and compare:
             raise ConfigError("--dynamic-cp compares sizes and --compare modes: leave one of them out")

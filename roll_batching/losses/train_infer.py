@@ -54,7 +54,8 @@ class Mismatch:
     def of(cls, batch: SampleBatch, mask: str = "response_mask") -> Mismatch:
         """The mismatch of `old_log_probs` and `rollout_log_probs`. Raises `DataError` for missing or NaN values."""
         for name in (TRAIN, INFER):
-            require_field(batch, name, "train_infer_correction", "next_token")
+            owner = "trainer" if name == TRAIN else "sampler"
+            require_field(batch, name, f"train_infer_correction of the {owner}'s log-probs", "next_token")
             if batch[name].ndim != 1:
                 raise DataError(
                     f"train_infer_correction: {name} has the shape {list(batch[name].shape)}: give one number per token"

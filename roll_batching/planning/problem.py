@@ -293,8 +293,8 @@ def _fit_under_cap(
                 raise PlanError(f"{excess} and cannot be truncated: it has too many samples; raise the cap")
             used[inside] = np.minimum(lengths[inside], limit)
         else:
-            last = '"truncate" or "drop"' if constraints.has_cp_per_pack else '"truncate", "drop" or "alone"'
-            raise PlanError(f"{excess}; raise the cap, shorten it, or set oversize={last}")
+            policies = "truncate or drop" if constraints.has_cp_per_pack else "truncate, drop or alone"
+            raise PlanError(f"{excess}; raise the cap, shorten it, or set oversize (--oversize) to {policies}")
     if not dropped:
         return groups, used, alone, ()
     members, offsets = groups.members, groups.offsets

@@ -256,7 +256,8 @@ def test_ranks_with_experts_need_equal_numbers_of_packs() -> None:
 def test_errors_say_what_to_change() -> None:
     rules = PlanConstraints(dp_size=8, max_tokens=CAP, max_cp_size=8)
     with pytest.raises(
-        PlanError, match='max_cp_size=8; raise the cap, shorten it, or set oversize="truncate" or "drop"$'
+        PlanError,
+        match=r"max_cp_size=8; raise the cap, shorten it, or set oversize \(--oversize\) to truncate or drop$",
     ):
         plan_step([8 * CAP + 1], rules, times=times_of())
     with pytest.raises(PlanError, match="times are predicted for tp_size=2, and the plan is for 1"):
