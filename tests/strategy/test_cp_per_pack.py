@@ -164,7 +164,7 @@ def _log_prob_gaps(strategy: Any, local: Any, plan: Any, fixed: Any) -> list[flo
 
 
 def _run(layouts: list[Layout], names: list[str]) -> None:
-    """Each layout has a batch and a plan of its own."""
+    """Compare all layouts, each with a different batch and plan."""
     differing = []
     for ranks in sorted({layout.ranks for layout in layouts}):
         same = [(seed, asdict(layout)) for seed, layout in enumerate(layouts) if layout.ranks == ranks]

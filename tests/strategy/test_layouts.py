@@ -170,7 +170,7 @@ def _meet(file: Path) -> None:
 
 
 def _part() -> None:
-    """Ends all groups: each has its threads, and forty layouts have thousands of them."""
+    """Ends all groups: each has its threads, and many layouts have thousands of them."""
     from megatron.core import parallel_state
 
     dist.barrier()
