@@ -87,7 +87,10 @@ class AdapterArgs(Settings):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} has no effect without lora_target, which switches LoRA on: set both")
         elif self.freeze_module_prefix is not None:
-            raise ValueError("freeze_module_prefix has no effect with lora_target, which freezes the whole model")
+            from roll_batching.settings.support import FROZEN, ROLE_REFUSALS, Parts
+
+            (row,) = (row for row in ROLE_REFUSALS if row.feature is FROZEN)
+            raise ValueError(f"freeze_module_prefix {row.message(Parts(self, None, None, 'local'))}")
         return self
 
     @property

@@ -9,7 +9,7 @@ from roll_batching.settings.support import ARCHITECTURE_REFUSALS, Parts, refused
 
 
 def problem_of_parts(model: Any) -> str | None:
-    """The first contradiction of an `ArchitectureConfig`'s vision, heads, hybrid or latent attention, else None."""
+    """The first contradiction of an `ArchitectureConfig`'s parts, or of sizes of vision and hybrid, else None."""
     parts = Parts(None, model, None, "local")
     if (row := next(refused_pairs(ARCHITECTURE_REFUSALS, parts), None)) is not None:
         return f"{row.path[-1]} {row.reason}: {row.cure}"
@@ -17,11 +17,9 @@ def problem_of_parts(model: Any) -> str | None:
         return _vision_problem(model)
     if model.hybrid is not None:
         return _hybrid_problem(model)
-    latent, ending = model.multi_latent_attention, "has no effect with multi_latent_attention: leave it out"
+    latent = model.multi_latent_attention
     if latent is not None and model.kv_channels not in (None, latent.qk_head_dim + latent.qk_pos_emb_head_dim):
-        return f"kv_channels {ending}"
-    if latent is not None and model.kv_heads != model.num_attention_heads:
-        return f"num_query_groups {ending}"
+        return "kv_channels has no effect with multi_latent_attention: leave it out"
     return None
 
 

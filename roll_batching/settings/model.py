@@ -116,7 +116,7 @@ class ArchitectureConfig(Settings):
 
     @model_validator(mode="after")
     def _check_parts(self) -> ArchitectureConfig:
-        if self.multi_latent_attention or self.hybrid or self.mtp_num_layers or self.vision:
+        if self.multi_latent_attention or self.hybrid or self.mtp_num_layers or self.vision or self.sandwich_norms:
             from roll_batching.settings.contradictions import problem_of_parts  # few models have them
 
             if (problem := problem_of_parts(self)) is not None:

@@ -118,6 +118,7 @@ ADAPTERS = Feature("adapters (lora_target)", "model_args.lora_target", lambda pa
 FIRST_ADAPTERS = Feature(
     "adapters from a directory", "model_args.adapter_name_or_path", lambda parts: parts.model.adapter_name_or_path
 )
+FROZEN = Feature("frozen modules", "model_args.freeze_module_prefix", lambda parts: parts.model.freeze_module_prefix)
 TRAINED_PART = Feature("a trained part of the model", ADAPTERS.key, lambda parts: parts.model.trains_part)
 NO_DIRECTORY = Feature(
     "a model without a directory", "model_args.model_name_or_path", lambda parts: parts.model.model_name_or_path is None
@@ -152,6 +153,14 @@ OUTPUT_GATES = _part("gated attention (attention_output_gate)", "attention_outpu
 SANDWICH_NORMS = _part("sandwich norms", "sandwich_norms")
 SINKS = _part("attention sinks", "attention_sinks")
 ALL_BIASES = _part("biases of all linear layers (add_bias_linear)", "add_bias_linear")
+WINDOWS = _part("sliding windows", "sliding_window")
+QUERY_NORMS = _part("norms of queries and keys (qk_layernorm)", "qk_layernorm")
+DROPOUT = _part("dropout (hidden_dropout)", "hidden_dropout")
+GROUPED_QUERIES = Feature(
+    "fewer key-value heads than query heads",
+    "model_args.architecture.num_query_groups",
+    _with_architecture(lambda parts: parts.architecture.kv_heads != parts.architecture.num_attention_heads),
+)
 MOVING_BIASES = _layout(
     "expert biases that training moves (moe_router_bias_update_rate)",
     "moe_router_bias_update_rate",
@@ -176,6 +185,7 @@ _NAMED = {
     feature.path[-1]: feature
     for feature in (
         LATENT, HYBRID, HEADS, VISION, EXPERTS, DELTA_NETS, OUTPUT_GATES, SANDWICH_NORMS, SINKS, ALL_BIASES,
+        WINDOWS, QUERY_NORMS, DROPOUT,
     )
 }  # fmt: skip
 
@@ -211,8 +221,12 @@ ARCHITECTURE_REFUSALS = refusals_of(
                 "qk_layernorm add_qkv_bias add_bias_linear attention_sinks query_pre_attn_scalar rotary_local_base "
                 "zero_centered_norms sandwich_norms attention_output_gate gated_delta_net rotary_percent"
             ),
+            GROUPED_QUERIES,
             LATENT,
         ): "has no effect with multi_latent_attention; leave it out",
+        (SANDWICH_NORMS, ALL_BIASES): (
+            "is not supported with add_bias_linear, whose biases these norms would drop; leave one of them out"
+        ),
     }
 )
 """Pairs of settings of an architecture that are refused wherever one is made."""
@@ -230,6 +244,7 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
             "{0.architecture.kv_heads} key-value heads (num_query_groups) for now; leave it out"
         ),
         (HEADS, ADAPTERS): "is set, and lora_target freezes the model, heads too; leave one of them out",
+        (FROZEN, ADAPTERS): "has no effect with lora_target, which freezes the whole model; leave it out",
         (FIRST_ADAPTERS, NO_DIRECTORY): (
             "needs the model directory that its adapters belong to (model_name_or_path); set that, or leave it out"
         ),

@@ -90,7 +90,7 @@ class LogitsLoss:
     def sequence_loss(self, view: Any) -> Any:
         from roll_batching.losses import LossOutput
 
-        value = view.log_probs() * view["advantages"] + 0.01 * view.logits[:, :7].float().tanh().mean(-1)
+        value = view.log_probs() * view["advantages"] + 0.01 * view.full_logits()[:, :7].float().tanh().mean(-1)
         return LossOutput(view.mean(-value), {})
 
 

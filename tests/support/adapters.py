@@ -88,7 +88,7 @@ def adapter_values(chunks: list[Any], tp_rank: int) -> dict[str, Any]:
         for name, parameter in gpt.named_parameters():
             if ".adapter." in name:
                 key = global_name(gpt, name)
-                entry = (*_partition(key, parameter), tp_rank, parameter.detach().clone())
+                entry = (*_partition(gpt, key, parameter), tp_rank, parameter.detach().clone())
                 local.setdefault(key, []).append(entry)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, local)

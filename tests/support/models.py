@@ -124,10 +124,11 @@ def global_name(gpt: Any, name: str) -> str:
     return name
 
 
-def _partition(name: str, parameter: Any) -> tuple[int | None, int]:
+def _partition(gpt: Any, name: str, parameter: Any) -> tuple[int | None, int]:
     """(split dimension or None, blocks that are split each by itself: the gated layer holds two)."""
     split = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-    return split, 2 if "linear_fc1" in name and ".adapter." not in name else 1
+    is_gated = gpt.config.gated_linear_unit and "linear_fc1" in name and ".adapter." not in name
+    return split, 2 if is_gated else 1
 
 
 def _is_vocabulary(name: str) -> bool:
@@ -141,7 +142,7 @@ def fill(chunks: list[Any], vocab_size: int, tp_rank: int = 0, tp_size: int = 1)
         gpt = gpt_of(chunk)
         for local, parameter in gpt.named_parameters():
             name = global_name(gpt, local)
-            dim, blocks = _partition(name, parameter)
+            dim, blocks = _partition(gpt, name, parameter)
             shape = [n * tp_size if i == dim else n for i, n in enumerate(parameter.shape)]
             padded = shape[0] - vocab_size if _is_vocabulary(name) and shape[0] > 1 else 0  # 1: a value head
             shape[0] -= padded
@@ -174,7 +175,7 @@ def whole_gradients(chunks: list[Any], vocab_size: int, tp_rank: int, distribute
                 continue
             key = global_name(gpt, name)
             wide = torch.promote_types(parameter.main_grad.dtype, torch.float32)
-            entry = (*_partition(key, parameter), tp_rank, parameter.main_grad.to(wide, copy=True))
+            entry = (*_partition(gpt, key, parameter), tp_rank, parameter.main_grad.to(wide, copy=True))
             local.setdefault(key, []).append(entry)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, local)

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, compares_states
 from roll_batching.jobs.config.engine_rules import SERVED, corrects_engine, uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.layout_rules import parts_of
 from roll_batching.jobs.config.objective_rules import wants_reference, whitens
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.task_rules import distills
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.support import ENGINE_LAYERS, Feature
+from roll_batching.settings.support import DELTA_NETS, DROPOUT, ENGINE_LAYERS, HEADS, HYBRID, VISION, Feature
 
 _TRAIN, _LAYOUT = "actor_train", "actor_train.strategy_args.strategy_config"
 _PLAN = f"{_TRAIN}.logprob_plan"
@@ -202,6 +203,12 @@ class RoleOfJob(NamedTuple):
         packs = self.name == "actor_train" or (self.name != "actor_infer" and self.role.use_sequence_packing)
         return packs and self.role.strategy_args.strategy_config.has_cp_per_pack
 
+    @property
+    def must_share_prefixes(self) -> bool:
+        """Whether its packs have to share prefixes, not only where they can."""
+        packs = self.name != "actor_infer" and self.role.use_sequence_packing
+        return packs and self.role.sequence_packing_args.share_prefixes is True
+
 
 def _other_than(value: object, key: str) -> Feature:
     """Another value of a key of the role."""
@@ -223,10 +230,17 @@ OTHER_PACKING = {_other_than(value, key): f"{key}: {str(value).lower()}" for key
 OVERSIZE_ALONE = Feature(
     "longer sequences alone", "planning_args.oversize", lambda given: given.role.planning_args.oversize == "alone"
 )
-ROLE_ENGINE_LAYERS = Feature(
-    ENGINE_LAYERS.name,
-    ENGINE_LAYERS.key,
-    lambda given: given.role.strategy_args.strategy_config.transformer_impl == "transformer_engine",
+
+
+def _of_role(feature: Feature) -> Feature:
+    """A part of the role's model or layout."""
+    return Feature(feature.name, feature.key, lambda given: feature.is_on(parts_of(given.role)))
+
+
+ROLE_PARTS = {feature: _of_role(feature) for feature in (ENGINE_LAYERS, DELTA_NETS, HYBRID, VISION, HEADS, DROPOUT)}
+"""Parts of a role's model or layout, as features of the role of a job."""
+SHARED_PACKS = Feature(
+    SHARED_PREFIXES.name, "sequence_packing_args.share_prefixes", lambda given: given.must_share_prefixes
 )
 JOB_BALANCE = Feature(BATCH_BALANCE.name, BATCH_BALANCE.key, lambda given: BATCH_BALANCE.is_on(given.job))
 JOB_STREAM = Feature(STREAM.name, STREAM.key, lambda given: STREAM.is_on(given.job))

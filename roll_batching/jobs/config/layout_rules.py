@@ -14,6 +14,7 @@ from roll_batching.settings.idle_options import idle_options
 from roll_batching.settings.megatron_config import SPLIT_KEYS, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig
 from roll_batching.settings.pipeline_split import split_problems
+from roll_batching.settings.support import Parts
 
 PARALLEL_KEYS = (
     "tensor_model_parallel_size",
@@ -24,6 +25,14 @@ PARALLEL_KEYS = (
     "sequence_parallel",
     *SPLIT_KEYS,
 )
+
+
+def parts_of(role: WorkerConfig) -> Parts:
+    """The model that `role` builds, with its layout; the architecture is None where it is not known."""
+    layout, model, built = role.strategy_args.strategy_config, role.model_args, None
+    if model.architecture is not None:
+        built = model.architecture_to_build(layout.mtp_num_layers)
+    return Parts(model, built, layout, layout.transformer_impl)
 
 
 def differing_keys(role: WorkerConfig, train: WorkerConfig) -> list[str]:

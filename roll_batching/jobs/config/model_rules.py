@@ -14,6 +14,7 @@ from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
     builds_sampling_model,
     differing_keys,
+    parts_of,
     policy_cannot_sample,
     sampling_role,
 )
@@ -23,7 +24,7 @@ from roll_batching.settings.fields import Settings
 from roll_batching.settings.fp8 import fp8_problems
 from roll_batching.settings.idle_options import idle_options_of_model
 from roll_batching.settings.model import ArchitectureConfig, describe_model
-from roll_batching.settings.support import HEADS, ROLE_REFUSALS, Parts, refused_pairs
+from roll_batching.settings.support import HEADS, ROLE_REFUSALS, refused_pairs
 
 ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
 """Keys that rollouts and reference take from actor_train."""
@@ -47,14 +48,11 @@ def part_problems(job: JobKeys) -> Iterator[Problem]:
 
 def _pairs_of_role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """(path in the role, problem)."""
-    layout, model = role.strategy_args.strategy_config, role.model_args
-    heads, built = layout.mtp_num_layers, None
-    if model.architecture is not None:
-        built = model.architecture_to_build(heads)
-    parts = Parts(model, built, layout, layout.transformer_impl)
+    parts = parts_of(role)
     for row in refused_pairs(ROLE_REFUSALS, parts):
-        yield _HEADS if row.feature is HEADS and heads is not None else row.path, row.message(parts)
-    for key, text in fp8_problems(layout, built):
+        given = row.feature is HEADS and parts.layout.mtp_num_layers is not None
+        yield _HEADS if given else row.path, row.message(parts)
+    for key, text in fp8_problems(parts.layout, parts.architecture):
         yield (*_CONFIG, key), text
 
 

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from roll_batching.jobs.config import features as f
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.settings.support import refusals_of, refused_pairs
+from roll_batching.settings.support import (
+    DELTA_NETS,
+    DROPOUT,
+    ENGINE_LAYERS,
+    HEADS,
+    HYBRID,
+    VISION,
+    refusals_of,
+    refused_pairs,
+)
 
 _REFUSED = {
     (f.GREEDY_ESTIMATOR, f.ASYNC): (
@@ -180,9 +189,35 @@ PACKING_REFUSALS = refusals_of(
         (f.SIZE_PER_PACK, f.OVERSIZE_ALONE): (
             "auto gives longer sequences more ranks, and planning_args.oversize is alone; set error, truncate or drop"
         ),
-        (f.SIZE_PER_PACK, f.ROLE_ENGINE_LAYERS): (
+        (f.SIZE_PER_PACK, f.ROLE_PARTS[ENGINE_LAYERS]): (
             "auto needs transformer_impl: local, as TransformerEngine's layers have one context-parallel group; set "
             "that, or give a size"
+        ),
+        **{
+            (f.SIZE_PER_PACK, f.ROLE_PARTS[part]): (
+                f"auto gives each pack its own size, and {part.name} divide their heads by the layout's; give a size"
+            )
+            for part in (DELTA_NETS, HYBRID)
+        },
+        (f.SIZE_PER_PACK, f.ROLE_PARTS[VISION]): (
+            "auto gives each pack its own size, and a vision encoder is tested with one for all; give a size"
+        ),
+        (f.SHARED_PACKS, f.ROLE_PARTS[HEADS]): (
+            "is true, but heads of multi-token prediction read the token after each, which differs where samples part; "
+            "set it to auto or false"
+        ),
+        **{
+            (f.SHARED_PACKS, f.ROLE_PARTS[part]): (
+                f"is true, but the state of {part.name} starts anew in every segment; set it to auto or false"
+            )
+            for part in (DELTA_NETS, HYBRID)
+        },
+        (f.SHARED_PACKS, f.ROLE_PARTS[DROPOUT]): (
+            "is true, but samples with a common prefix would share the random numbers of hidden_dropout; set this to "
+            "auto or false, or hidden_dropout to 0"
+        ),
+        (f.SHARED_PACKS, f.ROLE_PARTS[VISION]): (
+            "is true, but the same image tokens may stand for different images; set it to auto or false"
         ),
     }
 )

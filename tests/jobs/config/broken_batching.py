@@ -7,6 +7,8 @@ from typing import Any
 LAYOUT = "actor_train.strategy_args.strategy_config"
 SAMPLING = "actor_infer.strategy_args.strategy_config"
 ARCHITECTURE = "actor_train.model_args.architecture"
+SHARED = {"actor_train.sequence_packing_args.share_prefixes": True}
+DELTA = {"num_key_heads": 4, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8, "layers": (1, 0, 1, 0)}
 DYNAMIC = {"actor_train.use_sequence_packing": False, "actor_train.use_dynamic_batching_in_train": True}
 
 BROKEN_BATCHING: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -61,6 +63,41 @@ BROKEN_BATCHING: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
             f"{LAYOUT}.context_parallel_size": "auto",
         },
         {"actor_train.router_replay.mode": "set context_parallel_size to a number"},
+    ),
+    "delta nets with a context-parallel size per pack": (
+        {f"{ARCHITECTURE}.gated_delta_net": DELTA, f"{LAYOUT}.context_parallel_size": "auto"},
+        {f"{LAYOUT}.context_parallel_size": "gated delta nets divide their heads by the layout's"},
+    ),
+    "delta nets in packs that must share prefixes": (
+        {f"{ARCHITECTURE}.gated_delta_net": DELTA, **SHARED},
+        {"actor_train.sequence_packing_args.share_prefixes": "state of gated delta nets starts anew"},
+    ),
+    "prediction heads in packs that must share prefixes": (
+        {f"{LAYOUT}.mtp_num_layers": 1, **SHARED},
+        {"actor_train.sequence_packing_args.share_prefixes": "heads of multi-token prediction"},
+    ),
+    "dropout in packs that must share prefixes": (
+        {f"{ARCHITECTURE}.hidden_dropout": 0.1, "actor_train.logprob_plan": "own", **SHARED},
+        {"actor_train.sequence_packing_args.share_prefixes": "random numbers of hidden_dropout"},
+    ),
+    "norms that would drop biases": (
+        {f"{ARCHITECTURE}.sandwich_norms": True, f"{ARCHITECTURE}.add_bias_linear": True},
+        {ARCHITECTURE: "sandwich_norms is not supported with add_bias_linear"},
+    ),
+    "fewer key-value heads with multi-latent attention": (
+        {
+            f"{ARCHITECTURE}.multi_latent_attention": {
+                "kv_lora_rank": 16,
+                "qk_head_dim": 16,
+                "qk_pos_emb_head_dim": 8,
+                "v_head_dim": 16,
+            }
+        },
+        {ARCHITECTURE: "num_query_groups has no effect with multi_latent_attention"},
+    ),
+    "frozen modules with adapters": (
+        {"actor_train.model_args.lora_target": "all-linear", "actor_train.model_args.freeze_module_prefix": "decoder"},
+        {"actor_train.model_args": "freeze_module_prefix has no effect with lora_target"},
     ),
     "an unknown mode of router replay": (
         {"actor_train.router_replay.mode": "R4"},
