@@ -23,6 +23,7 @@ from roll_batching.jobs.config.key_paths import ANY_NAME, heading_of, schema_key
 from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.jobs.config.notices import unread_in
 from roll_batching.jobs.config.support import PACKING_REFUSALS, REFUSALS, TESTED
+from roll_batching.jobs.config.trained_together import TOGETHER, TRAINED_OF_JOBS, TRAINED_TOGETHER
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields, registered_name
 from roll_batching.settings.support import ROLE_REFUSALS, ROLE_TESTED, Feature, Refusal
@@ -72,8 +73,9 @@ SUPPORT = """# What goes with what
 <!-- Made by `python -m roll_batching.jobs.config.reference docs/what-goes-with-what.md`; do not edit. -->
 
 Features meet in pairs. This page lists the pairs that a job refuses, with the key that the error names, the reason and
-the cure, and pairs that a test trains. A pair that is not listed works as far as is known: no rule refuses it, and no
-test is about it. `{task}` and the like stand for values of the job.
+the cure, and pairs that a test trains. A pair that is not listed, and not of the features at
+[the end](#trained-in-pairs), works as far as is known: no rule refuses it, and no test is about it. `{task}` and the
+like stand for values of the job.
 
 ## Features of a job
 
@@ -84,7 +86,18 @@ def support_page() -> str:
     """The page on which features combine, as Markdown."""
     packing = f"## Packing and layout of a role\n\n{_support_rows(PACKING_REFUSALS, {})}"
     parts = f"## Parts of a model, adapters, precision and layers\n\n{_support_rows(ROLE_REFUSALS, ROLE_TESTED)}"
-    return f"{SUPPORT}{_support_rows(REFUSALS, TESTED)}\n{packing}\n{parts}"
+    return f"{SUPPORT}{_support_rows(REFUSALS, TESTED)}\n{packing}\n{parts}\n{_trained_together()}"
+
+
+def _trained_together() -> str:
+    """The features of which a suite trains every pair, as Markdown."""
+    names = [feature.name for feature in TRAINED_TOGETHER]
+    lines = ["## Trained in pairs", "", f"`tests/{TOGETHER}` trains two steps with any two of these that no row above"]
+    lines += ["refuses, unless one has no meaning beside the other, in a drawn layout and mode, against the same model"]
+    lines += ["on one rank:", "", *(f"- {name}" for name in names)]
+    lines += ["", "It also trains, of the features of a job:", ""]
+    lines += [f"- {feature.name} with {other.name}" for feature, other in TRAINED_OF_JOBS]
+    return "\n".join(lines) + "\n"
 
 
 def _support_rows(refusals: Iterable[Refusal], tested: Mapping[tuple[Feature, Feature], str]) -> str:

@@ -66,7 +66,7 @@ TRAINED_TOGETHER = (
     *(OVERLAPPED, RECOMPUTED_LAYERS, RECOMPUTED_ATTENTION, f.SIZE_PER_PACK, f.SHARED_PACKS),
 )
 """Features of a role; `TOGETHER` trains each pair that is not refused and has a meaning."""
-_OF_JOBS = (
+TRAINED_OF_JOBS = (
     *((f.SHARED_PREFIXES, other) for other in (f.REPLAY, f.CRITIC, f.KTO)),
     *((f.CP_PER_PACK, other) for other in (f.TEACHER, f.CRITIC, f.KTO)),
     *((f.UNPACKED, other) for other in (f.REPLAY, f.TEACHER, f.CRITIC, f.KTO, f.ADAPTERS)),
@@ -86,7 +86,7 @@ _MEANINGLESS = (
 
 def trained_pairs() -> Iterator[tuple[s.Feature, s.Feature]]:
     """Pairs that `TOGETHER` trains."""
-    yield from _OF_JOBS
+    yield from TRAINED_OF_JOBS
     rows = (*REFUSALS, *PACKING_REFUSALS, *s.ROLE_REFUSALS)
     refused = [(row.feature, row.other) for row in rows]
     # By name: the features of the three tables are tested on different settings.
