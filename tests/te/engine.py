@@ -35,7 +35,8 @@ def as_if_on_an_h100() -> Iterator[None]:
     import torch
 
     from roll_batching.modeling import build_problems
-    from roll_batching.strategy import compatibility, infer
+    from roll_batching.modeling.requirements import ModelDemands
+    from roll_batching.strategy import infer
 
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="H100")
     with contextlib.ExitStack() as stack:
@@ -44,9 +45,8 @@ def as_if_on_an_h100() -> Iterator[None]:
             (torch.cuda, "is_available", True),
             (torch.cuda, "get_device_capability", (9, 0)),
             (torch.cuda, "get_device_properties", properties),
-            (build_problems, "refusals_here", []),
+            (ModelDemands, "refusals_here", []),
             (build_problems, "_device_problems", []),
-            (compatibility, "refusals_here", []),
         ):
             stack.enter_context(mock.patch.object(owner, name, lambda *args, answer=answer, **kwargs: answer))
         yield
