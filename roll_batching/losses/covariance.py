@@ -40,7 +40,7 @@ class _Tokens:
 
 
 def _covariances(batch: SampleBatch, counted: torch.Tensor, layout: ParallelLayout) -> tuple[_Tokens, int]:
-    """This rank's counted tokens, and the number of counted tokens on all ranks. Collective."""
+    """This rank's counted tokens with their covariance terms, and the count of tokens on all ranks. Collective."""
     if "old_log_probs" not in batch.schema:
         raise DataError(
             "the loss selects tokens by their old log-probs, which the samples lack: set logprob_plan to train or own"
@@ -49,6 +49,8 @@ def _covariances(batch: SampleBatch, counted: torch.Tensor, layout: ParallelLayo
     if batch.schema["advantages"].kind == "sample":
         advantages = advantages[sample_of(batch)]
     elif batch.schema["advantages"].kind == "token":
+        # Position i of old_log_probs and `counted` is the prediction of token i + 1, whose advantage stands at i + 1.
+        # A sample's last position, which gets the next sample's value, is never counted.
         advantages = advantages.roll(-1, 0)
     pair = torch.stack([advantages, batch["old_log_probs"].cpu().double()], -1)[counted]
     sums = [float(pair[:, 0].sum()), float(pair[:, 1].sum()), float(len(pair))]

@@ -109,10 +109,14 @@ def _construct_chunk(
     groups: Any,
     value_head_std: float | None,
 ) -> Any:
-    """The GPTModel of virtual stage `chunk` where Megatron constructs it; `value_head_std` None: no value head."""
+    """The GPTModel of virtual stage `chunk`, as Megatron constructs it: not yet in `dtype`, nor on the layout's device.
+
+    `value_head_std` None: no value head.
+    """
     from megatron.core.models.gpt import GPTModel
 
     rotary, attention = rotary_settings(architecture), kernels.attention
+    # Positions rotate queries and keys once: inside the attention core, or else in the GPTModel by its RoPE arguments.
     in_core = rotary if attention.rotates else None
     rotation = {"position_embedding_type": "none"} if attention.rotates else megatron_rotation(rotary)
     vp_stage = chunk if layout.vpp_size > 1 else None

@@ -120,23 +120,24 @@ class SandwichLayer(TransformerLayer):
         self.post_attention_layernorm = norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = norm(config, config.hidden_size, config.layernorm_epsilon)
         layer: Any = self  # Megatron's attributes have no types
-        layer.self_attn_bda = _after_norm(self.post_attention_layernorm, layer.self_attn_bda)
-        layer.mlp_bda = _after_norm(self.post_mlp_layernorm, layer.mlp_bda)
+        layer.self_attn_bda = _add_after_norm(self.post_attention_layernorm, layer.self_attn_bda)
+        layer.mlp_bda = _add_after_norm(self.post_mlp_layernorm, layer.mlp_bda)
 
 
-def _after_norm(norm: torch.nn.Module, add: Callable[[bool, bool], Any]) -> Callable[[bool, bool], Any]:
-    """Megatron's addition to the residual stream, of normalised outputs."""
+def _add_after_norm(norm: torch.nn.Module, get_add: Callable[[bool, bool], Any]) -> Callable[[bool, bool], Any]:
+    """Wraps Megatron's `get_bias_dropout_add`: its functions normalise an output before they add the residual."""
 
-    def choose(training: bool, fused: bool) -> Callable[[Residual, torch.Tensor, float], torch.Tensor]:
-        added = add(training, fused)
+    def get_add_normalised(training: bool, fused: bool) -> Callable[[Residual, torch.Tensor, float], torch.Tensor]:
+        add = get_add(training, fused)
 
-        def normalised(output: Residual, residual: torch.Tensor, dropout: float) -> torch.Tensor:
-            result: torch.Tensor = added((norm(output[0]), None), residual, dropout)
+        def add_normalised(output: Residual, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            # The bias would belong inside the norm. It is None: SandwichLayer refuses add_bias_linear.
+            result: torch.Tensor = add((norm(output[0]), None), residual, dropout)
             return result
 
-        return normalised
+        return add_normalised
 
-    return choose
+    return get_add_normalised
 
 
 class ScaledEmbedding(LanguageModelEmbedding):

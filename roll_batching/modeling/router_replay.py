@@ -211,18 +211,23 @@ class PassExperts:
         for number, (mb, pack) in enumerate(zip(plan.micro_batches[place.dp_rank], packs, strict=True)):
             if mb.is_filler or not self._routers:
                 continue
+            # 1. Order of the router's tokens -> pack: this rank's context-parallel share, and of it the sequence shard.
             computed = torch.from_numpy(pack.local_tokens(place.cp_rank))
             if place.sequence_parallel:
                 computed = computed.chunk(place.tp_size)[place.tp_rank]
             in_pack = flat.new_full((pack.tokens, len(columns), shape[1]), UNSET)
             experts = [router.recorded[number] for router in self._routers if router.recorded is not None]
             in_pack[computed.to(place.device)] = torch.stack(experts, 1).to(torch.int32)
+            # 2. Pack -> whole samples: each sample reads its shared prefix where another one computed it.
             unshared = pack.unshared
             if unshared is not pack:
                 in_pack = in_pack[torch.from_numpy(pack.computed_tokens).to(place.device)]
+            # 3. Whole samples -> `outputs`: real tokens only, and of all layers the columns of this stage.
             real = torch.from_numpy(unshared.real)
             rows = torch.from_numpy(unshared.source(outputs.offsets[outputs.rows_of(plan.ids[mb.samples])].numpy()))
             flat[rows[real].to(place.device)[:, None], columns] = in_pack[real.to(place.device)]
+        # A rank has ids of at least 0 where it computed a token's layer and UNSET (-1) elsewhere, so MAX joins the
+        # sequence shards, context-parallel shares and stages. Ranks that computed the same token have equal ids.
         for size, group in (
             (place.tp_size, place.tp_group),
             (place.cp_size, place.cp_group),
