@@ -39,13 +39,14 @@ class ClusterFit:
 def fit_cluster(model: PackTimes, packs: Sequence[ArrayLike], seconds: ArrayLike) -> ClusterFit:
     """Fit `matmul_rate`, `matmul_half_tokens`, `attention_rate` and `layer_floor` of `model.cluster` to measured packs.
 
-    Minimizes relative errors. Bandwidths, latencies, the tile and the node stay those of `model.cluster`. Where no
-    measured pack takes the floor, the floor stays too, but at most at the shortest measured time.
+    Minimizes relative errors. The other fields of `model.cluster` (bandwidths, latencies, `attention_tile`,
+    `devices_per_node`) stay. Where no measured pack takes the floor, `layer_floor` stays too, or falls to the shortest
+    measured time.
 
     Args:
         model: predicted times of the model and layout that were measured.
-        packs: sequence lengths of each measured pack, on one context-parallel rank.
-        seconds: float[packs], time of each on one pipeline stage, forward and backward.
+        packs: one array of sequence lengths per measured pack. Measure with context_parallel_size 1.
+        seconds: float[packs], forward and backward time of each pack on one pipeline stage.
 
     Raises:
         PlanError: for fewer than four measurements, times that are not finite and above 0, or packs that do not

@@ -29,7 +29,7 @@ _MOST_SYMBOLS = 2**17
 
 
 class PipelineSettings(Protocol):
-    """The settings that are read here, of a `MegatronConfig`, beside the keys of the split."""
+    """The fields of a `MegatronConfig` that this module reads by name; it reads the keys of the split by `getattr`."""
 
     @property
     def pipeline_model_parallel_size(self) -> int:

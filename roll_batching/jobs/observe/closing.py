@@ -157,13 +157,16 @@ _NOT_SHOWN = ("eval_updates", "eval_samples")
 
 
 def summarize(rows: Sequence[Metrics]) -> dict[str, float]:
-    """Summary of a run's `rl` rows (or, without any, of its other rows).
+    """Summary of a run's `rl` rows (or, without any, of its other rows); metrics without values are left out.
 
-    Held-out metrics before and after: `reward_before` and `reward_after`, the same for every mark's share and for the
-    reward where the mark is set (`mark/x_before`, `reward_with/x_before`, ...); of supervised runs `loss_before`,
-    `loss_after` and the loss's metrics. Then `tokens` (real tokens trained on), `shared_tokens` of them,
-    `train_seconds`, `tokens_per_second`, and `tokens_<mode>`, computed tokens of the same steps in each mode. Metrics
-    without values are left out.
+    A mark is a boolean that the reward function gives a response, such as `has_answer`.
+
+    - `NAME_before`, `NAME_after`: held-out metrics of the first and the last evaluation. RL: `reward`,
+      `response_length_mean`, `mark/X` (share of responses with the mark X), `reward_with/X` and `reward_without/X`
+      (mean reward with and without it). Supervised runs: `loss` and the loss's metrics.
+    - `tokens`: real tokens trained on; `shared_tokens`: those of them in prefixes that another sample computed.
+    - `train_seconds`, `tokens_per_second`.
+    - `tokens_MODE`: tokens that the same steps compute in each of `MODES`.
     """
     phase_rows = [r for r in rows if r["phase"] == "rl"] or list(rows)
     evaluated = [r for r in phase_rows if r.get("eval_updates") is not None]

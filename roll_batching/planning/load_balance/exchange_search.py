@@ -45,13 +45,14 @@ def level_totals(search: SearchState, ceilings: Ints, cap: int, floor: int, iter
 def lower_lockstep(search: SearchState, bound: int, cap: int, floor: int, iterations: int, seed: int) -> None:
     """Bring `search` to the smallest lockstep cost found.
 
-    A rank total gets above `bound` only in an exchange that lowers the larger of two totals. Units with a home stay
-    there. Stops where the lockstep cost is at most `floor`, or after `iterations` steps.
+    `cap` is the most tokens of a pack. `bound` is the largest rank total wanted: a total may stay or get above it only
+    where the exchange does not raise the larger total of its two ranks. Units with a home stay on that rank. Stops
+    where the lockstep cost is at most `floor`, or after `iterations` steps.
     """
     budget = SEARCH_BUDGET
     divisor = budget.lockstep_threshold_divisor + budget.lockstep_threshold_per_index * search.table.shape[1]
     unit_steps = budget.steps_per_threshold - budget.lockstep_pack_steps
-    has_home_ranks = bool(search.home[0] >= 0)
+    has_home_ranks = bool(search.home[0] >= 0)  # a problem gives all units a home, or none
     steps = (iterations, unit_steps, budget.lockstep_pack_steps)
     best_packs, best_table = search.pack_of.copy(), search.table.copy()
     if not _lower_lockstep(search, bound, cap, floor, steps, divisor, seed, has_home_ranks, best_packs, best_table):

@@ -305,7 +305,7 @@ class _Execution:
                 )
 
     def _compute(self, process: _Process, one: Pass) -> bool:
-        """Whether `process` went through a pass; the last rank to reach it takes the others along."""
+        """Whether `process` completed the pass `one`. The last rank to reach a joint pass completes it for all."""
         number, stage = self.lists[process.rank][one.micro_batch], process.stage
         joint = self.passes[number]
         members = [process]
@@ -328,7 +328,7 @@ class _Execution:
         return True
 
     def _call(self, process: _Process, call: Transfers) -> bool:
-        """Whether all transfers of a call are done at once; otherwise the last partner takes the process along."""
+        """Whether all transfers of `call` are done. Otherwise the call of the last partner makes `process` ready."""
         rank, stage, stages = process.rank, process.stage, len(self.processes[process.rank])
         sends = [(call.send_next, True), (call.send_prev, False)]
         receives = [(call.receive_prev, (stage - 1) % stages, True), (call.receive_next, (stage + 1) % stages, False)]

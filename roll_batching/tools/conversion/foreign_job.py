@@ -205,7 +205,10 @@ def _put(draft: Draft, values: Mapping[KeyPath, Given | None]) -> None:
 
 
 def _write_devices(devices: Devices, draft: Draft) -> None:
-    """Write `device_mapping` of both roles and the offload flag; note the server addresses that the file lacks."""
+    """Write `device_mapping` of both roles and the offload flag.
+
+    A file for several machines does not name the servers on them: `engine_args.urls` is then listed as missing.
+    """
     training_gpus, engine_gpus = devices.training, devices.engine
     training_range = f"list(range(0,{training_gpus.value}))"
     draft.put((ROLE, "device_mapping"), training_range, origin=training_gpus.key, meaning=training_gpus.meaning)
@@ -309,9 +312,10 @@ def context_ranks(layout: Mapping[str, Any]) -> int:
 
 
 def optimizer_steps(count: Any, each: int, unit: str) -> tuple[Any, str]:
-    """`count` units of a framework in optimizer steps (`each` per unit), and a text that says so.
+    """Converts `count` of another framework's units to optimizer steps, `each` per unit; returns (steps, note).
 
-    A value that is no whole number is returned as it is: the loader reports it.
+    The note shows the calculation, and is empty if there is none. A `count` that is no integer is returned unchanged:
+    the loader reports it.
     """
     if not isinstance(count, int) or isinstance(count, bool) or each == 1:
         return count, ""

@@ -310,7 +310,7 @@ def context_sizes(config: JobConfig, dims: ParallelDims, lengths: Sequence[int] 
 class StepTotals:
     """Work of one replica in an optimizer step, if all its micro-batches are as full as the rehearsed one.
 
-    Where each pack has its own context-parallel size, the work of packs of one size.
+    If each pack has its own context-parallel size, one `StepTotals` describes the packs of one size.
     """
 
     micro_batches: int | None

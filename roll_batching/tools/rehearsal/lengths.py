@@ -38,23 +38,23 @@ class Bin:
 
 
 def longest_groups(constraints: PlanConstraints, longest: int, prefix: int, group_size: int) -> Bin:
-    """The fullest pack of groups whose samples have `prefix` tokens in common, each as long as possible.
+    """As many samples of `longest` tokens as a pack holds if groups share `prefix` tokens, and a shorter last one.
 
-    A group that is too long for the pack continues in another one. Without room for one sample of the group, samples
-    share nothing.
+    The pack may end inside a group. Where fewer than two samples fit, the pack is that of samples that share nothing.
     """
     align, room = constraints.sequence_alignment, constraints.usable_tokens
+    # Only prefix - 1 positions are shared: the last token of the prefix predicts another token in each sample.
     whole, own = _rounded(longest, align), _rounded(longest - (prefix - 1), align)
     lengths: list[int] = []
     while True:
-        slot = own if len(lengths) % group_size else whole
+        slot = own if len(lengths) % group_size else whole  # the first sample of a group computes the prefix
         if slot > room:
             break
         lengths.append(longest)
         room -= slot
     if room // align:  # a shorter sample fills the pack
-        beside = prefix - 1 if len(lengths) % group_size else 0
-        lengths.append(beside + room // align * align)
+        shared = prefix - 1 if len(lengths) % group_size else 0
+        lengths.append(shared + room // align * align)
     return Bin(lengths, prefix, group_size) if len(lengths) > 1 else Bin(longest_bin(constraints, longest))
 
 
