@@ -113,12 +113,13 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
             while line := stream.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(line) > LONGEST_LINE:
-                    raise DataError(f"{file}:{number}: the line has more than {LONGEST_LINE:,} characters")
+                    raise DataError(f"{file}:{number}: more than {LONGEST_LINE:,} characters: write one row per line")
                 if number > MOST_ROWS + 1:
                     raise DataError(f"{file} has more than {MOST_ROWS:,} lines; plan fewer at once")
                 yield number, line
         except UnicodeDecodeError as error:
-            raise DataError(f"{file}: no UTF-8 text from about line {number + 1} on: {error.reason}") from None
+            fault = f"no UTF-8 text from about line {number + 1} on: {error.reason}"
+            raise DataError(f"{file}: {fault}; save the file as UTF-8") from None
 
 
 def _read_csv(file: Path) -> Table:
@@ -228,7 +229,7 @@ def _read_jsonl(file: Path) -> Table:
                 integer = 0
             values.append(integer)
     if not any(len(row) for row in columns.values()) and rows:
-        raise DataError(f"{file}: its lines hold no values")
+        raise DataError(f"{file}: its lines hold no values: write the length of one sequence per line")
     return {name: faults.get(name, np.array(values)) for name, values in columns.items()}
 
 
@@ -307,7 +308,7 @@ def _read_parquet(file: Path) -> Table:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a Parquet file: {error}") from None
     if not names:
-        raise DataError(f"{file} has no integer column (columns: {', '.join(schema.names)})")
+        raise DataError(f"{file} has no integer column (columns: {', '.join(schema.names)}): save lengths as integers")
     result: Table = dict.fromkeys(schema.names)
     for name in names:
         nulls = table[name].null_count

@@ -212,7 +212,7 @@ class PackTimes(CheckedFields, error=PlanError):
         return 3 * self.stage_layers * (cluster.node_latency if self._within_node(cp_size) else cluster.network_latency)
 
     def tensor_parallel(self, tokens: Floats) -> Floats:
-        """Seconds of tensor parallelism's collectives, half of them hidden behind matrix products."""
+        """Seconds of 8 TP collectives per layer (2 at attention, 2 at the MLP, per pass), half hidden by products."""
         if self.tp_size == 1:
             return np.zeros_like(tokens)
         volume = self.stage_layers * 8 * tokens * self.hidden_size * BYTES * (self.tp_size - 1) / self.tp_size

@@ -113,10 +113,11 @@ def largest_time(tables: UnitTables, state: ColumnState, column: int) -> int:
 
 @compiled
 def fill_column(tables: UnitTables, state: ColumnState, column: int, units: Ints, target: int) -> int:
-    """Fills an empty column with units (int64[n], by falling time; those with -1 are taken); returns how many fit.
+    """Fills an empty column with `units`; returns how many it takes.
 
-    The longest units open packs, at sizes at which they take about `target` nanoseconds. Further units join the
-    fastest pack that takes at most as long with them as `target` or the slowest pack. Taken units become -1.
+    `units` is int64[n], by falling time, with -1 in place of units that are in a column already; units taken here
+    become -1. The longest ones open packs, at sizes at which they take about `target` nanoseconds. Others join the
+    fastest pack that takes at most as long with them as `target` or the slowest pack.
     """
     free = _open_packs(tables, state, column, units, target)
     filled: int = state.packs[column]

@@ -104,7 +104,7 @@ def _run_columns(
                 start = ends[awaited[operation], place]
             for member in range(rank, part_end[part]):
                 start = max(start, free[stage, member])
-            end = start + (part_time[part] << backward[operation])
+            end = start + (part_time[part] << backward[operation])  # a backward pass takes twice as long
             for member in range(rank, part_end[part]):
                 free[stage, member] = end
             rank = part_end[part]
@@ -117,9 +117,10 @@ def _run_columns(
 def _part_columns(
     columns: Ints, first_ranks: Ints, sizes: Ints, times: Ints, width: int, part_end: Ints, part_time: Ints
 ) -> Ints:
-    """Parts of column c are [c] to [c + 1] of the result: ranks that wait for each other.
+    """Divides each column into parts of ranks that wait for each other; returns where the parts of a column start.
 
-    Writes the last rank + 1 and the time of each part.
+    Column c has the parts result[c] to result[c + 1] - 1. Writes the last rank + 1 (`part_end`) and the time
+    (`part_time`) of each part.
     """
     parts = np.zeros(columns[len(columns) - 1] + 2, dtype=np.int64)
     made = 0
@@ -210,6 +211,7 @@ def _pass_at(position: int, count: int, most_warm_up: int) -> tuple[int, int]:
     warm_up = min(most_warm_up, count)
     if position < warm_up:
         return 0, position
+    # After the warm-up forward and backward passes alternate: the forward passes left, with as many backward passes.
     steady = position - warm_up
     if steady < 2 * (count - warm_up):
         return (0, warm_up + steady // 2) if steady % 2 == 0 else (1, steady // 2)

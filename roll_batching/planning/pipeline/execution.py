@@ -301,7 +301,8 @@ class _Execution:
             if process.place < len(process.program):
                 raise PlanError(
                     f"data-parallel rank {process.rank} waits forever on pipeline stage {process.stage}: its "
-                    "micro-batches stand in another order than those of the ranks that compute with it"
+                    "micro-batches stand in another order than those of the ranks that compute with it; give "
+                    "all one order"
                 )
 
     def _compute(self, process: _Process, one: Pass) -> bool:

@@ -58,7 +58,7 @@ def convert_context_sizes(file: ForeignFile, key_of: Callable[[str], str]) -> Co
 
 
 def put_rank_cap(file: ForeignFile, sizes: ContextSizes, otherwise: int | None, key: str) -> None:
-    """Sets the cap of one rank: the file's, else `otherwise` tokens, from its `key`, which has no effect beside it."""
+    """Sets the token cap of one rank: `sizes.cap`, or without that the value `otherwise` of the file's key `key`."""
     path, meaning = (*PACKING, "max_packed_sequence_length_train"), "the tokens of a pack on one rank"
     if sizes.cap is not None:
         file.draft.put(path, sizes.cap, sizes.cap_key, meaning)
@@ -207,7 +207,7 @@ def convert_verl_adapters(file: ForeignFile, model: str) -> None:
 
 
 def _projections(given: Any) -> tuple[set[str], list[str]]:
-    """Projections of a list of names, or of one text with commas, and the names that are none."""
+    """(Projections, unknown names) of `given`: a list of names, or a text of names with commas."""
     names: Iterable[Any] = given.split(",") if isinstance(given, str) else given
     found: set[str] = set()
     unknown = []

@@ -212,7 +212,7 @@ def _megatron_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFil
 
 
 def _torch_schedule(file: ForeignFile, task: str, steps: int) -> Schedule:
-    """The list of torch's schedules. A linear one that ends at 1 is a warm-up; a cosine may follow it."""
+    """Converts `policy.scheduler`, a list of torch's: a LinearLR that ends at 1 is the warm-up, a cosine may follow."""
     given = file.take("policy.scheduler")
     entries = [entry for entry in (given if isinstance(given, list) else [given]) if isinstance(entry, dict)]
     named = [(str(entry["name"]), entry.get("kwargs")) for entry in entries if entry.get("name")]

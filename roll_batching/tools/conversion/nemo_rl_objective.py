@@ -193,7 +193,7 @@ _OWN_NAMES = (("grpo.async_grpo", "ppo.async_ppo"), ("grpo", "ppo"))
 
 
 def read_ppo_as_grpo(file: ForeignFile) -> bool:
-    """Renames the section `ppo` to `grpo`, whose keys most of its keys are; returns whether there was one."""
+    """Renames the section `ppo` to `grpo`: both have mostly the same keys. Returns whether the file has `ppo`."""
     if not isinstance(file.peek("ppo"), dict):
         return False
     if file.take("grpo") is not None:

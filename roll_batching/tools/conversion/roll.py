@@ -144,9 +144,9 @@ def _policy_gradient(draft: Draft) -> None:
 
 
 def _aggregation(draft: Draft) -> None:
-    """Translates the aggregation whose divisor in ROLL is the padded length less one, and no number of sequences.
+    """Translates `seq-mean-token-sum-norm`, which ROLL divides by the padded length less one, not by sequences too.
 
-    Source: `roll/utils/functionals.py:274`; samples are padded to `sequence_length`.
+    Source: `roll/utils/functionals.py:274`. Samples are padded to `sequence_length`, and the last token predicts none.
     """
     if draft.values.get("loss_agg_mode") != "seq-mean-token-sum-norm":
         return

@@ -39,7 +39,7 @@ def compose_slime(path: Path) -> Composed:
 
 
 def _options(words: tuple[Value, ...]) -> Iterator[tuple[Value, list[Value]]]:
-    """Every option with its values; `--name=value` is one of both."""
+    """Yields each option of a command line with its values; splits `--name=value` into option and value."""
     option: Value | None = None
     values: list[Value] = []
     for word in words:

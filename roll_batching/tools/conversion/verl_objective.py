@@ -286,7 +286,7 @@ def _shape(file: ForeignFile, section: str) -> Given | None:
 
 
 def _part(file: ForeignFile, section: str, name: str, ratio: str, rate: Any) -> Given | None:
-    """The learning rate `name`, or the one that the share `ratio` makes of `rate`."""
+    """The learning rate under key `name`; if the key `ratio` has a share, that share of `rate` instead."""
     value, share = file.given(f"{section}.{name}"), file.take(f"{section}.{ratio}")
     if share and isinstance(share, int | float) and isinstance(rate, int | float):
         return Given(float(f"{rate * share:.12g}"), f"{section}.{ratio}")

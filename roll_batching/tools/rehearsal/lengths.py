@@ -28,7 +28,7 @@ class Bin:
     """Samples of each group but the last, which may have fewer."""
 
     def prefixes(self, copies: int) -> SharedPrefixes | None:
-        """Prefixes of so many bins, one after the other; None where nothing is shared."""
+        """Prefixes of `copies` such bins, one after the other; None where nothing is shared."""
         if not self.prefix:
             return None
         groups = np.arange(len(self.lengths)) // self.group_size

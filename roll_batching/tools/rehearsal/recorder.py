@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def all_as(self, phase: str) -> Iterator[None]:
-        """Attribute operations inside to `phase`, also those inside `during`."""
+        """Context: attributes its operations to `phase`, also where `during` inside it names another phase."""
         self._override = phase
         try:
             yield
@@ -358,6 +358,7 @@ def _dense_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     keys, value_dim = named["key"].shape[2], named["value"].shape[3]
     square = min(queries, keys)
     pairs = square * (square + 1) // 2 + (queries - square) * keys if named.get("is_causal") else queries * keys
+    # Products: scores and values; backward: scores again, gradients of queries, keys (dim), scores, values (value_dim).
     channels = 3 * dim + 2 * value_dim if "backward" in str(func) else dim + value_dim
     return int(2 * batch * heads * pairs * channels)
 

@@ -26,7 +26,7 @@ WHOLE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StageKind:
-    """Pipeline stages that need the same memory, or less than one of them, which is rehearsed."""
+    """Pipeline stages of which the rehearsed one, the first of `numbers`, needs the most memory."""
 
     numbers: tuple[int, ...]
     """Their numbers; the first one is rehearsed."""
@@ -42,12 +42,12 @@ class StageKind:
 
     @property
     def stage(self) -> int:
-        """Number of the rehearsed one."""
+        """Number of the rehearsed stage."""
         return self.numbers[0]
 
     @property
     def stages(self) -> int:
-        """How many they are."""
+        """Number of these stages."""
         return len(self.numbers)
 
 
@@ -63,7 +63,7 @@ class RankKind:
 
 
 def letters_of(split: ChunkLayers, architecture: ArchitectureConfig) -> tuple[str, ...]:
-    """The letters of each stage's layers, in one order, where the layers have one part each; else empty texts."""
+    """Layer letters of each stage (`HybridConfig.pattern`), sorted within a chunk; empty texts for other models."""
     if architecture.hybrid is None:
         return ("",) * len(split)
     pattern, first, letters = architecture.hybrid.pattern, 0, [""] * len(split)
@@ -155,7 +155,7 @@ def depths_of(
 
 
 def frozen_roles(config: JobConfig) -> dict[str, WorkerConfig]:
-    """The roles of a reference and of a teacher that the job builds, by name; without one that is the policy's base."""
+    """Frozen roles that the job builds, by name: teacher, and reference unless it is the base under adapters."""
     roles: dict[str, WorkerConfig] = {}
     if config.reference is not None and wants_reference(config) and config.actor_train.model_args.lora_target is None:
         roles["reference"] = config.reference

@@ -86,12 +86,14 @@ def check_layout(shape: ArchitectureConfig, dims: ParallelDims) -> None:
     chunks = dims.pp_size * dims.vpp_size
     if shape.num_layers % chunks:
         raise PlanError(
-            f"{shape.num_layers} layers do not divide into pp {dims.pp_size} x vpp {dims.vpp_size} = {chunks} chunks"
+            f"{shape.num_layers} layers do not divide into pp {dims.pp_size} x vpp {dims.vpp_size} = {chunks} chunks: "
+            "change pp or vpp"
         )
     if shape.num_attention_heads % dims.tp_size:
-        raise PlanError(f"{shape.num_attention_heads} attention heads do not divide into tp {dims.tp_size} parts")
+        heads = shape.num_attention_heads
+        raise PlanError(f"{heads} attention heads do not divide into tp {dims.tp_size} parts: change tp")
     if shape.kv_heads % dims.tp_size and dims.tp_size % shape.kv_heads:
-        raise PlanError(f"{shape.kv_heads} key and value heads do not divide into tp {dims.tp_size} parts")
+        raise PlanError(f"{shape.kv_heads} key and value heads do not divide into tp {dims.tp_size} parts: change tp")
     if dims.ep_size > 1 and (shape.moe is None or shape.moe.num_experts % dims.ep_size):
         experts = "no experts" if shape.moe is None else f"{shape.moe.num_experts} experts"
         raise PlanError(f"the model has {experts}, which do not divide into ep {dims.ep_size} parts: change ep")

@@ -92,7 +92,7 @@ class Scenario:
         if base.world_size % replica:
             raise PlanError(
                 f"{base.world_size} devices do not divide into replicas of tp {sizes['tp']} x pp {sizes['pp']} x cp "
-                f"{cp_size} = {replica}"
+                f"{cp_size} = {replica}: change one of these sizes"
             )
         ranks = base.world_size // replica
         same_tensor_parts = base.etp_size == base.tp_size
@@ -223,7 +223,7 @@ def scenario_of_job(
     if config.stream is not None:
         raise ConfigError("a stream forms the steps of this job while it runs: simulate it without the stream's keys")
     if config.task == "dpo" and len(lengths) % 2:
-        raise ConfigError(f"{len(lengths)} lengths are no pairs: task dpo takes chosen, rejected, chosen, ...")
+        raise ConfigError(f"{len(lengths)} lengths are no pairs: give task dpo chosen, rejected, chosen, rejected, ...")
     world = world_size or config.world_size or megatron.model_size
     config.dp_size(world)
     dims = megatron.parallel_dims(world)

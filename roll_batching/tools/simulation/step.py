@@ -88,9 +88,9 @@ class SimulatedStep:
         return self.seconds / float(self.rank_ends.mean()) - 1
 
     def parts_of(self, rank: int, event: PassEvent) -> tuple[int, float, float]:
-        """(Micro-batch of the plan, seconds of work, part of them in which keys and values travel) of a pass of `rank`.
+        """Divides a pass of `rank`: (micro-batch in the plan, seconds of work, those of exchanging keys and values).
 
-        The rest of the event is waiting for other ranks.
+        Work includes the exchange. The rest of the event is waiting for other ranks.
         """
         pack, work = self.packs[rank][event.index], self.work
         busy = float((work.backward if event.is_backward else work.forward)[pack]) / self.plan.constraints.vpp_size
@@ -181,7 +181,7 @@ def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: fl
 def _sum_of_slots(
     times: PackTimes, computed: Ints, taken: Ints, pack_of: Ints, packs: int, size: int
 ) -> tuple[Ints, Ints]:
-    """(times, exchanges) that slots add to each pack; a sample takes its first `taken` positions from another one."""
+    """(times, exchanges) that slots add to each pack, less the first `taken` positions, which other samples compute."""
     whole, prefix = _of_lengths(times, computed, size), _of_lengths(times, taken, size)
     added = np.zeros((2, packs), dtype=np.int64)
     for row in range(2):
