@@ -82,7 +82,7 @@ def check_inputs(config: JobConfig) -> dict[str, str]:
 
 
 def _check(part: TextSet[Any], faults: Faults, read: Callable[[int], None]) -> tuple[str, TokenCounts]:
-    """Fingerprint of the texts, and their token counts; texts with cached ones are not checked again."""
+    """Reads and checks the texts of `part`, unless their token counts are cached; returns (fingerprint, counts)."""
     if part.cache is not None and part.cache.any():
         digest, unreadable = Fingerprint(), Faults()
         for text in part.read(unreadable, read):

@@ -272,7 +272,7 @@ def _of_derived_caps(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
 
 
 def _of_old_log_probs(role: WorkerConfig, given: dict[str, Any]) -> Iterator[Notice]:
-    """Whether old log-probs use the keys for passes without gradient that differ from those for training."""
+    """Notices on micro-batch keys for passes without gradient: `logprob_plan` decides if old log-probs use them."""
     for path in role.infer_keys:
         key = ("actor_train", *path)
         if role.logprob_plan != "own":

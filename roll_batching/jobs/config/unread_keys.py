@@ -116,7 +116,7 @@ def _of_sampling(job: JobKeys) -> Unread:
 
 
 def _of_routers(path: KeyPath, role: WorkerConfig) -> Unread:
-    """Keys of routers in the layout of a model that has none, or none with expert biases."""
+    """Router keys without effect: the model has no mixture of experts, or its routers have no expert biases."""
     model, bias_rate = role.model_args.architecture, "moe_router_bias_update_rate"
     if model is not None and model.moe is None:
         for key in ("moe_router_dtype", "freeze_moe_router", bias_rate):

@@ -132,7 +132,7 @@ _GREEDY = 1e-4
 
 
 def _unless_greedy(key: str) -> Switch:
-    """The switch of a key of sampling; the key that makes decoding greedy is read."""
+    """Switch that reads the sampling key `key` unless another key makes decoding greedy."""
     return Switch(lambda args: args.greedy in (None, key), "{0.greedy} is {0.greedy_value}: decoding is greedy")
 
 

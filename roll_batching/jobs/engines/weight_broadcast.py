@@ -223,9 +223,9 @@ class WeightBroadcast:
     # ---- one server
 
     async def _join(self, session: Any, url: str) -> None:
-        """Joins a new process group with the server, unless it still has the one of the last update.
+        """Joins a new process group with the server, unless the group of the last update still exists there.
 
-        A restarted server has not, which shows by its weights' version.
+        A restarted server has lost it: its weight version is then not the one sent last.
         """
         info = await self._info(session, url)
         if url in self._groups and self._api.weight_version(info) == str(self._sent_version):

@@ -130,7 +130,8 @@ def wait_for_ranks(info: RankInfo, minutes: float, *, notice_after: float = _SEC
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise LayoutError(
                 f"rank {info.rank} of {info.world_size} could not meet the others at {info.address} within "
-                f"{minutes:g} minutes (MASTER_ADDR, MASTER_PORT): {reason}"
+                f"{minutes:g} minutes: {reason}. Check that rank 0 runs, and that this machine reaches it at "
+                "MASTER_ADDR and MASTER_PORT"
             ) from error
         store.set(f"{_KEY}/{info.rank}", "")
         missing = set(range(info.world_size))

@@ -94,7 +94,10 @@ def check_advantages(advantages: Any, rewards: np.ndarray, source: str) -> np.nd
     if values.shape != rewards.shape:
         raise DataError(f"the advantages of {source} have shape {values.shape}: return one per reward, {rewards.shape}")
     if (bad := np.flatnonzero(~np.isfinite(values))).size:
-        raise DataError(f"the advantages of {source} at positions {bad[:5].tolist()} are not finite")
+        raise DataError(
+            f"the advantages of {source} at positions {bad[:5].tolist()} are not finite: return numbers also where all "
+            "rewards of a group are equal"
+        )
     return values
 
 

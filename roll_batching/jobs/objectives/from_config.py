@@ -193,7 +193,7 @@ def critic_mini_batch_size(config: JobConfig, dp_size: int) -> int:
 
 
 def value_loss_of(config: JobConfig) -> ValueLoss:
-    """The loss of the critic: tokens are averaged as `loss_agg_mode` says, for the policy's loss and for this one."""
+    """The loss of the critic. `loss_agg_mode` averages its tokens, as those of the policy's loss."""
     return ValueLoss(clip=config.value_clip, aggregation=_aggregation(config, AGGREGATIONS[config.loss_agg_mode]))
 
 

@@ -71,7 +71,10 @@ class DomainMoments:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state. Raises DataError for an earlier version's moments of all domains together."""
         if not all(isinstance(saved, Mapping) for saved in state.values()):
-            raise DataError("the checkpoint has one mean reward for all domains: it was saved by an earlier version")
+            raise DataError(
+                "the checkpoint has one mean reward for all domains: it was saved by an earlier version; resume with "
+                "that version, or start a new run under another exp_name"
+            )
         self._moments = {domain: RunningMoments() for domain in state}
         for domain, saved in state.items():
             self._moments[domain].load_state_dict(saved)
@@ -116,5 +119,8 @@ class CompositeState:
         self.first.load_state_dict(state)
         for name, part in self.others.items():
             if name not in state:
-                raise DataError(f"the checkpoint has no {name}: it was saved by a job without that setting")
+                raise DataError(
+                    f"the checkpoint has no {name}: it was saved by a job without that setting; unset it, or start a "
+                    "new run under another exp_name"
+                )
             part.load_state_dict(state[name])

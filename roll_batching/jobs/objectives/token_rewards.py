@@ -98,7 +98,10 @@ class TokenRewards(CheckedFields, error=DataError):
         )
         mean, coefficient = total / max(samples, 1.0), self.kl.value
         if not math.isfinite(mean):
-            raise DataError("the divergence in the reward is not finite: log-probs of policy and reference overflow")
+            raise DataError(
+                "the divergence in the reward is not finite: log-probs of policy and reference overflow; resume from "
+                "an earlier checkpoint with a smaller learning rate"
+            )
         self.kl.update(mean, int(samples))
         return {"reward_kl": mean, "reward_kl_coef": coefficient}
 

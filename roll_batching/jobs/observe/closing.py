@@ -130,6 +130,7 @@ def _line(axes: Axes, rows: Sequence[Metrics], key: str, color: str, label: str,
 
 
 def _smooth(axes: Axes, rows: Sequence[Metrics], key: str, color: str, label: str) -> None:
+    """Draws means of five rows, each at the last of the five."""
     steps, values = _column(rows, key)
     if len(steps) >= 5:
         means = [sum(values[i - 4 : i + 1]) / 5 for i in range(4, len(values))]

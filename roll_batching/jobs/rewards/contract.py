@@ -98,7 +98,8 @@ def final_answer(completion: Completion) -> Score:
 def check_final_answer(line: PromptLine) -> None:
     """Raises ValueError for an answer that no response can end with."""
     if "#" in text_answer(line):
-        raise ValueError(f"the answer {line.answer[:60]!r} holds a '#', and the text after the last '#' never does")
+        text = f"the answer {line.answer[:60]!r} holds a '#', and the text after the last '#' never does"
+        raise ValueError(f"{text}: leave the line out, or use another reward function")
 
 
 final_answer.check_record = check_final_answer  # type: ignore[attr-defined]
@@ -121,7 +122,8 @@ def exact_match(completion: Completion, after: str | None = None, *, ignore_case
 def check_exact_match(line: PromptLine, after: str | None = None, *, ignore_case: bool = False) -> None:
     """Raises ValueError for an answer that no response can equal."""
     if after and after in text_answer(line):
-        raise ValueError(f"the answer {line.answer[:60]!r} holds {after!r}, and the text after the last one never does")
+        text = f"the answer {line.answer[:60]!r} holds {after!r}, and the text after the last {after!r} never does"
+        raise ValueError(f"{text}: leave the line out, or set another reward_args.after")
     text_answer(line)
 
 

@@ -233,7 +233,7 @@ def _takes_batches(function: Callable[..., Any]) -> bool:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for all calls: sessions of HTTP clients belong to one."""
+    """The event loop of all calls. They share it because an HTTP client's session works in a single loop."""
     return asyncio.new_event_loop()
 
 
@@ -247,7 +247,7 @@ def _call(function: Callable[..., Any], path: str, *values: Any, **arguments: An
 
 
 def _only(result: Any, path: str) -> Any:
-    """The one score of a batch of one."""
+    """The single item of `result`, the list of scores that a function returned for a batch of one response."""
     if not hasattr(result, "__len__") or isinstance(result, str | Mapping) or len(result) != 1:
         raise ValueError(f"{path} returned {printable(repr(result), characters=60)} for a batch of one: return a list")
     return result[0]

@@ -302,7 +302,9 @@ class _Client:
                 "client.generate must be awaited in the event loop of the rollout function, not in another thread's"
             )
         if not calls.is_open(self._number):
-            raise DataError("client.generate was called after the sample's rollout function had returned")
+            raise DataError(
+                "client.generate was called after the sample's rollout function had returned: await every call before"
+            )
         if self.calls == function.max_calls:
             raise DataError(
                 f"the sample calls its client more than {function.max_calls} times: end the rollout earlier, or raise "

@@ -216,7 +216,7 @@ class StepScores:
         )
 
     def fail_with(self, baselines: StepScores) -> StepScores:
-        """These scores, also failed in every group whose baseline failed; `baselines` has one response per group."""
+        """Marks as failed the responses of groups whose baseline failed; `baselines` has one response per group."""
         groups = baselines.failed.repeat(len(self.ids) // len(baselines.ids))
         return replace(self, failed=self.failed | groups)
 
@@ -268,7 +268,7 @@ def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, 
 
 
 def _impute_failed(scores: StepScores, group_size: int) -> np.ndarray:
-    """Rewards, float64 `[n]`; a failed one is the mean of its group's others, or else of its domain's."""
+    """Rewards, float64 `[n]`: failed ones become their group's mean, or their domain's if the whole group failed."""
     rewards, failed = scores.rewards, scores.failed
     succeeded = np.where(failed, 0.0, rewards).reshape(-1, group_size)
     others = (~failed).reshape(-1, group_size).sum(1)

@@ -322,7 +322,10 @@ def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
     if point is not None:
         has_phase, reason = phases.get(point.phase, (config.task == point.phase, f"task: {config.task}"))
         if not has_phase:
-            raise CheckpointError(f"{point.path} is of the phase {point.phase}, and this configuration has {reason}")
+            raise CheckpointError(
+                f"{point.path} is of the phase {point.phase}, and this configuration has {reason}: change that, or "
+                "name another checkpoint in resume_from_checkpoint"
+            )
     return point
 
 
@@ -343,7 +346,10 @@ def _read(path: Path) -> SavedPoint:
         point = SavedPoint(path=path, **(record | {"layout": ParallelDims(**record["layout"])}))
         named = _NAME.fullmatch(path.name)
         if point.phase not in PHASES or type(point.step) is not int or point.step < 1:
-            raise CheckpointError(f"{file} is malformed: it has step {point.step!r} of {point.phase!r}")
+            raise CheckpointError(
+                f"{file} is malformed: it has step {point.step!r} of {point.phase!r}; copy the checkpoint again, or "
+                "name another one"
+            )
         if named and (named[1], int(named[2])) != (point.phase, point.step):
             raise CheckpointError(
                 f"{file} says step {point.step:,} of {point.phase}, and its folder is {path.name}: the file or the "

@@ -83,6 +83,7 @@ class Encoder:
         from roll_batching.losses.fine_tuning import mismatch_local  # other jobs need none
 
         share = rank_slice(len(texts), dp_rank, dp_size)
+        # The text before the share too: its response goes to the share's first prompt. The first text takes the last's.
         places = [(share.start - 1) % len(texts), *range(share.start, share.stop)]
         encoded = self.encode([texts[place] for place in places], torch.tensor([len(texts), *places[1:]]))
         if len(places) == 1:  # more ranks than texts

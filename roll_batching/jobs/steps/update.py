@@ -184,7 +184,7 @@ def _add_old_log_probs(
     *,
     experts: bool,
 ) -> tuple[SampleBatch, Iterator[MiniBatch]]:
-    """`local_batch` with `old_log_probs` by `logprob_plan`, and with `experts` those of the pass; all of `batches`."""
+    """Adds `old_log_probs` by `logprob_plan` (with `experts`, routed experts too); returns (batch, all `batches`)."""
     strategy = planner.strategy
     source = strategy.batching.logprob_plan
     if source == "none":

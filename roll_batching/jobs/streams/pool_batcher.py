@@ -175,7 +175,8 @@ class PoolBatcher:
         self._epoch, self._cursor, self._count = 0, 0, 0
         self._order = self._order_of(0)
         if infinite and not self._order.size:
-            raise DataError(f"Rank {rank} of {size} has no samples: the dataset holds {int((self._slots > 0).sum())}.")
+            held = int((self._slots > 0).sum())
+            raise DataError(f"Rank {rank} of {size} has no samples: the dataset holds {held}; use fewer ranks.")
         self._waiting = np.empty(pool_size, dtype=np.int64)
         self._waiting_slots = np.empty(pool_size, dtype=np.int64)
         self._taken = np.empty(pool_size, dtype=np.int64)
@@ -270,7 +271,10 @@ class PoolBatcher:
             return
         of_this_rank = [saved for saved in states if saved["rank"] == rank]
         if not of_this_rank:
-            raise DataError(f"The saved stream position is of rank {states[0]['rank']}, this is rank {rank}.")
+            raise DataError(
+                f"The saved stream position is of rank {states[0]['rank']}, this is rank {rank}: load on each rank the "
+                "state that it saved."
+            )
         self._restore(of_this_rank[0])
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -283,7 +287,10 @@ class PoolBatcher:
         in_range = not pool.size or (0 <= int(pool.min()) and int(pool.max()) < len(self._slots))
         if epoch < 0 or not 0 <= cursor <= order.size or not in_range or (pool.size and not self._slots[pool].all()):
             self._origin, self._last_dealt = before
-            raise DataError(f"The saved stream position is impossible: {epoch=}, {cursor=}, {pool=}.")
+            raise DataError(
+                f"The saved stream position is impossible: {epoch=}, {cursor=}, {pool=}. Resume from another "
+                "checkpoint."
+            )
         room = max(self.pool_size, pool.size)  # a saved pool may be larger: it shrinks to `pool_size` as it empties
         self._waiting, self._waiting_slots = np.resize(self._waiting, room), np.resize(self._waiting_slots, room)
         self._taken = np.resize(self._taken, room)
@@ -329,7 +336,7 @@ def _unread(slots: Ints, states: Sequence[Mapping[str, Any]], last: int) -> Ints
 
 
 def _slots(lengths: Ints, multiple: int, *, packed: bool) -> tuple[Ints, int]:
-    """Aligned tokens of each sample, int64[n], 0 for one that is left out; and the rows of that length it takes.
+    """(aligned tokens of each sample, int64[n], 0 for samples left out; rows of that length per sample).
 
     Sequences that share a micro-batch count their sum in a pack; in a rectangle each has a row as long as the longest.
     """

@@ -236,7 +236,8 @@ class DataCollatorForRollout:
         tokens = sum(sum(_field(sample, "completion_mask")) for rows in micro_batches for row in rows for sample in row)
         if not tokens:
             raise DataError(
-                "These micro-batches have no token to learn from: completion_mask is 0 in all their samples"
+                "These micro-batches have no token to learn from: completion_mask is 0 in all their samples. Do not "
+                "queue samples without a response."
             )
         return [self._pack(rows, tokens) for rows in micro_batches]
 

@@ -179,7 +179,7 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] = _NONE) -> str:
         """The text before the assistant's next turn. Raises DataError if it spoke last, or the template fails."""
         if messages[-1]["role"] == ASSISTANT:
-            raise DataError("the last message is the assistant's: a prompt ends with a message of another role")
+            raise DataError("the last message is the assistant's: end the prompt with a message of another role")
         return self._text(messages, variables, open_turn=True)
 
     def conversation(
@@ -242,7 +242,10 @@ class ChatTemplate:
         encoded = self._apply(messages, variables, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = [bool(value) for value in encoded["assistant_masks"]]
         if not any(mask):
-            raise DataError("the chat template marks no token of it as the assistant's ({% generation %})")
+            raise DataError(
+                "the chat template marks no token of it as the assistant's: put its text of assistant messages between "
+                "{% generation %} and {% endgeneration %}"
+            )
         return list(encoded["input_ids"]), mask
 
     def _by_prefixes(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[list[int], list[bool]]:

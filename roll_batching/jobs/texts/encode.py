@@ -36,7 +36,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
     ]
     for prompt, tokens in zip(prompts, input_ids, strict=True):
         if not tokens:
-            raise DataError(f"{prompt.source}: the prompt has no tokens.")
+            raise DataError(f"{prompt.source}: the prompt has no tokens: give it text that this tokenizer encodes.")
         if len(tokens) > max_length:
             fault = too_long(prompt, len(tokens), max_length, "prompt_length")
             raise DataError(f"{prompt.source}: {fault}. Shorten it.")
@@ -144,7 +144,7 @@ def _encode_with_mask(
     prompt = _expand(_encode(document.prompt, tokenizer, document.source, "the prompt"), document, tokenizer)
     response = [*_encode(document.response, tokenizer, document.source, "the response"), tokenizer.eos_token_id]
     if not prompt:
-        raise DataError(f"{document.source}: the prompt has no tokens.")
+        raise DataError(f"{document.source}: the prompt has no tokens: give it text that this tokenizer encodes.")
     if isinstance(tokenizer, ImageTokenizer):
         tokenizer.expand(response, ())  # no image
     return prompt + response, [False] * len(prompt) + [True] * len(response)

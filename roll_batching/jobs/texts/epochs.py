@@ -96,7 +96,10 @@ class EpochStream(Iterator[list[T]], Generic[T]):
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self.dataset):
-            raise DataError(f"The saved data position is impossible: epoch {epoch}, position {position}.")
+            raise DataError(
+                f"The saved data position is impossible: epoch {epoch}, position {position}. Resume from another "
+                "checkpoint."
+            )
         self._epoch, self._position = epoch, position
         self._order = self._order_of(epoch)
 

@@ -287,7 +287,7 @@ class TextDataset(Sequence[T], Generic[T]):
         for number, item in enumerate(self._items):
             if not item.prompt:
                 place = f"item {number}" if item.source == "memory" else item.source
-                raise DataError(f"{place}: the prompt is empty.")
+                raise DataError(f"{place}: the prompt is empty: give it text, or leave the item out.")
 
     def __len__(self) -> int:
         return len(self._items)

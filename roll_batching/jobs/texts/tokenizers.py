@@ -76,7 +76,7 @@ class CharTokenizer:
             raise DataError(f"The vocabulary holds {', '.join(map(repr, repeated))} more than once: list it once.")
         for kind, token in (("end", eos), ("pad", pad)):
             if token not in self._id:
-                raise DataError(f"The {kind} token {token!r} is not one character of the vocabulary.")
+                raise DataError(f"The {kind} token {token!r} is not one character of the vocabulary: add it there.")
         self._vocabulary = vocabulary
         self._reserved = {pad: "fills gaps", eos: "ends a response"}
         self._plain = frozenset(vocabulary) - self._reserved.keys()
@@ -173,7 +173,10 @@ class HFTokenizer:
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder or name_or_path))
         except (OSError, ValueError) as error:
-            raise DataError(f"No tokenizer could be loaded from {str(name_or_path)!r}: {error}") from None
+            raise DataError(
+                f"No tokenizer could be loaded from {str(name_or_path)!r}: {error}. Name another in "
+                "tokenizer.name_or_path."
+            ) from None
         if len(self.tokenizer.get_vocab().keys() - self.tokenizer.get_added_vocab().keys()) < 2:
             # For some families transformers makes a tokenizer of special tokens only from a folder without its files.
             raise DataError(

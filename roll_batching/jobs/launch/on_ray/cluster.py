@@ -31,9 +31,9 @@ class RankPlacement:
 
 
 def bundle_size(tp_size: int, largest_machine: int) -> int:
-    """Ranks per bundle: a tensor-parallel group, or where no machine holds one, its largest divisor that fits.
+    """Ranks per bundle: `tp_size`, or if no machine has room for so many, its largest divisor that fits.
 
-    A bundle lies on one machine. `largest_machine` is the number of ranks that fit on the largest one.
+    A bundle lies on one machine. `largest_machine`: ranks that fit on the largest machine.
     """
     return max(size for size in range(1, tp_size + 1) if tp_size % size == 0 and size <= max(1, largest_machine))
 

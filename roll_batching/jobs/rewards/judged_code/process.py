@@ -42,7 +42,7 @@ def names_container(run: Sequence[str]) -> bool:
 
 
 class ContainerCommand:
-    """The command `run` for one call, with a container name if it is of `RUNTIMES`; `arguments` start with it."""
+    """Command line `arguments` for one call of `run`; a container that `run` starts gets a name, to be removed by."""
 
     def __init__(self, run: Sequence[str]) -> None:
         self.arguments = list(run)
