@@ -112,7 +112,7 @@ class FieldKind:
         return cls(next(iter(numbers), None), tuple(choices), takes_none, takes_functions, tuple(metadata))
 
     def read(self, value: Any) -> Any:
-        """`value` as a plain one. Raises ValueError with the value and what to give instead."""
+        """`value` as a plain Python value. Raises ValueError that shows it and says what to give instead."""
         if value is None and self.takes_none or self.takes_functions and callable(value):
             return value
         if any(type(value) is type(choice) and value == choice for choice in self.choices):

@@ -33,7 +33,7 @@ def host_group() -> Any:
 
 
 def divided_host_group(parts: Iterable[Sequence[int]]) -> Any:
-    """The gloo group of this rank's part, where `parts` divide all ranks; None for a part of one rank.
+    """The gloo group of the part that has this rank; `parts` have each rank once. None for a part of a single rank.
 
     Collective among all ranks, with the same `parts`.
     """
@@ -44,7 +44,7 @@ def divided_host_group(parts: Iterable[Sequence[int]]) -> Any:
 
 
 def divided_group(parts: Iterable[Sequence[int]], backend: str | None = None) -> Any:
-    """The group of the part that has this rank, None without one; made once per division. Collective among all ranks.
+    """This rank's group, one per part; None if no part has this rank. Cached by division. Collective among all ranks.
 
     `backend` is by default that of the group of all ranks.
     """

@@ -200,7 +200,7 @@ def _translate_window(values: Mapping[str, Any], family: Family, result: Transla
 
 
 def _kinds_of_pattern(values: Mapping[str, Any], layers: int, result: Translation) -> list[str] | None:
-    """The kinds of layers by Gemma's pattern: every so many layers, one without a window."""
+    """Attention kind of each layer by Gemma's `sliding_window_pattern` n: each n-th layer has no window."""
     name = "sliding_window_pattern" if "sliding_window_pattern" in values else "_sliding_window_pattern"
     every = values.get(name, 6)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:

@@ -106,7 +106,7 @@ class StoredTensors:
             while into:
                 count = self._opened.readinto(into)
                 if not count:
-                    raise CheckpointError(f"{file} is truncated: it ends inside {name}")
+                    raise CheckpointError(f"{file} is truncated: it ends inside {name}; copy it again")
                 into = into[count:]
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {cause(error)}") from None

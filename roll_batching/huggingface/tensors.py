@@ -41,7 +41,7 @@ class TensorRule:
     """by_unit: rows of the parts of each tensor, in fields of `Sizes`."""
 
     def at(self, layer: int | None = None, expert: int | None = None) -> TensorRule:
-        """The rule for one layer, and one of its experts."""
+        """This rule with the numbers of a layer, and of an expert in it, filled into its names."""
         return TensorRule(
             self.ours.format(layer=layer, expert=expert),
             self.join,
@@ -246,7 +246,7 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
             if rule.join == "expert":
                 yield Piece(first, one, None, slice(0, width), of_expert=True)
             else:
-                for half in range(2):
+                for half in range(2):  # their columns alternate between gate and up; ours has all gates, then all ups
                     half_rows = slice(half * width // 2, (half + 1) * width // 2)
                     yield Piece(first, one, slice(half, None, 2), half_rows, of_expert=True)
         case "qkv" | "gated_qkv" | "by_unit":

@@ -73,6 +73,7 @@ def cost_of(args: Any) -> LinearQuadraticCost:
 
     length = 1024
     flops, flops_of_double = (int(calculate_fwd_flops([size], args)) for size in (length, 2 * length))
+    # f(n) = a n + b n^2, so f(2n) - 2 f(n) = 2 b n^2.
     quadratic = max(1, (flops_of_double - 2 * flops) // (2 * length**2))
     linear = (flops - quadratic * length**2) // length
     linear //= quadratic

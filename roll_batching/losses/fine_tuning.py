@@ -162,6 +162,7 @@ def mismatch_local(batch: SampleBatch, mask: str = "response_mask") -> SampleBat
         raise DataError(f"{len(batch)} samples have no response to another prompt: give at least two")
     of_next = batch.schema[mask].kind == "next_token"
     counted = counted_positions(batch, mask) if of_next else mask_of(batch, mask)
+    # A next_token mask counts position i for token i + 1: + 1 gives the place of the token in its sample.
     position = torch.arange(batch.num_tokens) - batch.offsets[:-1][sample_of(batch)] + int(of_next)
     counted_position = torch.where(counted, position, batch.max_length)
     no_response = torch.full((len(batch),), batch.max_length)
@@ -169,6 +170,7 @@ def mismatch_local(batch: SampleBatch, mask: str = "response_mask") -> SampleBat
     prompt_lengths = no_response.scatter_reduce(0, sample_of(batch), counted_position, "amin")
     if len(wrong := batch.ids[(prompt_lengths == 0) | (prompt_lengths >= batch.lengths)]):
         raise DataError(f"the samples {wrong[:8].tolist()} have no prompt or no counted response token: leave them out")
+    # roll(1): sample i gets the response of sample i - 1, the first one that of the last.
     starts, response_lengths = batch.offsets[:-1], (batch.lengths - prompt_lengths).roll(1)
     part_starts = torch.stack([starts, (starts + prompt_lengths).roll(1)], -1).flatten()
     token_index = row_indices(part_starts, torch.stack([prompt_lengths, response_lengths], -1).flatten())

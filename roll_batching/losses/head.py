@@ -138,7 +138,7 @@ class HeadContext:
         from roll_batching.losses.vocabulary import labels_with_candidates
 
         if self.temperature_field is not None:
-            raise LossError("a temperature for each sample divides log-probs of labels only: the loss reads candidates")
+            raise LossError("temperatures per sample do not divide candidates, which the loss reads: set one for all")
         source, weight = self._source(output, chunk)
         labels = labels_with_candidates(pack, field)
         values, entropies = self._token_log_probs(source, labels, weight, pack.head_tokens, entropy)
@@ -173,7 +173,7 @@ class HeadContext:
         Padded columns of the vocabulary are set so low that their probability is 0.
         """
         if self.temperature_field is not None:
-            raise LossError("a temperature for each sample divides log-probs only: the loss reads logits")
+            raise LossError("temperatures per sample do not divide logits, which the loss reads: set one for all")
         source, weight = self._source(output, chunk)
         logits = source if weight is None else F.linear(source, weight)
         if self.temperature != 1.0:

@@ -214,6 +214,7 @@ class PackedMamba(RecurrentLayer):
 
     def split(self, parts: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Convolved channels; time steps [tokens, parts, heads of a part]."""
+        # Channels of a part: B and C (state_dim each), and per head head_dim inputs and one time step.
         heads = (parts.shape[-1] - 2 * self.state_dim) // (self.head_dim + 1)
         mixed, steps = parts.split([parts.shape[-1] - heads, heads], -1)
         return mixed.flatten(-2), (steps,)

@@ -164,7 +164,7 @@ def default_attention(device_type: str) -> AttentionEntry:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Versions of the installed ones of `distributions`."""
+    """Version of each of `distributions` that is installed."""
     versions = {}
     for name in distributions:
         try:

@@ -34,7 +34,7 @@ from roll_batching.samples.length_table import LengthTable, require_batch
 
 @dataclass(frozen=True, eq=False)
 class LayoutExchange:
-    """Data-parallel ranks of all processes in the layout that holds samples and in the one that computes them."""
+    """Maps the data-parallel ranks of a layout that holds samples (source) to those that compute them (target)."""
 
     source: np.ndarray
     """int64 [processes]: data-parallel rank of each process in the layout that holds the samples."""

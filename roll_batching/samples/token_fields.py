@@ -169,5 +169,5 @@ def counted_positions(batch: SampleBatch, mask: str = "response_mask") -> torch.
     """
     counted = mask_of(batch, mask)
     counted = counted.roll(-1, 0) if batch.schema[mask].kind == "token" else counted.clone()
-    counted[batch.offsets[1:] - 1] = False
+    counted[batch.offsets[1:] - 1] = False  # no next token; the roll has put the next sample's first one there
     return counted

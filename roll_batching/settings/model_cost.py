@@ -127,6 +127,7 @@ def with_delta_nets(
         values = delta.num_value_heads * delta.value_head_dim
         key_dim, both = delta.key_head_dim, 2 * delta.num_key_heads * delta.key_head_dim + values
         projections = hidden_size * (both + 2 * values + 2 * delta.num_value_heads)
+        # 2 * hidden * (queries + keys): attention's projections (q and output; k and v), which the cost has already.
         of_layer = projections + both * delta.conv_kernel_dim + 3 * values * key_dim
         extra_weights += delta_layers * (of_layer - 2 * hidden_size * (queries + keys))
     return _with_flops(

@@ -261,13 +261,13 @@ def _read_record(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         previous = path.with_name(path.name + REPLACED)
         cure = (
-            f"a save was interrupted, and {previous} holds the one before it"
+            f"a save was interrupted; {previous} is the checkpoint before it, load that one"
             if previous.is_dir()
-            else "look for its name"
+            else "check the path"
         )
         raise CheckpointError(f"there is no checkpoint {path}: {cure}")
     if not file.is_file():
-        raise CheckpointError(f"{path} is not a checkpoint of a strategy: it has no {RECORD}")
+        raise CheckpointError(f"{path} is not a checkpoint of a strategy: it has no {RECORD}; name a folder with one")
     with explain_read_errors(file):
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(record, dict) or not {"architecture", "optimizer"} <= record.keys():

@@ -44,7 +44,9 @@ def check_files(path: Path) -> None:
     for name, end in sorted(ends.items()):
         file = path / name
         if Path(name).name != name:
-            raise CheckpointError(f"{path / '.metadata'} names the file {name!r}, which is not in its folder")
+            raise CheckpointError(
+                f"{path / '.metadata'} names the file {name!r}, which is not in its folder: load another checkpoint"
+            )
         with explain_read_errors(file):
             size = check_regular(file)
         if size < end:

@@ -227,7 +227,9 @@ def _read(folder: Path) -> dict[str, FileDigest]:
             raise ValueError
         return {name: _entry(name, entry) for name, entry in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{file} is malformed: it lists no sizes and digests of files") from None
+        raise CheckpointError(
+            f"{file} is malformed: it lists no sizes and digests of files; copy the checkpoint again"
+        ) from None
 
 
 def _entry(name: str, entry: Any) -> FileDigest:

@@ -62,7 +62,9 @@ def describe_full_tensors(state: ModelState, source: str, *, with_head: bool = F
     """
     architecture = state.architecture
     if architecture is None:
-        raise CheckpointError("a model that was built outside (from_parts) has no model directory to be written as")
+        raise CheckpointError(
+            "a model that was built outside (from_parts) has no model directory to be written as: use save"
+        )
     origin = directory_of(source)
     family = family_of(origin, state.own_family)
     tied, sizes, stored = architecture.tie_word_embeddings, Sizes.of(architecture), StoredTensors(origin)

@@ -124,7 +124,7 @@ class ModelIOMixin(OffloadMixin):
             if source is None:
                 raise CheckpointError(
                     "this model started from model_args.architecture: only one that came from a model directory "
-                    "(model_name_or_path) can be written as one"
+                    "(model_name_or_path) can be written as one; use save"
                 )
         return source
 

@@ -237,10 +237,10 @@ class _PartitionedParameter:
 def _distributed_state(
     part: Any, model_state: dict[str, Any], stacks: frozenset[str], *, loading: bool
 ) -> dict[int, dict[str, Any]]:
-    """State shards by number of the parameter, of the parameters that this rank assembles.
+    """State shards by parameter number.
 
-    When `loading`: of the parameters that its share touches, uninitialised on the CPU. Collective over the optimizer's
-    data-parallel group unless `loading`.
+    For saving: of the parameters that this rank assembles. Collective over the optimizer's data-parallel group.
+    For `loading`: of the parameters that its share touches, uninitialised on the CPU. Not collective.
 
     Args:
         part: a distributed optimizer whose state exists.
@@ -326,9 +326,9 @@ def _assemble(part: Any, partitioned: _PartitionedParameter, local: dict[str, to
 
 
 def _replica_id(part: Any, partitioned: _PartitionedParameter, shard: Any) -> tuple[int, int, int]:
-    """The model parameter's, with 0 last on exactly one rank: Megatron writes the shards with that id.
+    """Replica id of a state shard. Megatron writes a shard on the rank whose id ends with 0, so exactly one has it.
 
-    It is the first rank with a part, in the first instance of a partially distributed optimizer.
+    That is the first rank with a part of the parameter, in the first instance of a partially distributed optimizer.
     """
     group = part.data_parallel_group
     number = part.distributed_optimizer_instance_id * group.size() + group.rank() - partitioned.first_rank

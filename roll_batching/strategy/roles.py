@@ -153,7 +153,10 @@ class BaseReference(MegatronInferStrategy):
     def __init__(self, policy: MegatronInferStrategy, config: RoleSettings) -> None:
         super().__init__(config, seed=policy.seed, temperature=policy.temperature)
         if policy.state.adapters is None:
-            raise LayoutError("the policy has no adapters, so that without them it is the policy itself")
+            raise LayoutError(
+                "the policy has no adapters under which to find its frozen base: set model_args.lora_target, or load "
+                "the reference's weights into a strategy of its own"
+            )
         self._policy, self._settings = policy, StepSettings.of(config, policy.layout.dp_size)
         self._batching = config.batching()
         self._batching.load_algorithms()
