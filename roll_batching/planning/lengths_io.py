@@ -113,7 +113,8 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
             while line := stream.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(line) > LONGEST_LINE:
-                    raise DataError(f"{file}:{number}: more than {LONGEST_LINE:,} characters: write one row per line")
+                    fault = f"the line has more than {LONGEST_LINE:,} characters"
+                    raise DataError(f"{file}:{number}: {fault}; write one row per line")
                 if number > MOST_ROWS + 1:
                     raise DataError(f"{file} has more than {MOST_ROWS:,} lines; plan fewer at once")
                 yield number, line

@@ -34,7 +34,7 @@ def karmarkar_karp(weights: ArrayLike, k: int, *, equal_size: bool = False) -> l
     if (total := array.sum(dtype=object)) >= 1 << 62:
         raise PlanError(f"karmarkar_karp: the weights add up to {total}, at least 2^62: divide them by a power of two")
     if equal_size and len(array) % k:
-        raise PlanError(f"karmarkar_karp: {len(array)} items do not divide into {k} parts of equal size: change k")
+        raise PlanError(f"karmarkar_karp: {len(array)} items cannot form {k} parts of equal size: change k")
     values = array.astype(np.int64)
     if len(values) == 0:
         return [[] for _ in range(k)]

@@ -261,7 +261,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         previous = path.with_name(path.name + REPLACED)
         cure = (
-            f"a save was interrupted; {previous} is the checkpoint before it, load that one"
+            f"a save was interrupted, and {previous} holds the one before it: load that checkpoint"
             if previous.is_dir()
             else "check the path"
         )
