@@ -91,6 +91,23 @@ def patch_for_fake_tensors() -> None:
     torch.nn.Module._apply = _apply_out_of_place  # type: ignore[assignment]
     _patch_tensor_reads()
     _check_samples_on_host()
+    _answer_grad_norm_groups()
+
+
+def _answer_grad_norm_groups() -> None:
+    """Let Megatron's optimizers (0.19.2) see from the parameters at hand which of them have a gradient norm apart.
+
+    Megatron reduces a flag over ranks and reads it; the read of a fake flag would say that some have.
+    """
+    from megatron.core.optimizer import optimizer
+
+    if not hasattr(optimizer.MegatronOptimizer, "has_grad_norm_group"):
+        return
+
+    def has_grad_norm_group(self: Any, grad_norm_group: str) -> bool:
+        return any(optimizer._get_param_grad_norm_group(p) == grad_norm_group for p in self.get_parameters())
+
+    optimizer.MegatronOptimizer.has_grad_norm_group = has_grad_norm_group
 
 
 def _check_samples_on_host() -> None:
