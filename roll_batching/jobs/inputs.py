@@ -1,4 +1,4 @@
-"""Inputs of a job, read and checked before it starts: texts, tokenizer, reward function.
+"""Reads and checks the inputs of a job before it starts: texts, tokenizer, reward function.
 
 The launcher reads and checks all texts once (`check_inputs`). The ranks compare their texts with the checked ones, by
 fingerprint, and check again if these differ; under torchrun, where no launcher of ours checks, they check everything.
@@ -61,10 +61,10 @@ class JobInputs:
 
 
 def check_inputs(config: JobConfig) -> dict[str, str]:
-    """Read and check all texts that `config` names, line by line, with a progress display.
+    """Reads and checks all texts that `config` names, line by line, with a progress display.
 
-    Returns the environment variable that tells the ranks so. Raises DataError naming every line that cannot
-    be used, or ConfigError naming what cannot be found or does not fit the model.
+    Returns the environment variable that tells the ranks which texts are checked. Raises DataError naming every line
+    that cannot be used, or ConfigError naming what cannot be found or does not fit the model.
     """
     parts = text_sets_of(config, tokenizer_that_fits(config))
     files = [file for part in parts if part is not None for file in as_files(part.paths) if file.is_file()]
@@ -101,7 +101,7 @@ def _check(part: TextSet[Any], faults: Faults, read: Callable[[int], None]) -> t
 
 
 def load_inputs(config: JobConfig) -> JobInputs:
-    """Read all inputs that `config` names, and check texts that the launcher has not.
+    """Reads all inputs that `config` names, and checks the texts that the launcher has not checked.
 
     Raises DataError naming every line that cannot be used, or ConfigError naming what cannot be found or does not fit
     the model.
@@ -135,7 +135,7 @@ def load_inputs(config: JobConfig) -> JobInputs:
                 part.log_template_notices(texts or ())
     if inputs.fingerprint == os.environ.get(CHECKED):
         return inputs
-    is_counted = counts is not None
+    was_cached = counts is not None
     if corpus is not None and dataset is not None and counts is None:
         counts = corpus.fit.check(dataset, faults)
     for part, texts in ((prompts, training), (heldout, evaluation)):
@@ -144,14 +144,14 @@ def load_inputs(config: JobConfig) -> JobInputs:
     faults.check()
     if corpus is not None and counts is not None and is_first:
         corpus.log_missing_stops(counts)
-    if corpus is None or dataset is None or counts is None or corpus.cache is None or is_counted:
+    if corpus is None or dataset is None or counts is None or corpus.cache is None or was_cached:
         return inputs
     corpus.cache.save(dataset.fingerprint, counts)
     return replace(inputs, token_counts=counts.tokens)
 
 
 def _spot_check(part: TextSet[Any], texts: TextDataset[Any]) -> TokenCounts | None:
-    """Cached token counts of `texts`; None if there are none, or if some texts, counted again, have others."""
+    """The cached token counts of `texts`; None if there are none, or if some texts, counted again, differ from them."""
     counts = part.cached_counts(texts.fingerprint)
     if counts is None:
         return None
@@ -196,7 +196,7 @@ def read_prompts(config: JobConfig, tokenizer: Tokenizer, paths: Sequence[PathLi
 
 
 def prompt_of(text: str, config: JobConfig, tokenizer: Tokenizer) -> Prompt:
-    """`text` as a prompt of the job; as a user's message where its prompts are chats."""
+    """Makes a prompt of `text`; of a user's message if the job's prompts are chats."""
     data = config.actor_train.data_args
     if data.messages is None and not data.chat:
         return Prompt(text, "")

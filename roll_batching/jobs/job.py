@@ -1,4 +1,4 @@
-"""A job's phases: GRPO after a supervised warm-up, or supervised training alone, through one strategy."""
+"""Runs a job's phases: GRPO after a supervised warm-up, or supervised training alone, with one strategy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from roll_batching.jobs.supervised.supervised import train_on_texts, warm_up
 
 
 def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_workers) -> None:
-    """Run the job that `config` describes, as one of its ranks. Every rank calls it.
+    """Runs the job that `config` describes, as one of its ranks. Every rank calls it.
 
     `start_workers` starts the processes of roles with their own devices.
 
-    Leaves metrics, the resolved configuration and the learning curve in the run's folder. Raises ConfigError or
+    Writes metrics, the resolved configuration and the learning curve into the run's folder. Raises ConfigError or
     DataError before the model is built when files or settings are wrong, and RankError or LossError, the same
     on all ranks, for failures while it runs.
     """

@@ -13,7 +13,7 @@ class AdvantageEstimator(Entry):
     """A registered advantage estimator."""
 
     keys: Mapping[str, str]
-    """Its settings: by key of the job, the keyword of its function."""
+    """The job's keys that set it, each with the keyword of the function `target` that takes the value."""
     compares: bool = False
     """Whether it compares the responses to a prompt, and so needs at least two."""
     of_turns: bool = False
@@ -21,14 +21,14 @@ class AdvantageEstimator(Entry):
     greedy: bool = False
     """Whether it needs the reward of a greedy completion of each prompt, which is sampled for it (`baselines`)."""
     implied: Mapping[str, str | bool] = field(default_factory=dict)
-    """Keys that have only one value under it; a file may give that value."""
+    """Keys that have one fixed value under this estimator; a file may give that value, and no other."""
 
 
 _CLIPS = {"reward_clip": "reward_clip", "advantage_clip": "advantage_clip"}
 _LIMITS = {**_CLIPS, "whiten_advantages": "whiten"}
 
 GAE, GIGPO = "gae", "gigpo"
-"""Names of the estimators that need a critic, and states of turns."""
+"""Names of the estimator that needs a critic, and of the one that needs states of turns."""
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
     "advantage estimator",

@@ -28,18 +28,20 @@ class Arguments:
 
     @classmethod
     def of(cls, owner: str, target: Callable[..., Any]) -> Arguments:
-        """The fields of a dataclass, else the keywords of `__init__` or of a function.
+        """Reads the arguments of `target`: fields of a dataclass, else keywords of `__init__` or of a function.
 
-        Raises ConfigError when its types cannot be resolved or checked.
+        Raises ConfigError when their types cannot be resolved or checked.
         """
         try:
             parameters = inspect.signature(target).parameters.values()
             hints = _hints(target)
             fields: dict[str, Any] = {}
-            for place, detail in enumerate(parameter for parameter in parameters if parameter.kind in _KEYWORDS):
-                default = ... if detail.default is detail.empty else None
+            keywords = [parameter for parameter in parameters if parameter.kind in _KEYWORDS]
+            for index, keyword in enumerate(keywords):
+                # pydantic's mark for a required field; defaults stay with `target`, since `read` returns given values
+                default = ... if keyword.default is keyword.empty else None
                 # Under an alias: pydantic reserves some names, such as model_config, that a keyword may have.
-                fields[f"field{place}"] = (hints.get(detail.name, Any), Field(default, alias=detail.name))
+                fields[f"field{index}"] = (hints.get(keyword.name, Any), Field(default, alias=keyword.name))
             takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
             config = ConfigDict(
                 extra="allow" if takes_all else "forbid", arbitrary_types_allowed=True, allow_inf_nan=False
@@ -54,7 +56,7 @@ class Arguments:
         return [field.alias or name for name, field in self.model.model_fields.items()]
 
     def read(self, given: Mapping[str, Any], path: tuple[str, ...]) -> tuple[dict[str, Any], list[Problem]]:
-        """(arguments with their types, empty if one is wrong; problems, with paths below the key `path`).
+        """Checks `given`; returns the arguments with their types, or none and the problems, below the key `path`.
 
         Values are not converted between types, except lists to other sequences and integers to floats.
         """
@@ -68,20 +70,22 @@ class Arguments:
         return {name: extra[name] if name in extra else getattr(checked, named[name]) for name in given}, []
 
     def _problem(self, error: ErrorDetails, path: tuple[str, ...]) -> Problem:
-        place = (*path, *error["loc"])
+        """Pydantic's `error` as a problem of a setting below the key `path`."""
+        key_path = (*path, *error["loc"])
         if error["type"] == "extra_forbidden":
-            guess = nearest(str(place[-1]), self.names)
+            guess = nearest(str(key_path[-1]), self.names)
             hint = f"did you mean {guess!r}? " if guess else ""
-            has = f"the settings of {self.owner} are {', '.join(self.names)}"
-            return Problem(place, f"unknown setting; {hint}{has if self.names else f'{self.owner} has no settings'}")
+            choices = f"the settings of {self.owner} are {', '.join(self.names)}"
+            choices = choices if self.names else f"{self.owner} has no settings"
+            return Problem(key_path, f"unknown setting; {hint}{choices}")
         if error["type"] == "missing":
-            return Problem(place, f"is missing: {self.owner} needs it")
+            return Problem(key_path, f"is missing: {self.owner} needs it")
         message = str(error.get("ctx", {}).get("error") or error["msg"])
-        return Problem(place, f"{message[0].lower()}{message[1:]}, got {shortened(repr(error['input']))}")
+        return Problem(key_path, f"{message[0].lower()}{message[1:]}, got {shortened(repr(error['input']))}")
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Types by parameter. Annotations of dataclasses are resolved in the module of their class."""
+    """The type of each parameter of `target`. Annotations of a dataclass are resolved in the module of its class."""
     annotated = target if dataclasses.is_dataclass(target) or not isinstance(target, type) else target.__init__  # type: ignore[misc]
     hints = get_type_hints(annotated, include_extras=True)
     return {name: hint.type if isinstance(hint, dataclasses.InitVar) else hint for name, hint in hints.items()}

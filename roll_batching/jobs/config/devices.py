@@ -12,7 +12,7 @@ LONGEST_TEXT = 1000
 
 
 def parse_devices(value: Any) -> list[int]:
-    """The device numbers in `value`.
+    """Returns the device numbers in `value`.
 
     Accepts a list of integers, and as text `list(range(0,8))`, `range(8)`, `[0, 1, 2]`, sums of these,
     and ranges such as `0-7` or `0-3,6`. Raises ValueError for other values, for negative numbers, for a
@@ -29,7 +29,7 @@ def parse_devices(value: Any) -> list[int]:
     if not devices:
         raise ValueError(f"{value!r} names no device: write such as list(range(0,8))")
     if len(devices) > MOST_DEVICES:
-        raise ValueError(f"names {len(devices):,} devices; a job has at most {MOST_DEVICES:,}")
+        raise ValueError(f"names {len(devices):,} devices; a job has at most {MOST_DEVICES:,}: name fewer")
     negative = [device for device in devices if device < 0]
     if negative:
         raise ValueError(f"device numbers start at 0, got {negative[0]}")
@@ -46,6 +46,7 @@ def _integer(item: Any) -> int:
 
 
 def _from_text(text: str) -> list[int]:
+    """Device numbers of ranges such as `0-3,6`, else of a Python expression."""
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"{text[:40]!r}... has {len(text):,} characters; write ranges, such as '0-7'")
     if re.fullmatch(r"\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*", text):
@@ -62,6 +63,7 @@ def _from_text(text: str) -> list[int]:
 
 
 def _from_node(node: ast.expr, text: str) -> list[int]:
+    """Device numbers of a list, of `range` (alone or in `list`), or of a sum of these; `text` is for errors."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _from_node(node.left, text) + _from_node(node.right, text)
     if isinstance(node, ast.List | ast.Tuple):
@@ -78,7 +80,7 @@ def _from_node(node: ast.expr, text: str) -> list[int]:
 
 
 def _bounded_list(devices: range, text: str) -> list[int]:
-    if len(devices[: MOST_DEVICES + 1]) > MOST_DEVICES:
+    if len(devices[: MOST_DEVICES + 1]) > MOST_DEVICES:  # sliced: `len` of a huge range overflows
         raise ValueError(f"{text!r} names more than {MOST_DEVICES:,} devices: check its end")
     return list(devices)
 

@@ -101,21 +101,22 @@ def no_effect(key: KeyPath, reason: str) -> Notice:
 
 
 class ConfigFileError(ConfigError):
-    """All problems of one configuration, in the order of their lines, and the number of further ones."""
+    """All problems of one configuration, in the order of their lines; `more`: the number of further problems."""
 
     def __init__(self, problems: Iterable[Problem], more: int = 0) -> None:
         self.more = more
+        # Problems without a place come first, overrides (which have no line) after all lines of the file.
         self.problems = tuple(sorted(problems, key=lambda item: (item.place.line or 10**9) if item.place else 0))
         count = len(self.problems) + more
         head = "the configuration has a problem" if count == 1 else f"the configuration has {count:,} problems"
-        shown = [str(problem) for problem in self.problems[:MOST_SHOWN]]
-        if count > len(shown):
-            shown.append(f"and {count - len(shown):,} more")
-        super().__init__("\n  ".join([f"{head}:", *shown]))
+        lines = [str(problem) for problem in self.problems[:MOST_SHOWN]]
+        if count > len(lines):
+            lines.append(f"and {count - len(lines):,} more")
+        super().__init__("\n  ".join([f"{head}:", *lines]))
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The choice most similar to `word`; None below `cutoff`, difflib's ratio."""
+    """The choice most similar to `word`, or None if no choice has difflib's ratio `cutoff` or contains `word`."""
     choices = list(choices)
     exact = [choice for choice in choices if choice.lower() == word.lower()]
     matches = exact or difflib.get_close_matches(word, choices, n=1, cutoff=cutoff)

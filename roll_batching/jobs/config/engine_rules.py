@@ -1,4 +1,4 @@
-"""Rules for rollout engines: whether one samples, who starts its servers, which log-probs it returns."""
+"""Rules for rollout engines: whether an engine samples, who starts its servers, which log-probs it returns."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def server_size(job: JobKeys) -> int:
 
 
 def server_devices(job: JobKeys) -> list[tuple[int, ...]]:
-    """Device numbers of each server that the job starts; without a device_mapping one empty tuple."""
+    """Device numbers of each server that the job starts; without a device_mapping one server, with an empty tuple."""
     mapping, size = job.actor_infer.device_mapping, server_size(job)
     if mapping is None:
         return [()]
@@ -96,7 +96,7 @@ def ignored_option(name: str, value: Any) -> str | None:
 
 
 def server_options(job: JobKeys) -> dict[str, Any]:
-    """Command-line options of a server that the job starts."""
+    """Command-line options of a server that the job starts: those of the file, and those that the loss needs."""
     args = job.actor_infer.strategy_args
     derived: dict[str, Any] = {}
     if args.strategy_name == "vllm" and wrong_log_probs(job, PROCESSED) and not wrong_log_probs(job, RAW):
@@ -121,18 +121,20 @@ def wrong_log_probs(job: JobKeys, mode: str | None) -> str | None:
     truncated = args.do_sample and (args.top_p < 1 or args.top_k > 0)
     sampled = args.temperature if args.do_sample else 1.0
     fits = {RAW: wanted == 1, PROCESSED: wanted == sampled and not truncated}
-    if fits.get(mode or "", mode is None and any(fits.values())):
+    if any(fits.values()) if mode is None else fits.get(mode, False):  # a mode not known yet may be either
         return None
     left = ", of the tokens that top_p and top_k leave" if truncated else ""
-    has = {RAW: "at temperature 1", PROCESSED: f"at temperature {sampled:g}{left}"}
+    descriptions = {RAW: "at temperature 1", PROCESSED: f"at temperature {sampled:g}{left}"}
     if mode is None:
         before = " before top_p and top_k" if truncated else ""
-        available = " or ".join(dict.fromkeys(has.values()))
+        available = " or ".join(dict.fromkeys(descriptions.values()))
         return f"the loss needs log-probs at temperature {wanted:g}{before}, and vLLM has them only {available}"
-    if mode not in has:
+    if mode not in descriptions:
         return f"vLLM has no log-probs in the mode {mode}; use {RAW} or {PROCESSED}"
     cure = f"; use {RAW if mode == PROCESSED else PROCESSED}" if any(fits.values()) else ""
-    return f"vLLM's log-probs in the mode {mode} are {has[mode]}, but the loss needs temperature {wanted:g}{cure}"
+    return (
+        f"vLLM's log-probs in the mode {mode} are {descriptions[mode]}, but the loss needs temperature {wanted:g}{cure}"
+    )
 
 
 def engine_problems(job: JobKeys) -> Iterator[Problem]:
@@ -148,7 +150,7 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
         if not url.startswith(("http://", "https://")):
             yield Problem(path, f"has {url!r}; write http://host:port")
     if len(set(urls)) < len(urls):
-        yield Problem(path, "names a server twice")
+        yield Problem(path, "names a server twice: name each once")
     if role.engine_args.command == []:
         yield Problem(("actor_infer", "engine_args", "command"), "is empty; leave it out, or name a program")
     if role.engine_args.update_weights_from == "distributed":
@@ -162,26 +164,26 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def _unfit_sglang_log_probs(job: JobKeys) -> Iterator[Problem]:
-    """SGLang's log-probs at another temperature than the trainer's, where the loss reads them.
+    """The problem that the loss reads SGLang's log-probs at another temperature than the trainer's.
 
     SGLang's are at the sampling temperature, before top_p and top_k; those of greedy responses at temperature 1.
     """
     args, wanted = job.actor_infer.generating_args, job.logprob_temperature
-    has = args.temperature if args.do_sample else 1.0
-    if wanted == has:
+    sampled = args.temperature if args.do_sample else 1.0
+    if wanted == sampled:
         return
     greedy = "" if args.do_sample else " of greedy responses"
-    text = f"SGLang's log-probs{greedy} are at temperature {has:g}, but those of the loss at {wanted:g}, {_READS}"
+    text = f"SGLang's log-probs{greedy} are at temperature {sampled:g}, but those of the loss at {wanted:g}, {_READS}"
     if job.actor_train.logprob_temperature is None:
-        cure = f"set actor_train.logprob_temperature to {has:g}"
+        cure = f"set actor_train.logprob_temperature to {sampled:g}"
         yield Problem(("actor_infer", "generating_args", "temperature"), f"{text}: {cure}")
     else:
-        cure = f"set it to {has:g}, or use logprob_plan: train without a correction"
+        cure = f"set it to {sampled:g}, or use logprob_plan: train without a correction"
         yield Problem(("actor_train", "logprob_temperature"), f"{text}: {cure}")
 
 
 def _unfit_vllm_log_probs(job: JobKeys) -> Iterator[Problem]:
-    """Log-probs of vLLM from another distribution than the trainer's, where the loss reads them."""
+    """The problem that the loss reads vLLM's log-probs from another distribution than the trainer's."""
     args, option = job.actor_infer.generating_args, job.actor_infer.strategy_args.engine_options.get("logprobs_mode")
     mode = option if starts_servers(job) else None
     wrong = wrong_log_probs(job, None)

@@ -1,4 +1,4 @@
-"""Features of a job that a pair of `support` names: tasks, sampling, rewards, advantages, data and batching."""
+"""Features of a job, of which `support` makes pairs: tasks, sampling, rewards, advantages, data and batching."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _rl(name: str, key: str, is_on: Callable[[JobKeys], object]) -> Feature:
 
 
 def _objective(name: str, key: str, is_on: Callable[[JobKeys], object]) -> Feature:
-    """A feature of the objective of jobs that sample."""
+    """A feature of the objective of jobs that sample, also of those without a step."""
     return Feature(name, key, lambda job: not job.is_supervised and is_on(job))
 
 
@@ -188,7 +188,7 @@ CRITIC_ESTIMATOR = Feature("an advantage estimator with a critic", "adv_estimato
 
 
 class RoleOfJob(NamedTuple):
-    """The job and the role that a row of the table of packing tests."""
+    """A role and its job, on which the features of `PACKING_REFUSALS` are tested."""
 
     name: str
     role: WorkerConfig
@@ -196,28 +196,28 @@ class RoleOfJob(NamedTuple):
 
     @property
     def has_cp_per_pack(self) -> bool:
-        """Whether its packs have context-parallel sizes.
+        """Whether each pack of the role has its own context-parallel size.
 
-        Roles other than actor_train may have taken the size from there; they have it only where they pack.
+        Other roles may inherit the setting of actor_train; it concerns them only where they pack.
         """
         packs = self.name == "actor_train" or (self.name != "actor_infer" and self.role.use_sequence_packing)
         return packs and self.role.strategy_args.strategy_config.has_cp_per_pack
 
     @property
     def must_share_prefixes(self) -> bool:
-        """Whether its packs have to share prefixes, not only where they can."""
+        """Whether `share_prefixes` is true, so that packs of the role have to share prefixes, rather than auto."""
         packs = self.name != "actor_infer" and self.role.use_sequence_packing
         return packs and self.role.sequence_packing_args.share_prefixes is True
 
 
 def _other_than(value: object, key: str) -> Feature:
-    """Another value of a key of the role."""
+    """The feature that the key `key` of a role has another value than `value`."""
     written = str(value).lower()
-    return Feature(f"`{key}` other than {written}", key, lambda given: attrgetter(key)(given.role) != value)
+    return Feature(f"`{key}` other than {written}", key, lambda packing: attrgetter(key)(packing.role) != value)
 
 
 SIZE_PER_PACK = Feature(
-    CP_PER_PACK.name, "strategy_args.strategy_config.context_parallel_size", lambda given: given.has_cp_per_pack
+    CP_PER_PACK.name, "strategy_args.strategy_config.context_parallel_size", lambda packing: packing.has_cp_per_pack
 )
 NEEDED_FOR_SIZES = {
     "use_sequence_packing": True,
@@ -228,19 +228,19 @@ NEEDED_FOR_SIZES = {
 """Values of a role's keys with which packs can have context-parallel sizes."""
 OTHER_PACKING = {_other_than(value, key): f"{key}: {str(value).lower()}" for key, value in NEEDED_FOR_SIZES.items()}
 OVERSIZE_ALONE = Feature(
-    "longer sequences alone", "planning_args.oversize", lambda given: given.role.planning_args.oversize == "alone"
+    "longer sequences alone", "planning_args.oversize", lambda packing: packing.role.planning_args.oversize == "alone"
 )
 
 
 def _of_role(feature: Feature) -> Feature:
-    """A part of the role's model or layout."""
-    return Feature(feature.name, feature.key, lambda given: feature.is_on(parts_of(given.role)))
+    """`feature` of a model or layout, tested on the model and layout of a `RoleOfJob`."""
+    return Feature(feature.name, feature.key, lambda packing: feature.is_on(parts_of(packing.role)))
 
 
 ROLE_PARTS = {feature: _of_role(feature) for feature in (ENGINE_LAYERS, DELTA_NETS, HYBRID, VISION, HEADS, DROPOUT)}
-"""Parts of a role's model or layout, as features of the role of a job."""
+"""By feature of a model or layout, the same feature tested on a `RoleOfJob`."""
 SHARED_PACKS = Feature(
-    SHARED_PREFIXES.name, "sequence_packing_args.share_prefixes", lambda given: given.must_share_prefixes
+    SHARED_PREFIXES.name, "sequence_packing_args.share_prefixes", lambda packing: packing.must_share_prefixes
 )
-JOB_BALANCE = Feature(BATCH_BALANCE.name, BATCH_BALANCE.key, lambda given: BATCH_BALANCE.is_on(given.job))
-JOB_STREAM = Feature(STREAM.name, STREAM.key, lambda given: STREAM.is_on(given.job))
+JOB_BALANCE = Feature(BATCH_BALANCE.name, BATCH_BALANCE.key, lambda packing: BATCH_BALANCE.is_on(packing.job))
+JOB_STREAM = Feature(STREAM.name, STREAM.key, lambda packing: STREAM.is_on(packing.job))

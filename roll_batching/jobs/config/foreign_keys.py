@@ -1,7 +1,7 @@
 """Keys of ROLL, Megatron-Core and cosmos-rl that do nothing in a job: one table, and how the loader applies it.
 
-A file written for one of them loads as it stands. Each of these keys gets a notice that it has no effect, or an error
-that says why its value is refused. Keys that are neither here nor in the schema are unknown, which is an error.
+A file with these keys loads unchanged. Each key gets a notice that it has no effect, or an error that says why its
+value is refused. Keys that are neither here nor in the schema are unknown, which is an error.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class ForeignKey:
 
     def refuses(self, value: Any) -> bool:
         """Whether `value` is an error. True and 1 are different values."""
-        allowed = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.allowed)
-        return self.verdict is Verdict.REFUSED and value is not None and not allowed
+        if self.verdict is not Verdict.REFUSED or value is None:
+            return False
+        return not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in self.allowed)
 
     def refusal(self, value: Any) -> str:
         """The error for a refused `value`."""
@@ -81,9 +82,9 @@ def given_foreign_keys(
                 yield GivenForeignKey(path, value, foreign[name])
             continue
         # Under an engine, strategy_config holds options of the engine's own command line, whatever their names.
-        options = name == "strategy_config" and data.get("strategy_name") in ENGINE_STRATEGIES
+        is_engine_options = name == "strategy_config" and data.get("strategy_name") in ENGINE_STRATEGIES
         below = nested_settings(field)
-        if below is not None and isinstance(value, dict) and not options:
+        if below is not None and isinstance(value, dict) and not is_engine_options:
             yield from given_foreign_keys(value, path, below)
 
 

@@ -24,7 +24,7 @@ PROGRAMS: Mapping[Framework, re.Pattern[str]] = {
     ),
     "slime": re.compile(r"([\w.-]*/)*train(_async)?\.py"),
 }
-"""Training programs in scripts of a framework; for verl those of forks and recipes, too, which take its keys."""
+"""Training programs that scripts of a framework run; for verl also programs of forks and recipes with verl's keys."""
 MOST_BELOW_HINT = 10
 """Problems shown below the hint: a whole file of another framework has many."""
 
@@ -57,13 +57,13 @@ def script_error(text: str, path: str) -> ConfigFileError:
 
 def with_hint(error: ConfigFileError, framework: Framework, path: str) -> ConfigFileError:
     """`error`, below a first problem that says how to convert the file at `path`."""
-    own_problems = error.problems[:MOST_BELOW_HINT]
-    left_out = len(error.problems) - len(own_problems) + error.more
-    return ConfigFileError([_hint(framework, path), *own_problems], more=left_out)
+    printed = error.problems[:MOST_BELOW_HINT]
+    left_out = len(error.problems) - len(printed) + error.more
+    return ConfigFileError([_hint(framework, path), *printed], more=left_out)
 
 
 def _hint(framework: Framework, path: str) -> Problem:
-    """The command that converts the file at `path`."""
+    """The problem that names the framework of the file at `path` and the command that converts the file."""
     output = "converted.yaml" if PurePath(path).name == "job.yaml" else "job.yaml"  # never the file itself
     command = f"roll-batching convert-config --from {framework} {path} --output {output}"
     return Problem((), f"{path} was written for {NAMES[framework]}; convert it: {command}")

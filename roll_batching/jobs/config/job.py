@@ -1,4 +1,4 @@
-"""`JobConfig`, and plain data to a checked one or to one error with all problems."""
+"""`JobConfig`, and `check_source`: plain data becomes a checked job, or one error with all problems."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MOST_EXPLAINED = 50
 """Faulty keys that get an explanation, which searches for similar names; further ones are only counted."""
 
 _SIMILAR = 0.75
-"""Least similarity (difflib's ratio) of an unknown key and a suggestion: `custom_envs`, system_envs have 0.73."""
+"""Least similarity (difflib's ratio) of an unknown key and a suggestion; custom_envs and system_envs have 0.73."""
 _ROUNDS = 8
 """Validations of the rest after faulty keys are taken out, so that one run reports all problems."""
 
@@ -97,9 +97,9 @@ def check_source(source: Source) -> JobConfig:
 
 
 def _validate_without_faults(data: Any, problems: list[Problem], source: Source) -> JobConfig | None:
-    """Validate repeatedly: take out each faulty key, so that later rounds find the rest. Appends to `problems`.
+    """Validates repeatedly: takes out each faulty key, so that later rounds find the rest. Appends to `problems`.
 
-    None if keys are still faulty in the last round: the caller then reports those that were found. Raises
+    Returns None if keys are still faulty in the last round: the caller then reports `problems`. Raises
     ConfigFileError for more than `MOST_EXPLAINED` faulty keys in one round.
     """
     for _ in range(_ROUNDS):
@@ -128,7 +128,7 @@ def _placed(problems: Iterable[Problem], source: Source) -> list[Problem]:
 
 
 def _booleans_for_numbers(data: Any) -> Iterator[Problem]:
-    """True and false where a number belongs, which pydantic takes for 1 and 0."""
+    """Problems of true and false where a number belongs: pydantic would take them for 1 and 0."""
     for path, value in given_keys(data):
         field = field_at(path)
         leaves = [(path, value)]
@@ -156,11 +156,11 @@ def _without(data: Any, paths: Sequence[KeyPath]) -> Any:
     data = copy.deepcopy(data)
     for path in paths:
         section = data
-        for number, part in enumerate(path):
+        for depth, part in enumerate(path):
             if not isinstance(section, dict) or part not in section:
                 break
-            last = number == len(path) - 1
-            if last or not isinstance(section[part], dict):
+            is_last = depth == len(path) - 1
+            if is_last or not isinstance(section[part], dict):
                 del section[part]
                 break
             section = section[part]
@@ -168,9 +168,10 @@ def _without(data: Any, paths: Sequence[KeyPath]) -> Any:
 
 
 def _translate(error: ErrorDetails, data: Any) -> Problem:
-    """Pydantic's error as a problem: value, key, and the valid values."""
+    """Pydantic's error as a problem: key, value, and the valid values."""
     path = _path_in(error["loc"], data, missing=error["type"] == "missing")
     kind = error["type"]
+    # Messages are printed and logged: secrets are hidden, by their form and, under a key of the user's, by its name.
     given = redact_forms(error["input"])
     if field_at(path) is None:
         given = redact(given, name=path[-1] if path else "", secret=any(map(is_secret, path)))
@@ -187,8 +188,8 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
     if kind == "literal_error" and not choices:  # an item of a list
         return Problem(path, f"{shown(given)} is not possible; choose {context['expected']}")
     if kind == "literal_error" or (choices and isinstance(given, str)):
-        number = field is not None and _takes(field.annotation, int)
-        return Problem(path, _bad_choice(given, choices, "a whole number" if number else None))
+        takes_number = field is not None and _takes(field.annotation, int)
+        return Problem(path, _bad_choice(given, choices, "a whole number" if takes_number else None))
     if kind == "value_error":
         return Problem(path, str(context.get("error", error["msg"])))
     bounds = {"greater_than": "above {gt}", "greater_than_equal": "at least {ge}", "less_than": "below {lt}"}
@@ -218,7 +219,10 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
 
 
 def _path_in(location: Sequence[str | int], data: Any, *, missing: bool) -> KeyPath:
-    """The keys of a pydantic location, which also names the branches of unions."""
+    """The keys of `data` that a pydantic location names, without the branches of unions that it also names.
+
+    `missing`: the last key is not in `data`, and belongs to the path.
+    """
     path: KeyPath = ()
     for part in location:
         if isinstance(data, dict) and part in data:
@@ -254,7 +258,7 @@ def _in_role(keys: list[str], path: KeyPath) -> str:
 
 
 def _candidates(path: KeyPath) -> list[KeyPath]:
-    """Keys that an unknown key at `path` may mean: in a section, the section's keys and the job's."""
+    """Keys that an unknown key at `path` may mean: all keys; in a section, the section's and the top-level keys."""
     keys = [*(key.path for key in all_keys()), *foreign_paths()]
     return keys if len(path) == 1 else [key for key in keys if key[0] == path[0] or len(key) == 1]
 

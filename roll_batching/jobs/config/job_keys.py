@@ -40,7 +40,7 @@ NOT_EVALUATED = "nothing is evaluated"
 
 
 def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
-    """`data` with `name` as actor_train's model, unless that is given."""
+    """`data` with `name` as the model of actor_train, unless `data` gives one, or has no sections to hold it."""
     train = data.get("actor_train", {})
     model = train.get("model_args", {}) if isinstance(train, dict) else None
     model = {} if model is None and isinstance(train, dict) else model
@@ -51,8 +51,8 @@ def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
 
 def _has_default_norm(job: JobKeys) -> bool:
     """Whether a role that trains has the `max_grad_norm` of the job."""
-    args = [role.training_args for name, role in job.roles.items() if name in TRAINED.names]
-    return any(one.max_grad_norm == job.max_grad_norm for one in args)
+    trained = [role.training_args for name, role in job.roles.items() if name in TRAINED.names]
+    return any(args.max_grad_norm == job.max_grad_norm for args in trained)
 
 
 _EVALUATES = Switch(lambda job: job.without_evaluation is None, f"{{0.without_evaluation}}: {NOT_EVALUATED}")
@@ -248,9 +248,12 @@ class JobKeys(
     @model_validator(mode="before")
     @classmethod
     def _empty_roles(cls, data: Any) -> Any:
-        """Sections that a file names without any key under them, as empty mappings; `pretrain` as each role's model."""
+        """Replaces null by an empty section, and sets `pretrain` as actor_train's model, from which roles take it.
+
+        YAML reads a section without any key under it (`actor_train:`) as null.
+        """
         if not isinstance(data, dict):
-            return data
+            return data  # pydantic reports it
         data = {key: {} if value is None and key in ROLES[:2] else value for key, value in data.items()}
         if isinstance(data.get("train"), dict) and data["train"].get("train_policy", {}) is None:
             data["train"] = {key: value for key, value in data["train"].items() if key != "train_policy"}
@@ -291,7 +294,7 @@ class JobKeys(
 
     @property
     def logprob_temperature(self) -> float:
-        """Temperature of the log-probs that the loss reads."""
+        """Temperature of the log-probs that the loss reads: actor_train's, by default the sampling temperature."""
         if self.task != "grpo":  # kd_temperature divides the log-probs of distillation
             return 1.0
         return self.actor_train.logprob_temperature or self.actor_infer.generating_args.temperature
@@ -315,7 +318,7 @@ class JobKeys(
         return self.asynchronous or self.own_devices("actor_infer") is not None
 
     def dp_size(self, world_size: int) -> int:
-        """Data-parallel ranks of actor_train among `world_size` processes.
+        """Number of data-parallel ranks of actor_train in a job of `world_size` processes.
 
         Raises ConfigFileError when `world_size` does not fit the layout of a role on these processes, and for more
         optimizer steps per rollout than `logprob_plan` allows.
@@ -356,7 +359,7 @@ class JobKeys(
 
     @property
     def prompts_per_generation(self) -> int:
-        """Prompts sampled at once: a step's, or with dynamic sampling a generation batch's."""
+        """Number of prompts sampled at once: those of a step, or with dynamic sampling of a generation batch."""
         size = self.dynamic_sampling_batch_size if self.dynamic_sampling else None
         return self.rollout_batch_size if size is None else size
 

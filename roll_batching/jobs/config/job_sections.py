@@ -1,4 +1,4 @@
-"""Sections of a job beside its roles: the tokenizer, the warm-up, and batching over a stream (cosmos-rl's names)."""
+"""Sections of a job that are no roles: the tokenizer, the warm-up, and batching over a stream (cosmos-rl's names)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class WarmupConfig(Settings, read_if={"prompt response": _WITHOUT_CHATS}):
         return self
 
     def scheduled(self, documents: int, mini_batch: int) -> TrainingArgs:
-        """`training_args` with the `max_steps` of `num_train_epochs` passes over `documents` documents."""
+        """`training_args`; with `num_train_epochs`, their `max_steps` is that of so many passes over the documents."""
         if self.num_train_epochs is None:
             return self.training_args
         steps = max(1, math.ceil(self.num_train_epochs * documents / mini_batch))
@@ -151,7 +151,7 @@ class TrainSection(Settings, read_if={"max_num_steps": _STREAMS}):
 
     @property
     def batching_keys(self) -> dict[str, Any]:
-        """The same settings as batching keys of a role."""
+        """The batching keys of a role that follow from this section."""
         cap, packed = self.train_policy.load_balanced_max_tokens_for_batch, self.sequence_packing
         return {
             "use_sequence_packing": packed,

@@ -1,4 +1,4 @@
-"""Paths of the keys of the schema, and of those that a file gives."""
+"""Paths of the keys of the schema, and of the keys that a file gives."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def all_keys() -> tuple[SchemaKey, ...]:
 def settings_at(path: KeyPath) -> type[Settings] | None:
     """The settings class of the section at `path`; None for plain values and unknown paths."""
     section: type[Settings] | None = JobKeys
-    named: type[Settings] | None = None
+    named: type[Settings] | None = None  # after a map of sections: their class, which the next part, a name, selects
     for part in path:
         if isinstance(part, int) and named is None:  # an item of a list of sections
             continue
@@ -70,8 +70,9 @@ def heading_of(path: KeyPath) -> str:
     """The heading of docs/configuration.md under which the keys of the section at `path` are listed."""
     if not path:
         return "The job"
-    role = path[0] in ROLES
-    return ".".join(str(part) for part in path[role:]) or "Roles"
+    # The page lists the keys of a role once for all roles, so the name of the role is no part of a heading.
+    below_role = path[1:] if path[0] in ROLES else path
+    return ".".join(map(str, below_role)) or "Roles"
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:

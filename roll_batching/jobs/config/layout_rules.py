@@ -36,20 +36,20 @@ def parts_of(role: WorkerConfig) -> Parts:
 
 
 def differing_keys(role: WorkerConfig, train: WorkerConfig) -> list[str]:
-    """Keys of the parallel sizes that differ between `role` and `train`."""
-    own, theirs = role.strategy_args.strategy_config, train.strategy_args.strategy_config
-    keys = [key for key in PARALLEL_KEYS if getattr(own, key) != getattr(theirs, key)]
-    if own.tensor_model_parallel_size == theirs.tensor_model_parallel_size == 1:
+    """Keys of the parallel layout that differ in effect between `role` and `train`."""
+    layout, shared = role.strategy_args.strategy_config, train.strategy_args.strategy_config
+    keys = [key for key in PARALLEL_KEYS if getattr(layout, key) != getattr(shared, key)]
+    if layout.tensor_model_parallel_size == shared.tensor_model_parallel_size == 1:
         keys = [key for key in keys if key != "sequence_parallel"]  # has no effect without TP
-    if own.vpp_size == theirs.vpp_size:
+    if layout.vpp_size == shared.vpp_size:
         keys = [key for key in keys if key != "virtual_pipeline_model_parallel_size"]  # 1 and None are the same
     return keys
 
 
 def sampling_role(job: JobKeys) -> WorkerConfig:
-    """The role whose layout the sampling model has."""
-    own = job.own_devices("actor_infer") is not None or not job.asynchronous
-    return job.actor_infer if own and job.actor_infer.strategy_args.runs_on_megatron else job.actor_train
+    """The role whose layout the sampling model has: actor_train for an asynchronous sampler on shared devices."""
+    may_differ = job.own_devices("actor_infer") is not None or not job.asynchronous
+    return job.actor_infer if may_differ and job.actor_infer.strategy_args.runs_on_megatron else job.actor_train
 
 
 def samples_apart(job: JobKeys) -> bool:
@@ -58,7 +58,7 @@ def samples_apart(job: JobKeys) -> bool:
 
 
 def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
-    """Problems of the layout of the role `name`, which trains."""
+    """Problems of the layout of a role that trains: sizes that do not fit, and options without effect."""
     yield from size_problems(name, role)
     layout, path = role.strategy_args.strategy_config, (name, "strategy_args", "strategy_config")
     for key, text in idle_options(layout):
@@ -66,7 +66,7 @@ def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
 
 
 def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
-    """Parallel sizes of the role `name` that exclude each other, or do not divide its model or devices."""
+    """Problems of parallel sizes of `role` that exclude each other, or do not divide its model or devices."""
     layout = role.strategy_args.strategy_config
     path = (name, "strategy_args", "strategy_config")
     pp = layout.pipeline_model_parallel_size
@@ -90,7 +90,7 @@ _ONE_WHEN_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_
 
 
 def _fixed_size(layout: MegatronConfig, key: str) -> int:
-    """The size under one of `_ONE_WHEN_SAMPLING`; a size per pack does not concern sampling."""
+    """The size under `key`, one of `_ONE_WHEN_SAMPLING`; 1 for a size per pack (auto), which concerns no sampling."""
     size = layout.vpp_size if key == "virtual_pipeline_model_parallel_size" else getattr(layout, key)
     return 1 if size in (None, "auto") else int(size)
 
@@ -101,7 +101,7 @@ def builds_sampling_model(job: JobKeys) -> bool:
 
 
 def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
-    """Sizes of actor_train that rule out sampling, where the training model has to sample."""
+    """Problems of sizes of actor_train that rule out sampling, where the training model itself samples."""
     if job.has_sampler or uses_engine(job) or samples_apart(job):
         return
     layout = job.actor_train.strategy_args.strategy_config
@@ -113,17 +113,17 @@ def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
 
 
 def sampling_problems(name: str, role: WorkerConfig, train: WorkerConfig) -> Iterator[Problem]:
-    """Sizes of the role `name`, not the training model, that rule out sampling."""
+    """Problems of sizes that rule out sampling in `role`, which samples with a model of its own layout."""
     path = (name, "strategy_args", "strategy_config")
     for key in _ONE_WHEN_SAMPLING:
-        size, theirs = (_fixed_size(one.strategy_args.strategy_config, key) for one in (role, train))
+        size, trained = (_fixed_size(owner.strategy_args.strategy_config, key) for owner in (role, train))
         if size > 1:
-            origin = ", as in actor_train" if size == theirs else ""
+            origin = ", as in actor_train" if size == trained else ""
             yield Problem((*path, key), f"is {size}{origin}, and models sample only with 1; set it to 1 here")
 
 
 def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> Iterator[Problem]:
-    """Dimensions of `model` that the sizes of `layout` do not divide."""
+    """Problems of dimensions of `model` that the parallel sizes of `layout` do not divide."""
     path = (name, "model_args", "architecture")
     tp, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size * layout.vpp_size
     if model.num_layers % stages and not layout.has_uneven_stages:
@@ -146,8 +146,8 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
     if model.num_attention_heads % model.kv_heads:
         text = f"{model.num_attention_heads} heads do not divide among {model.kv_heads} query groups"
         yield Problem((*path, "num_query_groups"), text)
-    own_heads = model.kv_channels is None and model.multi_latent_attention is None
-    if own_heads and model.hidden_size % model.num_attention_heads:
+    divides_hidden = model.kv_channels is None and model.multi_latent_attention is None
+    if divides_hidden and model.hidden_size % model.num_attention_heads:
         text = f"{model.hidden_size} does not divide among {model.num_attention_heads} heads; set kv_channels"
         yield Problem((*path, "hidden_size"), text)
     if (latent := model.multi_latent_attention) is not None:
@@ -194,6 +194,7 @@ def device_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def _role_problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Problem]:
+    """Problems of the role `name` on its own devices `own`."""
     role, train, where = job.roles[name], job.actor_train.device_mapping, (name, "device_mapping")
     if job.is_supervised:
         text = f"differs from actor_train's, but all roles of task: {job.task} run on the same devices"
@@ -218,4 +219,5 @@ def _role_problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Prob
 
 
 def _overlap_partly(own: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two lists share devices without being equal."""
     return tuple(own) != tuple(other) and bool(set(own) & set(other))

@@ -1,4 +1,4 @@
-"""A job's settings from a YAML or TOML file and overrides, or from plain data."""
+"""Loads a job's settings from a YAML or TOML file and overrides, or from plain data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roll_batching.jobs.config.yaml_source import Source, apply_overrides, read_
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task | None = None) -> JobConfig:
-    """The job of a YAML or TOML file, after overrides such as `max_steps=3`.
+    """Loads the job of a YAML or TOML file, after overrides such as `max_steps=3`.
 
     `task` is the task of a file that names none; a file that names another one is an error.
 
@@ -26,9 +26,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task |
     """
     if Path(path).suffix.lower() in (".sh", ".bash"):
         raise script_error(read_text(path), str(path))
-    toml = Path(path).suffix.lower() == ".toml"
-    source = parse_toml(read_text(path), str(path)) if toml else read_yaml(path)
-    framework = framework_of(source.data)
+    is_toml = Path(path).suffix.lower() == ".toml"
+    source = parse_toml(read_text(path), str(path)) if is_toml else read_yaml(path)
+    framework = framework_of(source.data)  # of the file as it is written, before overrides
     apply_overrides(source, overrides)
     if task is not None and source.data.setdefault("task", task) != task:
         text = f"is {shortened(repr(source.data['task']))}, and the command is `roll-batching {task}`"
@@ -53,7 +53,7 @@ def _check_overrides(config: JobConfig, source: Source) -> None:
 
 
 def config_from_dict(data: Mapping[str, Any]) -> JobConfig:
-    """The job of settings in memory; see `load_config`."""
+    """Checks settings in memory and returns their job; errors are those of `load_config`."""
     return check_source(Source("settings", plain_copy(data)))
 
 

@@ -28,7 +28,7 @@ ROLLOUT_FIELDS: Mapping[str, str] = {
     "old_log_probs": "unless logprob_plan is none",
     "ref_log_probs": "where the job has a reference",
 }
-"""Fields of the samples of the RL phase beside `input_ids`, for losses."""
+"""Fields that the samples of the RL phase have for losses, in addition to `input_ids`; each with a description."""
 TEACHER_FIELDS = ("teacher_log_probs", "teacher_ids")
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "grpo": tuple(ROLLOUT_FIELDS),
@@ -37,7 +37,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "dpo": ("response_mask", "ref_log_probs", "pair", "chosen"),
     "kto": ("response_mask", "ref_log_probs", "desirable", "reference_point"),
 }
-"""Fields of the samples by task; `ref_log_probs` only with a reference, those of a teacher only with one."""
+"""Fields of the samples by task; `ref_log_probs` only with a reference, `TEACHER_FIELDS` only with a teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Loss(Entry):
     settings: type[Settings]
     """Its settings under `loss_args`."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Its fields that are keys of the job: by field, the keys, for messages."""
+    """Fields of the loss that keys of the job set: by field, the names of these keys, for messages."""
 
 
 _CLIP = {

@@ -1,4 +1,4 @@
-"""Rules of models: their parts, adapters, heads of multi-token prediction, FP8, images, and directories."""
+"""Rules about models: their parts, adapters, heads of multi-token prediction, FP8, images, and directories."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ADAPTER_KEYS = ("lora_target", "lora_rank", "lora_alpha")
 """Keys that rollouts and reference take from actor_train."""
 _CONFIG = ("strategy_args", "strategy_config")
 _HEADS = (*_CONFIG, "mtp_num_layers")
-"""Path in a role of the key that goes before the architecture's."""
+"""Path within a role of the number of heads that takes precedence over the architecture's."""
 
 
 def part_problems(job: JobKeys) -> Iterator[Problem]:
-    """Parts of models, adapters, precision and layouts that do not go together (`settings/support.py`).
+    """Problems of parts of models, adapters, precision and layouts that do not go together (`settings/support.py`).
 
-    Problems of keys that a role takes from actor_train are named only there.
+    Problems of keys that a role inherits from actor_train are reported for actor_train only.
     """
     of_policy = set(_pairs_of_role(job.actor_train))
     for name, role in job.roles.items():
@@ -47,11 +47,11 @@ def part_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def _pairs_of_role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(path in the role, problem)."""
+    """Yields the path within the role and the text of each problem."""
     parts = parts_of(role)
     for row in refused_pairs(ROLE_REFUSALS, parts):
-        given = row.feature is HEADS and parts.layout.mtp_num_layers is not None
-        yield _HEADS if given else row.path, row.message(parts)
+        layout_sets_heads = row.feature is HEADS and parts.layout.mtp_num_layers is not None
+        yield _HEADS if layout_sets_heads else row.path, row.message(parts)
     for key, text in fp8_problems(parts.layout, parts.architecture):
         yield (*_CONFIG, key), text
 
@@ -60,7 +60,7 @@ def _pairs_of_role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def adapter_problems(job: JobKeys) -> Iterator[Problem]:
-    """Problems of adapters in several roles."""
+    """Problems of adapter keys that differ between roles, or that a role without adapters sets."""
     model = job.actor_train.model_args
     for name, role in job.roles.items():
         if name in ("actor_infer", "reference"):
@@ -92,7 +92,7 @@ def adapter_notices(job: JobKeys) -> Iterator[Notice]:
 
 
 def mtp_problems(job: JobKeys) -> Iterator[Problem]:
-    """Heads that the model's directory does not have, and settings of heads without any."""
+    """Problems of heads that the model's directory does not have, and of settings of heads in a model without any."""
     model, layout = job.actor_train.model_args, job.actor_train.strategy_args.strategy_config
     path: tuple[str, ...] = _HEADS
     heads = layout.mtp_num_layers
@@ -135,7 +135,7 @@ _DATA = ("actor_train", "data_args")
 
 
 def image_problems(job: JobKeys) -> Iterator[Problem]:
-    """Settings that exclude images, or have no effect without them."""
+    """Problems of settings that exclude images, or have no effect without them."""
     data, path = job.actor_train.data_args, (*_DATA, "images")
     if data.images is None:
         for key in ("image_min_pixels", "image_max_pixels"):
@@ -173,9 +173,9 @@ TRAINED_WITH = (
 
 
 def model_problems(job: JobKeys) -> Iterator[Problem]:
-    """Unsupported fields of the `config.json` of a job's models, settings that differ from it, and its heads."""
+    """Problems of models' directories: unsupported fields of config.json, settings that differ from it, and heads."""
     yield from mtp_problems(job)
-    reported: list[tuple[object, ...]] = []
+    reported: list[tuple[object, ...]] = []  # models that several roles share are reported once
     for role, worker in job.roles.items():
         name = worker.model_args.model_name_or_path
         family = worker.model_args.family
@@ -209,10 +209,12 @@ def missing_model(job: JobKeys, role: str, name: str) -> list[Problem]:
 
 
 def _place(job: JobKeys, role: str, name: str) -> KeyPath:
+    """The key that gives `role` the model `name`."""
     return ("pretrain",) if job.pretrain == name else (role, "model_args", "model_name_or_path")
 
 
 def _differences(architecture: Settings, described: Settings, path: KeyPath, name: str) -> Iterator[Problem]:
+    """Problems of settings of `architecture` that differ from `described`, the config.json of the directory `name`."""
     for key in type(architecture).model_fields:
         given_value, stored_value = getattr(architecture, key), getattr(described, key)
         if given_value == stored_value or key in TRAINED_WITH:

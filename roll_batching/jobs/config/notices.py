@@ -31,7 +31,7 @@ _RESOLVED: Mapping[KeyPath, Mapping[str, str]] = {
     ("adv_estimator",): {"distill": "reinforce"},
     ("actor_train", "logprob_plan"): dict.fromkeys(("distill", *SUPERVISED_TASKS), "none"),
 }
-"""By key and task that does not read it, the value that the loader gives it; a run's config.yaml has it."""
+"""By key, and by task that does not read the key: the value that the loader sets, which a run's config.yaml holds."""
 
 
 def collect_notices(job: JobKeys, source: Source) -> tuple[Notice, ...]:
@@ -46,7 +46,8 @@ def collect_notices(job: JobKeys, source: Source) -> tuple[Notice, ...]:
 def _without_effect(job: JobKeys, data: dict[str, Any]) -> dict[KeyPath, Notice]:
     """Notices on given keys that nothing reads, by path; an unread section gets one notice."""
     foreign = {path: key.reason for path, _, key in given_foreign_keys(data) if key.verdict is Verdict.NO_EFFECT}
-    beside, replaced = dict(reversed(list(unread_keys(job)))), dict(replaced_keys(job))
+    # Reversed, so that of several reasons for one key the first is kept.
+    unread_beside, replaced = dict(reversed(list(unread_keys(job)))), dict(replaced_keys(job))
     notices: dict[KeyPath, Notice] = {}
     for path, value in given_keys(data):
         if value is None:
@@ -64,8 +65,8 @@ def _without_effect(job: JobKeys, data: dict[str, Any]) -> dict[KeyPath, Notice]
         if unread is None and path in replaced and value != _value_at(job, path):
             unread = path, replaced[path]
         if unread is None and _is_changed(job, path, value):
-            sections = [path[:end] for end in range(1, len(path) + 1) if path[:end] in beside]
-            unread = (sections[0], beside[sections[0]]) if sections else None
+            sections = [path[:end] for end in range(1, len(path) + 1) if path[:end] in unread_beside]
+            unread = (sections[0], unread_beside[sections[0]]) if sections else None
         if unread is not None:
             notices[unread[0]] = no_effect(*unread)
     return notices
@@ -117,7 +118,7 @@ def unread_in(role: str, path: KeyPath) -> str | None:
 
 
 def _scope(role: str, path: KeyPath) -> Scope:
-    """The scope of the key at `path` (within `role`); enclosing sections supply what it leaves open."""
+    """The scope of the key at `path` (within `role`); what the key leaves open comes from the sections around it."""
     scope = Scope()
     for end in range(1, len(path) + 1):
         if (field := field_at((role, *path[:end]))) is not None:
@@ -129,7 +130,7 @@ def _scope(role: str, path: KeyPath) -> Scope:
 
 
 def _of_other_mode(role: WorkerConfig, path: KeyPath) -> tuple[KeyPath, str] | None:
-    """The outermost section or key on `path` of a batching mode that no pass of `role` has, and why."""
+    """The outermost section or key on `path` that only another batching mode than the role's reads, and why."""
     name = str(path[0])
     for end in range(2, len(path) + 1):
         scope = _scope(name, path[1:end])
@@ -173,7 +174,7 @@ def _with_other_effect(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
 
 
 def _of_engines(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
-    """Engines that are not started, and variables of TransformerEngine where nothing is of it."""
+    """Notices on engines that are not started, and on variables of TransformerEngine where it is not used."""
     for name, role in job.roles.items():
         engine = role.strategy_args.strategy_name
         if engine in ENGINE_STRATEGIES and not uses_engine(job) and not (name == "actor_infer" and job.is_supervised):
@@ -196,6 +197,7 @@ def _of_engines(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
 
 
 def _of_roles_not_built(job: JobKeys) -> Iterator[Notice]:
+    """Notices on roles that the file describes and the job does not build, with the cause."""
     causes: dict[str, str | None] = {"reference": unread_reference(job)}
     if not uses_critic(job):
         causes["critic"] = f"adv_estimator is {job.adv_estimator}, not gae" if job.max_steps else "max_steps is 0"
@@ -210,7 +212,7 @@ def _of_roles_not_built(job: JobKeys) -> Iterator[Notice]:
 
 
 def _of_loss(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
-    """A loss that reads no advantages, and a bound of k3 in a loss without it."""
+    """Notices on a loss that reads no advantages, and on kl_loss_bound where the loss has no k3 to bound."""
     loss = LOSSES.get(job.loss_function)
     if loss is None:
         return
@@ -225,18 +227,18 @@ def _of_loss(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
 
 
 def _of_greedy_answers(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
-    """Several greedy answers to a held-out prompt: they cost time and are the same."""
+    """The notice that several greedy answers to a held-out prompt cost time and are equal."""
     args = job.validation.generating_args
-    number = ((data.get("validation") or {}).get("generating_args") or {}).get("num_return_sequences")
-    if isinstance(number, int) and number > 1 and args.greedy is not None and job.without_evaluation is None:
-        text = f"decoding is greedy: the {number} answers to a prompt are equal, and 1 measures the same"
+    answers = ((data.get("validation") or {}).get("generating_args") or {}).get("num_return_sequences")
+    if isinstance(answers, int) and answers > 1 and args.greedy is not None and job.without_evaluation is None:
+        text = f"decoding is greedy: the {answers} answers to a prompt are equal, and 1 measures the same"
         yield Notice(("validation", "generating_args", "num_return_sequences"), text)
 
 
 def _of_short_warmups(job: JobKeys) -> Iterator[Notice]:
-    """Warm-ups of the learning rate that are longer than their phase."""
+    """Notices on warm-ups of the learning rate that are longer than their phase."""
     phases: list[tuple[Sequence[str], TrainingArgs, int | None]] = []
-    dp_size = 1  # of all sizes the one with the most optimizer steps
+    dp_size = 1  # if it is not known yet: no size has more optimizer steps, so a notice is true for each
     size = job.actor_train.strategy_args.strategy_config.model_size
     if job.world_size is not None and job.world_size % size == 0:
         dp_size = job.world_size // size
@@ -257,7 +259,7 @@ def _of_short_warmups(job: JobKeys) -> Iterator[Notice]:
 
 
 def _of_derived_caps(job: JobKeys, data: dict[str, Any]) -> Iterator[Notice]:
-    """Caps of packs that are derived from sequence_length."""
+    """Notices on caps of packs that no key gives, so that they are derived from sequence_length."""
     for name, role in job.roles.items():
         caps = (data.get(name) or {}).get("sequence_packing_args") or {}
         if not role.use_sequence_packing or not PASSES_OF_ROLES[name] or job.stream is not None:
@@ -286,7 +288,7 @@ def _of_old_log_probs(role: WorkerConfig, given: dict[str, Any]) -> Iterator[Not
 
 
 def _of_lengths(job: JobKeys) -> Iterator[Notice]:
-    """Sequences that may exceed the model's positions, or a cap."""
+    """Notices on sequences that may exceed the model's positions, or a cap."""
     longest = job.sequence_length
     if longest is None:
         return

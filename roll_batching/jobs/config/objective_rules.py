@@ -1,4 +1,4 @@
-"""Arguments of the loss and the advantage estimator that a job names, and their problems and notices."""
+"""Arguments of the loss and the advantage estimator that a job names, and the problems of these settings."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "constant_mean",
     "token-sum": "constant_sum",
 }
-"""By `loss_agg_mode`, the name of `losses.aggregation`; those of a constant go with `loss_agg_length`."""
+"""By `loss_agg_mode`, the name of `losses.aggregation`; constant_mean and constant_sum take `loss_agg_length`."""
 
 
 def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
     """The keyword arguments of the registered loss that `job` names.
 
-    `aggregation` is a name of `losses.aggregation`; those of a constant go with the job's `loss_agg_length`.
+    `aggregation` is a name of `losses.aggregation`; constant_mean and constant_sum take the job's `loss_agg_length`.
     """
-    own, _ = _arguments(loss).read(job.loss_args, ("loss_args",))
+    given_arguments, _ = _arguments(loss).read(job.loss_args, ("loss_args",))
     low, high = job.clip_range
     values = {
         "clip_low": low,
@@ -64,7 +64,7 @@ def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
         "adaptive_share": job.adaptive_kl_alpha,
         "zero_outside_topk": job.zero_outside_topk,
     }
-    return {name: values[name] for name in loss.keys} | own
+    return {name: values[name] for name in loss.keys} | given_arguments
 
 
 def advantage_arguments(job: JobKeys) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def objective_problems(job: JobKeys) -> Iterator[Problem]:
     if loss.name == "kto" and all(job.loss_args.get(name) == 0 for name in ("desirable_weight", "undesirable_weight")):
         text = "is 0, and so is desirable_weight: nothing is trained; leave one of them out"
         yield Problem(("loss_args", "undesirable_weight"), text)
-    own = {name: value for name, value in job.loss_args.items() if name not in loss.keys}
-    yield from _arguments(loss).read(own, ("loss_args",))[1]
+    unreported = {name: value for name, value in job.loss_args.items() if name not in loss.keys}
+    yield from _arguments(loss).read(unreported, ("loss_args",))[1]
 
 
 def _arguments(loss: Loss) -> Arguments:

@@ -1,4 +1,4 @@
-"""Settings as plain data: copies of Python objects in bounded time and memory, and copies without secrets."""
+"""Copies of settings as plain data: of Python objects in bounded time and memory, and without secrets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll_batching.secret_names import REDACTED, redact, redact_forms
 
 
 def plain_copy(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the sections and lists of `data`.
+    """Returns a copy of `data`, in which sections and lists are new objects and other values the same.
 
     Raises ConfigFileError for a section inside itself, for too many values and for too deep nesting.
     """
@@ -24,8 +24,12 @@ def plain_copy(data: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Copy:
+    """One copy, which ends with an error at a limit."""
+
     inside: list[object] = field(default_factory=list)
+    """The sections and lists around the value that is being copied."""
     values: int = 0
+    """Number of values so far."""
 
     def value(self, value: Any, path: KeyPath) -> Any:
         self.values += 1
@@ -52,7 +56,7 @@ def _refuse(path: KeyPath, message: str) -> None:
     raise ConfigFileError([Problem(path, message)])
 
 
-# ---- withheld
+# ---- secrets
 
 
 def without_secrets(data: Mapping[str, Any], prefix: KeyPath = ()) -> dict[str, Any]:
@@ -82,6 +86,7 @@ def is_free(path: KeyPath) -> bool:
 
 
 def _withheld(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    """Paths of the hidden texts in `value`, which lies at `path`."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _withheld((*path, key), item)

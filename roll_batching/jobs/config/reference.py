@@ -105,14 +105,14 @@ def _support_rows(refusals: Iterable[Refusal], tested: Mapping[tuple[Feature, Fe
     lines = ["| feature | with | |", "|---|---|---|"]
     for row in refusals:
         text = f"{row.reason}; {row.cure}".replace("{1.name}", row.feature.name).replace("{0.", "{").replace("|", "\\|")
-        text = text.replace("{{", "{").replace("}}", "}")
+        text = text.replace("{{", "{").replace("}}", "}")  # braces are escaped for `format`, which is not called here
         lines.append(f"| {row.feature.name} | {row.other.name} | refused: `{row.feature.key}` {text} |")
     lines += [f"| {feature.name} | {other.name} | works: `tests/{test}` |" for (feature, other), test in tested.items()]
     return "\n".join(lines) + "\n"
 
 
 def reference_page() -> str:
-    """The whole page, Markdown."""
+    """The page of all settings, as Markdown."""
     parts = [INTRODUCTION, "## The job\n", _table(JobKeys)]
     for name, settings in _sections(JobKeys, ()):
         if settings is WorkerConfig:
@@ -139,6 +139,7 @@ def _losses() -> str:
 
 
 def _sections(root: type[Settings], prefix: tuple[str, ...]) -> list[tuple[str, type[Settings]]]:
+    """Dotted path and class of every section below `root`; not of the sections within a role."""
     sections = []
     for name, field in ordered_fields(root).items():
         named = named_settings(field)
@@ -159,6 +160,7 @@ def _summary(settings: type[Settings]) -> str:
 
 
 def _unread_table() -> str:
+    """Table of the keys that a role never reads; of an unread section, its name alone."""
     lines = ["| role | keys | why |", "|---|---|---|"]
     for role in ROLES:
         reasons: dict[str, list[str]] = {}
@@ -173,7 +175,7 @@ def _unread_table() -> str:
 
 
 def _table(settings: type[Settings]) -> str:
-    """The keys of a section, then the names that they can have as values."""
+    """Table of the keys of a section, then tables of the registered names that are values of these keys."""
     fields = ordered_fields(settings)
     lines = ["| key | value | default | what it does |", "|---|---|---|---|"]
     for name, field in fields.items():
@@ -184,7 +186,8 @@ def _table(settings: type[Settings]) -> str:
 
 def _foreign_keys() -> str:
     """One row per foreign key, by the section of the schema that would hold it."""
-    keys = [*schema_keys(), *schema_keys(WorkerConfig, ("actor_train",))]  # a role's section over others of its class
+    # Of several sections of one class the last path counts, so the role's come last.
+    keys = [*schema_keys(), *schema_keys(WorkerConfig, ("actor_train",))]
     paths: dict[type[Settings], KeyPath] = {JobKeys: ()}
     paths |= {key.section: key.path for key in keys if key.section is not None}
     lines = [

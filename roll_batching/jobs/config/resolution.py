@@ -13,7 +13,7 @@ from roll_batching.settings.megatron_config import SPLIT_KEYS
 
 
 def resolve(job: JobKeys) -> dict[str, Any]:
-    """The fields of `job` with values derived from other keys."""
+    """Returns the fields of `job` whose values are derived from other keys."""
     lengths = _lengths(job)
     group = job.num_return_sequences_in_group or job.actor_infer.generating_args.num_return_sequences or 1
     sequence_length = lengths["sequence_length"]
@@ -63,11 +63,12 @@ def resolve(job: JobKeys) -> dict[str, Any]:
 
 
 def _loss_of(job: JobKeys) -> str:
+    """The loss that the job names; else, under other tasks than grpo, the loss with the task's name."""
     return job.loss_function if job.task == "grpo" or "loss_function" in job.model_fields_set else job.task
 
 
 def _critic(job: JobKeys, train: WorkerConfig, sequence_length: int | None) -> WorkerConfig:
-    """The critic: its own batching and optimizer, actor_train's model and layout where it gives none, a value head."""
+    """Derives the critic: with a value head, and actor_train's model and layout where the critic gives none."""
     assert job.critic is not None
     rows = job.critic.training_args.per_device_train_batch_size
     critic = _inherit(_derive_batching(job.critic, sequence_length, rows), train)
@@ -79,19 +80,20 @@ def _critic(job: JobKeys, train: WorkerConfig, sequence_length: int | None) -> W
 
 
 def _teacher(job: JobKeys, train: WorkerConfig, sequence_length: int | None) -> WorkerConfig:
-    """The teacher: its own model and batching, actor_train's layout and devices where it gives none."""
+    """Derives the teacher: with its own model, and actor_train's layout and devices where it gives none."""
     assert job.teacher is not None
     teacher = _derive_batching(job.teacher, sequence_length, job.teacher.infer_batch_size)
-    own = {key: getattr(teacher.model_args, key) for key in ("model_name_or_path", "family", "architecture")}
+    # `_inherit` would take the student's model where the teacher's section leaves one of these out.
+    model = {key: getattr(teacher.model_args, key) for key in ("model_name_or_path", "family", "architecture")}
     if "dtype" not in teacher.model_args.model_fields_set:
         teacher = _update(teacher, "model_args", dtype=train.model_args.dtype)
-    return _update(_inherit(teacher, train), "model_args", **own)
+    return _update(_inherit(teacher, train), "model_args", **model)
 
 
 def _validation(job: JobKeys, infer: WorkerConfig) -> ValidationConfig:
-    """Sampling of the evaluation: as for rollouts, once per prompt, except for the given keys."""
-    own = job.validation.generating_args
-    given = {name: getattr(own, name) for name in own.model_fields_set if getattr(own, name) is not None}
+    """Derives how the evaluation samples: as rollouts do, once per prompt, except for the keys of `validation`."""
+    evaluation = job.validation.generating_args
+    given = {name: value for name in evaluation.model_fields_set if (value := getattr(evaluation, name)) is not None}
     args = infer.generating_args.model_copy(update={"num_return_sequences": 1, **given})
     return ValidationConfig(generating_args=args)
 
@@ -105,7 +107,7 @@ def _batched_by_stream(role: WorkerConfig, stream: TrainSection) -> WorkerConfig
 
 
 def _packed_up_to(train: WorkerConfig, budget: int) -> WorkerConfig:
-    """`train` with TRL's `token_budget` as the cap of its packs; its own keys stay, and `rules` compare them."""
+    """`train` with TRL's `token_budget` as the cap of its packs; keys that `train` gives stay, for `task_rules`."""
     if "use_sequence_packing" not in train.model_fields_set:
         train = train.model_copy(update={"use_sequence_packing": True})
     if train.sequence_packing_args.max_packed_sequence_length_train is None:
@@ -116,7 +118,7 @@ def _packed_up_to(train: WorkerConfig, budget: int) -> WorkerConfig:
 
 
 def _default_tokenizer(tokenizer: TokenizerConfig, model: str) -> TokenizerConfig:
-    """The given tokenizer, else that of the model directory."""
+    """The tokenizer that the file gives, else that of the model directory `model`."""
     is_given = "type" in tokenizer.model_fields_set or tokenizer.vocabulary or tokenizer.vocabulary_file
     kind = tokenizer.type if is_given else "hf"
     name = tokenizer.name_or_path or (model if kind == "hf" else None)
@@ -140,7 +142,7 @@ def _lengths(job: JobKeys) -> dict[str, int | None]:
 
 
 def _derive_batching(role: WorkerConfig, sequence_length: int | None, rows: int) -> WorkerConfig:
-    """`role` with derived batching keys; a padded micro-batch has `rows` sequences."""
+    """`role` with derived flags, cap of packs and padded length; a padded micro-batch has `rows` sequences."""
     flags = ("use_dynamic_batching_in_train", "use_dynamic_batching_in_infer")
     if role.use_dynamic_batching is not None:
         derived = {key: role.use_dynamic_batching for key in flags if key not in role.model_fields_set}
@@ -163,7 +165,7 @@ def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
     shared = train.strategy_args.strategy_config
     given = layout.model_fields_set
     missing = {name: getattr(shared, name) for name in type(layout).model_fields if name not in given}
-    # A split has one kind of keys, and belongs to one number of stages: those of actor_train go together.
+    # The keys of a split belong together, and to one number of stages: a role takes all of actor_train's, or none.
     chunks = {"virtual_pipeline_model_parallel_size"} if layout.vpp_size != shared.vpp_size else set()
     if given & {*SPLIT_KEYS, *chunks}:
         missing = {name: value for name, value in missing.items() if name not in SPLIT_KEYS}

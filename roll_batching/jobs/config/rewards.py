@@ -1,4 +1,4 @@
-"""Registered rewards, the keys of rewards, and their rules."""
+"""Registered reward functions, the keys of rewards, and the rules for these keys."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ REWARDS: Registry[Entry] = Registry(
 
 
 def name_of(path: str) -> str:
-    """The registered name of the function at the dotted `path`; other paths unchanged."""
+    """The registered name of the function at the dotted `path`, or `path` if it is not registered."""
     return next((entry.name for entry in REWARDS if entry.target == path), path)
 
 
 _SHARES_SUM_TO = 1e-3
-"""Largest difference from 1 of the sum of the parts."""
+"""Largest difference of the sum of `domain_interleave_probs` from 1."""
 
 
 class RewardConfig(Settings):

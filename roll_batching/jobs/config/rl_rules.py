@@ -1,4 +1,4 @@
-"""Rules of RL over values: shaped rewards, groups, corrections, critics, lengths. Pairs of features: `support`."""
+"""Rules for values of RL keys: shaped rewards, groups, corrections, critics, lengths. Pairs of features: `support`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reward_shaping_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def group_problems(job: JobKeys) -> Iterator[Problem]:
-    """Problems of groups without comparison: of one response, or of equal ones from greedy decoding."""
+    """Problems of groups that leave nothing to compare: a single response, or equal ones from greedy decoding."""
     args, size = job.actor_infer.generating_args, job.group_size
     if job.is_supervised or not job.max_steps:
         return
@@ -52,7 +52,7 @@ def group_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def single_responses(job: JobKeys) -> Iterator[Problem]:
-    """Groups of one response, where the advantage estimator compares responses."""
+    """The problem of groups of one response, where the advantage estimator compares responses."""
     estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     if job.task == "grpo" and estimator is not None and estimator.compares and job.group_size < 2:
         text = f"is {job.group_size}: {estimator.name} compares the responses of a prompt and needs at least 2; raise"
@@ -63,7 +63,7 @@ def single_responses(job: JobKeys) -> Iterator[Problem]:
 
 
 def gigpo_problems(job: JobKeys) -> Iterator[Problem]:
-    """Weights that leave GiGPO no advantage."""
+    """The problem that both weights of GiGPO are 0."""
     if not compares_states(job.adv_estimator) or job.task != "grpo" or not job.max_steps:
         return
     if not job.episode_reward_weight and not job.step_reward_weight:
@@ -77,7 +77,7 @@ _KEY = "train_infer_correction"
 
 
 def train_infer_problems(job: JobKeys) -> Iterator[Problem]:
-    """Contradictions in the section."""
+    """Problems of contradictions within train_infer_correction."""
     correction = job.train_infer_correction
     if correction is None or job.task != "grpo" or not job.max_steps:
         return
@@ -113,9 +113,11 @@ def critic_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("critic_warmup",), text)
     if not job.critic.model_args.value_head:
         yield Problem(("critic", "model_args", "value_head"), "is false, and a critic computes values; leave it out")
-    mine, policy = job.critic.model_args.architecture, job.actor_train.model_args.architecture
-    if mine is not None and policy is not None and mine.vocab_size < policy.vocab_size:
-        text = f"is {mine.vocab_size:,}, and the policy samples {policy.vocab_size:,} tokens, which the critic reads: "
+    critic, policy = job.critic.model_args.architecture, job.actor_train.model_args.architecture
+    if critic is not None and policy is not None and critic.vocab_size < policy.vocab_size:
+        text = (
+            f"is {critic.vocab_size:,}, and the policy samples {policy.vocab_size:,} tokens, which the critic reads: "
+        )
         yield Problem(("critic", "model_args", "architecture", "vocab_size"), f"{text}choose a critic with as many")
     for key in differing_keys(job.critic, job.actor_train):
         text = "differs from actor_train's: the critic shares its parallel sizes for now; leave it out here"
@@ -127,7 +129,7 @@ def critic_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def length_problems(job: JobKeys) -> Iterator[Problem]:
-    """Lengths that do not fit each other."""
+    """Problems of limits in tokens that contradict each other."""
     response, longest = job.response_length, job.sequence_length
     if job.is_supervised:
         return

@@ -1,4 +1,4 @@
-"""Keys of rollouts: functions of the user's, asynchronous and dynamic sampling, shaped rewards, distillation."""
+"""Keys of rollouts: a rollout function, asynchronous and dynamic sampling, shaped rewards, distillation."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class RewardShapingKeys(Settings, read_if={"*": ROLLOUTS}):
 
 
 def _objective(*names: str) -> Switch:
-    """The switch of keys of some values of `kd_objective`."""
+    """The switch of keys that only the objectives `names` read."""
     return Switch(lambda job: job.kd_objective in names, "kd_objective is {0.kd_objective}")
 
 

@@ -1,4 +1,4 @@
-"""Rules over several keys. Each returns problems and raises nothing."""
+"""Rules that compare several keys of a job. Each yields problems and raises nothing."""
 
 from __future__ import annotations
 
@@ -102,27 +102,29 @@ def broken_rules(job: JobKeys) -> list[Problem]:
 
 
 def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    """Problems of the strategy of the role `name`."""
     path = (name, "strategy_args", "strategy_name")
-    given = role.strategy_args.strategy_name
-    if name == "actor_train" and given != "megatron_train":
-        yield Problem(path, f"{given} cannot train; use megatron_train")
-    if name == "critic" and given != "megatron_train":
-        yield Problem(path, f"{given} cannot train the critic; use megatron_train")
+    strategy = role.strategy_args.strategy_name
+    if name == "actor_train" and strategy != "megatron_train":
+        yield Problem(path, f"{strategy} cannot train; use megatron_train")
+    if name == "critic" and strategy != "megatron_train":
+        yield Problem(path, f"{strategy} cannot train the critic; use megatron_train")
     if name == "reference" and not role.strategy_args.runs_on_megatron:
-        yield Problem(path, f"{given} cannot serve the reference; use megatron_infer")
+        yield Problem(path, f"{strategy} cannot serve the reference; use megatron_infer")
     if role.use_sequence_packing and not role.strategy_args.runs_on_megatron:
-        text = f"packing works only under {' and '.join(MEGATRON_STRATEGIES)}, not under {given}; set it to false"
+        text = f"packing works only under {' and '.join(MEGATRON_STRATEGIES)}, not under {strategy}; set it to false"
         yield Problem((name, "use_sequence_packing"), text)
 
 
 def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    """Problems of the batching modes of the role `name`, and of their caps."""
     for kind, flag in (
         ("train", role.use_dynamic_batching_in_train),
         ("infer", role.use_dynamic_batching_in_infer),
     ):
         key = f"use_dynamic_batching_in_{kind}"
-        given = key in role.model_fields_set
-        if role.use_dynamic_batching is not None and given and flag != role.use_dynamic_batching:
+        is_given = key in role.model_fields_set
+        if role.use_dynamic_batching is not None and is_given and flag != role.use_dynamic_batching:
             text = (
                 f"differs from use_dynamic_batching: {str(role.use_dynamic_batching).lower()}, which sets both passes; "
                 "keep one of the two"
@@ -147,6 +149,7 @@ def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
 
 
 def _packing_caps(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    """The problem that packing has no cap."""
     packing = role.sequence_packing_args
     forward_only = "train" not in PASSES_OF_ROLES[name]
     cap = packing.max_packed_sequence_length_train
@@ -157,6 +160,7 @@ def _packing_caps(name: str, role: WorkerConfig) -> Iterator[Problem]:
 
 
 def _dynamic(name: str, role: WorkerConfig, kind: Pass) -> Iterator[Problem]:
+    """Problems of the cap and the rounding of dynamic batching in passes of `kind`."""
     layout = role.strategy_args.strategy_config
     cap_key, round_key = f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"
     cap, step = role.dynamic_cap(kind), getattr(role, round_key)
@@ -164,17 +168,18 @@ def _dynamic(name: str, role: WorkerConfig, kind: Pass) -> Iterator[Problem]:
         text = "is missing: dynamic batching needs the most tokens (rows x length) that one micro-batch may compute"
         yield Problem((name, cap_key), text)
     elif cap < step:
-        yield Problem((name, cap_key), f"is {cap}, below {round_key} = {step}: not even one row would fit")
+        yield Problem((name, cap_key), f"is {cap}, below {round_key} = {step}: not even one row would fit; raise it")
     multiple = layout.tensor_model_parallel_size * layout.cp_size
     if step % multiple:
         text = (
             f"is {step}; it must be divisible by TP x CP = {layout.tensor_model_parallel_size} x "
-            f"{layout.cp_size} = {multiple}; use {-(-step // multiple) * multiple}"
+            f"{layout.cp_size} = {multiple}; use {-(-step // multiple) * multiple}"  # the next multiple
         )
         yield Problem((name, round_key), text)
 
 
 def _shared_shapes(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    """The problem that the algorithm of dynamic batching cannot give all ranks the same shapes."""
     planning = role.planning_args
     if planning.shared_shapes and not algorithm_of("dynamic", planning.dynamic_algorithm).same_positions:
         able = " or ".join(entry.name for entry in ALGORITHMS["dynamic"] if entry.same_positions)
@@ -185,6 +190,7 @@ def _shared_shapes(name: str, role: WorkerConfig) -> Iterator[Problem]:
 
 
 def _chats(job: JobKeys) -> Iterator[Problem]:
+    """Problems of the keys of chats and chat templates."""
     data, path = job.actor_train.data_args, ("actor_train", "data_args")
     if data.chat and data.messages is not None:
         yield Problem((*path, "chat"), "is given beside messages, which hold whole chats; keep one of the two")
@@ -203,6 +209,7 @@ def _chats(job: JobKeys) -> Iterator[Problem]:
 
 
 def _roles(job: JobKeys) -> Iterator[Problem]:
+    """Problems of layouts and models of roles that differ from actor_train's and may not."""
     shared = job.actor_train.strategy_args.strategy_config
     for name, role in job.roles.items():
         if name == "actor_train" or not role.strategy_args.runs_on_megatron:
@@ -221,9 +228,9 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
                 yield from size_problems(name, role)
             if different and samples and not job.is_supervised:
                 yield from sampling_problems(name, role, job.actor_train)
-        own = role.strategy_args.strategy_config.transformer_impl
-        if own != shared.transformer_impl and name != "teacher":
-            text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
+        implementation = role.strategy_args.strategy_config.transformer_impl
+        if implementation != shared.transformer_impl and name != "teacher":
+            text = f"is {implementation}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
             yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
     sampling, training = job.actor_infer.model_args, job.actor_train.model_args
     for key in ("model_name_or_path", "family", "architecture", "dtype"):
@@ -236,7 +243,8 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
 
 
 def _environment(job: JobKeys) -> Iterator[Problem]:
-    values: dict[str, tuple[str, str]] = {}
+    """Problems of environment variables that the launcher sets, or that roles set to different values."""
+    values: dict[str, tuple[str, str]] = {}  # by variable: the section that sets it first, and the value there
     scopes = [((), job.system_envs), *(((name,), role.system_envs) for name, role in job.roles.items())]
     for scope, variables in scopes:
         for variable, value in variables.items():
@@ -247,11 +255,12 @@ def _environment(job: JobKeys) -> Iterator[Problem]:
             if scope and before != value and owner != "the top level":
                 hidden = is_secret(variable, value) or is_secret(variable, before)
                 difference = "differs from that" if hidden else f"is {value!r}, but {before!r}"
-                text = f"{difference} in {owner}; the roles share one process and its environment"
+                text = f"{difference} in {owner}; the roles share one process and its environment: set it once"
                 yield Problem(path, text)
 
 
 def _objective(job: JobKeys) -> Iterator[Problem]:
+    """Problems of old log-probs, clips, masks, and norms of rewards."""
     train = job.actor_train
     model = train.model_args.architecture
     if model is not None and model.hidden_dropout and train.logprob_plan == "train" and job.max_steps:
@@ -265,10 +274,10 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
         problem = job.logprob_problem(job.world_size // size)
         if problem is not None:
             yield problem
-    sampled, own = job.actor_infer.generating_args.temperature, train.logprob_temperature
+    sampled, trained = job.actor_infer.generating_args.temperature, train.logprob_temperature
     reads_sampled = train.logprob_plan == "rollout" or corrects_engine(job) or job.train_infer_correction is not None
-    if own not in (None, sampled) and reads_sampled and not _samples_from_servers(job):
-        text = f"is {own}, but the loss reads log-probs of the rollouts, at the sampling temperature {sampled}"
+    if trained not in (None, sampled) and reads_sampled and not _samples_from_servers(job):
+        text = f"is {trained}, but the loss reads log-probs of the rollouts, at the sampling temperature {sampled}"
         yield Problem(("actor_train", "logprob_temperature"), f"{text}; leave it out, or use logprob_plan: train")
     if job.difficulty_mask and job.difficulty_low_threshold >= job.difficulty_high_threshold:
         text = f"is {job.difficulty_low_threshold}, not below difficulty_high_threshold {job.difficulty_high_threshold}"
@@ -295,6 +304,7 @@ def _samples_from_servers(job: JobKeys) -> bool:
 
 
 def _reward_norm(job: JobKeys) -> Iterator[Problem]:
+    """Problems of ROLL's former key reward_norm beside the keys that replaced it."""
     if job.reward_norm is None:
         return
     given = {"norm_mean_type", "norm_std_type"} & job.model_fields_set
@@ -307,7 +317,7 @@ def _reward_norm(job: JobKeys) -> Iterator[Problem]:
 
 
 def missing_for_a_run(job: JobKeys) -> list[Problem]:
-    """Keys that a run needs, although a file without them is valid."""
+    """Problems of keys that a run needs, although a file without them is valid."""
     problems = withheld_problems(job.model_dump(mode="json"))
 
     def need(present: object, path: tuple[str, ...], text: str) -> None:

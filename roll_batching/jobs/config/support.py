@@ -171,7 +171,7 @@ _REFUSED = {
         "(actor_train.data_args.images) for now; choose sglang or megatron_infer, or leave images out"
     ),
 }
-"""Pairs of features that are refused, the last of each row with the others: reason and cure."""
+"""By row of features, why its last feature is refused with each of the others, and the cure."""
 REFUSALS = refusals_of(_REFUSED)
 
 PACKING_REFUSALS = refusals_of(
@@ -221,7 +221,7 @@ PACKING_REFUSALS = refusals_of(
         ),
     }
 )
-"""Pairs of the packing and the layout of a role that are refused."""
+"""Pairs of features of a role's packing and layout that are refused."""
 
 TESTED = {
     (f.DYNAMIC, f.ROLLOUTS): "jobs/rl/test_dynamic_sampling.py",
@@ -241,7 +241,7 @@ TESTED = {
 
 
 def pair_problems(job: JobKeys) -> Iterator[Problem]:
-    """Pairs of features of `job` that do not go together."""
+    """Problems of pairs of features of `job` that do not go together."""
     for row in refused_pairs(REFUSALS, job):
         yield Problem(row.path, row.message(job))
     for name, role in job.roles.items():

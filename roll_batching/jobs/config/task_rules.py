@@ -1,4 +1,4 @@
-"""Rules of tasks: supervised jobs, batching over a stream (`train`), `token_budget`, and distillation."""
+"""Rules for tasks: supervised jobs, batching over a stream (`train`), `token_budget`, and distillation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll_batching.jobs.config.losses import LOSSES
 
 
 def supervised_problems(job: JobKeys) -> Iterator[Problem]:
-    """Problems of keys that exclude each other in such a job, or in an RL job."""
+    """Problems of keys that exclude each other in a supervised job, or that only a supervised job reads."""
     if not job.is_supervised:
         if job.num_train_epochs is not None:
             yield Problem(("num_train_epochs",), "is read under task: sft and task: dpo; RL has max_steps")
@@ -39,12 +39,12 @@ def supervised_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def missing_for_supervised(job: JobKeys) -> Iterator[Problem]:
-    """Keys that such a job cannot run without."""
+    """Problems of missing keys without which a supervised job cannot run."""
     data = job.actor_train.data_args
     if data.file_name is None:
-        what = {"sft": "texts", "dpo": "pairs", "kto": "judged answers"}[job.task]
+        contents = {"sft": "texts", "dpo": "pairs", "kto": "judged answers"}[job.task]
         yield Problem(
-            ("actor_train", "data_args", "file_name"), f"is missing: the file of {what} (JSONL, Parquet, ...)"
+            ("actor_train", "data_args", "file_name"), f"is missing: the file of {contents} (JSONL, Parquet, ...)"
         )
     if job.sequence_length is None:
         yield Problem(("sequence_length",), "is missing: the most tokens that a text may have")
@@ -62,7 +62,7 @@ _POLICY = ("train", "train_policy")
 
 
 def stream_problems(job: JobKeys) -> Iterator[Problem]:
-    """Problems of `train`."""
+    """Problems of the section `train`, batching over a stream."""
     train = job.train
     if train is None:
         return
@@ -82,7 +82,7 @@ def stream_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def token_budget_problems(job: JobKeys) -> Iterator[Problem]:
-    """Keys that say something else than TRL's short form."""
+    """The problem that the cap of packs differs from `token_budget`, TRL's short form of it."""
     train, path = job.actor_train, ("token_budget",)
     if job.token_budget <= 0:
         return
@@ -121,6 +121,7 @@ def teacher_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def _teacher_model(job: JobKeys) -> Iterator[Problem]:
+    """Problems of the teacher's strategy, model, devices and vocabulary."""
     assert job.teacher is not None
     path, teacher, student = ("teacher", "model_args"), job.teacher.model_args, job.actor_train.model_args
     if not job.teacher.strategy_args.runs_on_megatron:
@@ -134,18 +135,19 @@ def _teacher_model(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("teacher", "device_mapping"), text)
     else:
         yield from size_problems("teacher", job.teacher)
-    mine, theirs = student.architecture, teacher.architecture
-    if mine is not None and theirs is not None and mine.vocab_size != theirs.vocab_size:
-        text = f"has a vocabulary of {theirs.vocab_size:,} tokens, the student {mine.vocab_size:,}: the same id would "
+    models = [model for model in (student.architecture, teacher.architecture) if model is not None]
+    vocabulary = [model.vocab_size for model in models]
+    if len(vocabulary) == 2 and vocabulary[0] != vocabulary[1]:
+        text = f"has a vocabulary of {vocabulary[1]:,} tokens, the student {vocabulary[0]:,}: the same id would "
         text += "be another text; choose a teacher of the student's family"
         yield Problem((*path, "model_name_or_path"), text)
-    vocabulary = [one.vocab_size for one in (mine, theirs) if one is not None]
     if vocabulary and job.logits_topk > min(vocabulary):
         text = f"is {job.logits_topk:,}, above the vocabulary of {min(vocabulary):,}; 0 takes all of it"
         yield Problem(("logits_topk",), text)
 
 
 def _teacher_settings(job: JobKeys) -> Iterator[Problem]:
+    """Problems of the keys of the loss of distillation."""
     if job.zero_outside_topk and job.kd_objective not in ("forward_kl", "reverse_kl", "mixed_kl"):
         text = f"is for forward_kl, reverse_kl and mixed_kl, not {job.kd_objective}; set it to false"
         yield Problem(("zero_outside_topk",), text)

@@ -1,4 +1,4 @@
-"""Features that `TOGETHER` trains in pairs, against the same model on one rank."""
+"""Features that the suite `TOGETHER` trains in pairs, against the same model on one rank."""
 
 from __future__ import annotations
 
@@ -72,13 +72,14 @@ TRAINED_OF_JOBS = (
     *((f.UNPACKED, other) for other in (f.REPLAY, f.TEACHER, f.CRITIC, f.KTO, f.ADAPTERS)),
     *((f.ADAPTERS, other) for other in (f.REPLAY, f.TEACHER, f.KTO)),
 )
-"""Pairs of features of a job that it trains."""
+"""Pairs of features of a job that `TOGETHER` trains."""
+# Pairs that `TOGETHER` leaves out, since the one feature has no meaning beside the other.
 _MEANINGLESS = (
     (s.HEADS, s.VALUE_HEAD),  # a critic has no heads
     (CONTEXT, f.SIZE_PER_PACK),
     (RECOMPUTED_LAYERS, RECOMPUTED_ATTENTION),
     (s.MORE_RANKS_THAN_HEADS, s.LATENT),
-    # Sums of routers are over computed tokens, of which sharing leaves fewer.
+    # Routers sum over computed tokens. Shared prefixes are computed once, so the sums differ from those on one rank.
     (ROUTER_LOSS, f.SHARED_PACKS),
     (s.MOVING_BIASES, f.SHARED_PACKS),
 )
@@ -90,7 +91,7 @@ def trained_pairs() -> Iterator[tuple[s.Feature, s.Feature]]:
     rows = (*REFUSALS, *PACKING_REFUSALS, *s.ROLE_REFUSALS)
     refused = [(row.feature, row.other) for row in rows]
     # By name: the features of the three tables are tested on different settings.
-    left_out = {frozenset((one.name, other.name)) for one, other in (*refused, *_MEANINGLESS)}
-    for one, other in combinations(TRAINED_TOGETHER, 2):
-        if frozenset((one.name, other.name)) not in left_out:
-            yield one, other
+    left_out = {frozenset((feature.name, other.name)) for feature, other in (*refused, *_MEANINGLESS)}
+    for feature, other in combinations(TRAINED_TOGETHER, 2):
+        if frozenset((feature.name, other.name)) not in left_out:
+            yield feature, other

@@ -1,4 +1,4 @@
-"""Keys that nothing reads beside other settings of the job, where a field's own `Switch` cannot tell."""
+"""Keys that nothing reads because of other settings of the job, where the `Switch` of the field cannot tell."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KL_OFF = "use_kl_loss is false or kl_loss_coef is 0"
 
 
 def unread_keys(job: JobKeys) -> Unread:
-    """Keys that the job does not read beside its other settings."""
+    """Keys that the job does not read because of its other settings; of several reasons for a key the first counts."""
     yield from _of_objective(job)
     yield from _of_sampling(job)
     for name, role in job.roles.items():
@@ -57,7 +57,7 @@ def unread_keys(job: JobKeys) -> Unread:
 
 
 def replaced_keys(job: JobKeys) -> Unread:
-    """Keys whose values others replace; unread where they are given with another value than the job has."""
+    """Keys whose values other keys replace; a notice is due where a file gives another value than the job has."""
     if job.stream is not None:
         yield ("max_steps",), "train.max_num_steps is the job's length"
         yield from ((("actor_train", key), "train.train_policy replaces it") for key in _STREAMED)
@@ -67,6 +67,7 @@ def replaced_keys(job: JobKeys) -> Unread:
 
 
 def _of_objective(job: JobKeys) -> Unread:
+    """Keys and settings of the loss and the advantages that the job's loss and estimator do not read."""
     loss = LOSSES.get(job.loss_function)
     read = {key for field in (loss.keys if loss else ()) for key in KEYS_OF_FIELDS[field]}
     for key in dict.fromkeys(key for keys in KEYS_OF_FIELDS.values() for key in keys):
@@ -91,6 +92,7 @@ def _of_objective(job: JobKeys) -> Unread:
 
 
 def _of_sampling(job: JobKeys) -> Unread:
+    """Keys of sampling that greedy decoding, short responses, or the layout of the sampling model leave unread."""
     for role in ("validation", "actor_infer"):
         args = getattr(job, role).generating_args
         # The sampling temperature is also that of the loss's log-probs.
@@ -116,7 +118,7 @@ def _of_sampling(job: JobKeys) -> Unread:
 
 
 def _of_routers(path: KeyPath, role: WorkerConfig) -> Unread:
-    """Router keys without effect: the model has no mixture of experts, or its routers have no expert biases."""
+    """Router keys without effect, in a model without a mixture of experts or without expert biases."""
     model, bias_rate = role.model_args.architecture, "moe_router_bias_update_rate"
     if model is not None and model.moe is None:
         for key in ("moe_router_dtype", "freeze_moe_router", bias_rate):

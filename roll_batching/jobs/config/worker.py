@@ -128,11 +128,11 @@ class DataArgs(Settings, read_if=_READ_IF):
 
 
 _GREEDY = 1e-4
-"""Largest top_p and temperature at which the likeliest token is taken in practice."""
+"""A top_p or temperature up to this counts as greedy decoding: in practice only the likeliest token is taken."""
 
 
 def _unless_greedy(key: str) -> Switch:
-    """Switch that reads the sampling key `key` unless another key makes decoding greedy."""
+    """The switch of the sampling key `key`, which is read unless another key makes decoding greedy."""
     return Switch(lambda args: args.greedy in (None, key), "{0.greedy} is {0.greedy_value}: decoding is greedy")
 
 
@@ -171,7 +171,7 @@ class GeneratingArgs(Settings, read_if={key: _unless_greedy(key) for key in ("to
 
     @property
     def greedy_value(self) -> str:
-        """The value of that key, for messages."""
+        """The value of the key `greedy` names, for messages; call it only if decoding is greedy."""
         return "false" if self.greedy == "do_sample" else f"{getattr(self, self.greedy or ''):g}"
 
 

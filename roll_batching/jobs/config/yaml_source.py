@@ -1,4 +1,4 @@
-"""YAML files as plain data with the place of every key, overrides of the command line, and `${...}` references."""
+"""Reads YAML files as plain data with the place of every key; applies overrides and replaces `${...}` references."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Source:
 def read_yaml(path: str | Path) -> Source:
     """Reads the YAML file at `path`.
 
-    Raises ConfigFileError: no readable file, invalid YAML, a key written twice, more values than `yaml_values` allows.
+    Raises ConfigFileError for an unreadable file, invalid YAML, a key written twice, or too many values.
     """
     return parse_yaml(read_text(path), str(path))
 
@@ -68,12 +68,12 @@ def _read_file(file: Path) -> str:
     if not stat.S_ISREG(status.st_mode):
         # Every process of a job reads the file again, which a pipe does not allow.
         raise ValueError("is a folder or a device, not a file; write the settings into a file")
-    with file.open("rb") as stream:
+    with file.open("rb") as stream:  # a character has at most 4 bytes in UTF-8; `read_values` counts characters
         data = stream.read(4 * LONGEST_TEXT + 1)
     if len(data) > 4 * LONGEST_TEXT:
         raise ValueError(f"has {status.st_size:,} bytes; a file of settings has at most {LONGEST_TEXT:,} characters")
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")  # drops the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from None
 
@@ -129,25 +129,29 @@ def _apply_override(source: Source, text: str, place: Place) -> None:
 
 
 def _set_value(source: Source, parts: list[str], value: Any, place: Place) -> None:
-    """Sets the value at the path `parts`, whose numbers index lists. Raises ValueError where it cannot be."""
+    """Sets the value at the path `parts`, whose numbers index lists. Raises ValueError for a path that does not exist.
+
+    Missing sections are added. `place`, the override, becomes the place of the key in messages.
+    """
     section: Any = source.data
     path: KeyPath = ()
-    for number, part in enumerate(parts):
-        last = number == len(parts) - 1
+    for depth, part in enumerate(parts):
+        is_last = depth == len(parts) - 1
+        # 10 digits and more are no index: `int` would take long for a number of any length.
         key: str | int = int(part) if isinstance(section, list) and part.isdecimal() and len(part) < 10 else part
         path = (*path, key)
         if isinstance(section, list):
             if not isinstance(key, int) or key >= len(section):
                 raise ValueError(
-                    f"{'.'.join(parts[:number])} is a list of {len(section)} items; {shortened(part)!r} is not one"
+                    f"{'.'.join(parts[:depth])} is a list of {len(section)} items; {shortened(part)!r} is not one"
                 )
         elif not isinstance(section, dict):
             raise ValueError(
-                f"{'.'.join(parts[:number])} is {shortened(repr(section))}, which has no key {shortened(part)!r}"
+                f"{'.'.join(parts[:depth])} is {shortened(repr(section))}, which has no key {shortened(part)!r}"
             )
-        elif not last and section.get(part) is None:
+        elif not is_last and section.get(part) is None:
             section[part] = {}
-        if last:
+        if is_last:
             replaced = [known for known in source.places if known[: len(path)] == path]
             earlier = [source.places[known] for known in replaced if source.places[known] in source.overrides]
             if earlier:
@@ -184,6 +188,8 @@ def resolve_references(source: Source) -> None:
 
 @dataclass
 class _Resolver:
+    """Replaces references in `data`, and counts the values and characters that result."""
+
     data: dict[str, Any]
     place: Callable[[KeyPath], Place]
     problems: dict[KeyPath, Problem] = field(default_factory=dict)
@@ -191,7 +197,10 @@ class _Resolver:
     characters: int = 0
 
     def value(self, path: KeyPath, value: Any, trail: tuple[str, ...]) -> Any:
-        """`value` at `path` with references replaced, or None if that fails."""
+        """Returns `value`, which lies at `path`, with references replaced, or None if that fails.
+
+        `trail`: the references that led here, to find those that refer to themselves.
+        """
         try:
             return self._replace(path, value, trail)
         except _Unresolved as error:

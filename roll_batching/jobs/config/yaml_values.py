@@ -79,7 +79,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_values(text: str) -> tuple[Any, dict[KeyPath, int]]:
-    """The value of a YAML text (None if empty), and the line of every key and list item, counted from 1.
+    """Parses a YAML text; returns its value (None if empty) and the line of every key and list item, from 1 on.
 
     Keys are strings; values are strings, numbers within 64 bits, booleans and None. Raises YamlFaults.
     """
@@ -123,7 +123,7 @@ def text_fault(text: str) -> str | None:
 
 @dataclass
 class _Reader:
-    """Converts composed nodes to plain values. Aliases lead to the same node several times."""
+    """Converts the nodes of PyYAML to plain values. Aliases lead to the same node several times."""
 
     loader: _Loader
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -158,8 +158,8 @@ class _Reader:
         return result
 
     def _entries(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """The entries of a mapping by key. Its own replace those of `<<`."""
-        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        """The entries of a mapping by key: written entries precede those that `<<` merges."""
+        written: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         inherited: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         counts: Counter[str] = Counter()
         for key_node, child in node.value:
@@ -170,12 +170,12 @@ class _Reader:
             if key is None:
                 continue
             counts[key] += 1
-            own[key] = key_node, child
+            written[key] = key_node, child
         for key in (key for key, times in counts.items() if times > 1):
             lines = [_line(key_node) for key_node, _ in node.value if key_node.value == key]
             text = f"is written {len(lines)} times (first in line {lines[0]}); keep one"
             self.faults.append(Fault((*path, key), text, lines[-1]))
-        return {**inherited, **own}
+        return {**inherited, **written}
 
     def _merged(self, key_node: yaml.Node, node: yaml.Node, path: KeyPath) -> dict[str, tuple[yaml.Node, yaml.Node]]:
         parents = node.value if isinstance(node, yaml.SequenceNode) else [node]
@@ -187,7 +187,7 @@ class _Reader:
             with self._within(parent):
                 entries = self._entries(parent, path)
             self._count(parent, 1 + len(entries))
-            merged = {**entries, **merged}
+            merged = {**entries, **merged}  # as YAML has it, the first of several sections precedes
         return merged
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
@@ -219,7 +219,7 @@ class _Reader:
         elif isinstance(value, int | float) and _ONLY_YAML_1_1.fullmatch(node.value):
             reason = f"YAML 1.1 reads {_short(node.value)} as {value}; write {value}, or put text into quotes"
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            reason = "is a whole number beyond 64 bits"
+            reason = "is a whole number beyond 64 bits; put text into quotes"
         else:
             reason = None
         if reason is not None:
@@ -239,7 +239,7 @@ class _Reader:
     def _count(self, node: yaml.Node, values: int) -> None:
         self.values += values
         if self.values > MOST_VALUES or self.characters > MOST_CHARACTERS:
-            top_level = (self.inside[1:2] or [node])[0]
+            top_level = (self.inside[1:2] or [node])[0]  # inside[0] is the whole file
             raise _Refused(problem=too_large("aliases (*name)"), problem_mark=top_level.start_mark)
 
     def _fault(self, path: KeyPath, message: str, node: yaml.Node) -> None:

@@ -1,4 +1,4 @@
-"""Samples as flat numpy columns without padding, which Ray's object store shares without a copy. Needs no torch."""
+"""Holds samples as flat numpy columns without padding, which Ray's object store shares without a copy; no torch."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Columns = Mapping[str, Column]
 
 
 def replica_samples(plan: Plan, dp_rank: int) -> tuple[Ints, Ints]:
-    """Ids and lengths of a replica's samples, in the order of its columns."""
+    """Returns ids and lengths of the samples that `plan` gives to a replica, in the order of its columns."""
     samples = plan.rank_samples(dp_rank)
     return plan.ids[samples], plan.lengths[samples]
 
 
 def take_samples(columns: Columns, offsets: Ints, indices: Ints) -> dict[str, Column]:
-    """A copy of the samples at `indices`, in that order; `offsets` [n + 1] has each sample's first token.
+    """Copies the samples at `indices`, in that order; `offsets` [n + 1] has each sample's first token.
 
     Copied sample by sample: an index over all tokens would take more memory and time than the tokens.
     """
@@ -63,9 +63,10 @@ def take_samples(columns: Columns, offsets: Ints, indices: Ints) -> dict[str, Co
 
 
 def merge_shards(shards: Sequence[tuple[Columns, Ints]], lengths: Ints) -> dict[str, Column]:
-    """Columns of all samples, from shards with their samples' indices: the inverse of `take_samples`.
+    """Merges shards into columns of all samples: the inverse of `take_samples`.
 
-    Samples of no shard get the pad value. `lengths` int64 [n] are of all samples.
+    A shard is (its columns, the indices of its samples). Samples in no shard get the pad value. `lengths` (int64 [n])
+    has the tokens of every sample.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     merged = {}
@@ -82,6 +83,7 @@ def merge_shards(shards: Sequence[tuple[Columns, Ints]], lengths: Ints) -> dict[
 
 
 def _copy(column: Column, values: Any, offsets: Ints, indices: Ints) -> None:
+    """Copies the samples of a shard's `column` to their places in `values`."""
     if not column.per_token:
         values[indices] = column.values
         return

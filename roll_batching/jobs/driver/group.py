@@ -33,7 +33,7 @@ from roll_batching.samples.fields import SchemaLike
 
 
 class WorkerGroup:
-    """The ranks of one role, on the Ray that this process has joined (`ray.init`).
+    """The ranks of one role, as actors of the Ray cluster that this process has joined (`ray.init`).
 
         with WorkerGroup(job.actor_train, 4, seed=job.seed) as policy:
             step = policy.distribute(batch)
@@ -78,7 +78,7 @@ class WorkerGroup:
         self._resources = contextlib.ExitStack()
         self._ranks: RankActors | None = None
         self.layouts: Sequence[RankLayout] = ()
-        """Of each rank."""
+        """The place of each rank in the parallel layout."""
 
     def __enter__(self) -> Self:
         import ray
@@ -130,7 +130,7 @@ class WorkerGroup:
         group_ids: Any = None,
         home_rank: Any = None,
     ) -> Plan:
-        """A plan over all samples of `batch`, computed in this process.
+        """Plans a step over all samples of `batch`, in this process.
 
         Args:
             batch: all samples of the step.
@@ -182,7 +182,7 @@ class WorkerGroup:
         import ray
 
         computed = ray.get(list(self._call_with_samples(batch, "compute_log_probs", (masks,))[1]))
-        by_id = np.argsort(batch.ids, kind="stable")
+        by_id = np.argsort(batch.ids, kind="stable")  # ids need not be sorted; `searchsorted` needs an order
         shards = []
         for dp_rank, columns in enumerate(computed):
             ids, _ = replica_samples(batch.plan, dp_rank)
@@ -219,14 +219,18 @@ class WorkerGroup:
         return self._ranks
 
     def _check(self, results: list[Any]) -> list[Any]:
-        """`results`, unless a rank failed. After the same error on all ranks they stay alive; else all are ended."""
+        """Returns `results` if no rank failed.
+
+        Raises RankError for the same error on all ranks, which stay alive; else ends all ranks and raises
+        RollBatchingError.
+        """
         ranks = self._running()
         if ranks.failure is None:
             return results
         failures = [result for result in results if isinstance(result, Failure)]
-        same = len(failures) == self._count and len({failure.message for failure in failures}) == 1
+        is_same_on_all = len(failures) == self._count and len({failure.message for failure in failures}) == 1
         # After a failure with frames, an aftermath or silence a rank may be in any state.
-        if same and not (failures[0].frames or failures[0].aftermath or failures[0].silent):
+        if is_same_on_all and not (failures[0].frames or failures[0].aftermath or failures[0].silent):
             raise RankError(failures[0].message)
         failure, folder = ranks.failure, self._settings.folder
         self.close()

@@ -1,4 +1,4 @@
-"""One rank of a strategy that a user's own loop calls: an actor with its part of the model."""
+"""One rank of a `WorkerGroup`: an actor with its part of the model, which a user's own loop calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StrategyRank(Rank):
     def build(
         self, settings: StrategySettings, variables: Mapping[str, str]
     ) -> tuple[RankLayout, RolePlanner] | Failure:
-        """Joins the rendezvous and builds this rank's part of the model; a Failure instead of an error."""
+        """Joins the rendezvous and builds this rank's part of the model. Returns a Failure instead of raising."""
         os.environ.update(variables)
         try:
             return self._build(settings)
@@ -87,7 +87,7 @@ class StrategyRank(Rank):
         """Calls `strategy.method(this rank's samples, plan, *arguments)`; returns its result, and computed columns.
 
         Rank 0 returns the result, which is the same on all ranks; replica leaders return the columns of a result that
-        is a batch, renamed to `name` if given; other ranks return None. A Failure instead of an error.
+        is a batch, renamed to `name` if given; other ranks return None. Returns a Failure instead of raising.
         """
         from roll_batching.jobs.driver.shard_distribution import from_columns, to_columns
         from roll_batching.samples import SampleBatch
@@ -106,7 +106,7 @@ class StrategyRank(Rank):
             return self._failure(error), None
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """Calls `strategy.method(*arguments, **keywords)`; rank 0 returns the result. A Failure instead of an error."""
+        """Calls `strategy.method(*arguments, **keywords)`. Returns the result on rank 0; a Failure if it raises."""
         try:
             result = getattr(self._strategy, method)(*arguments, **keywords)
             return result if self.number == 0 else None
@@ -120,6 +120,7 @@ class StrategyRank(Rank):
         leave_processes()
 
     def _failure(self, error: BaseException) -> Failure:
+        """Describes `error`, writes it to this rank's log and returns it."""
         failure = describe_failure(self.number, error)
         write_to_log(failure.frames + failure.line)
         return failure

@@ -1,4 +1,4 @@
-"""Samples of a worker group in Ray's object store: columns without padding, one object per replica, one call per rank.
+"""Distributes the samples of a worker group through Ray's object store, with one object per replica.
 
 A `SampleBatch` becomes flat numpy columns and back without a copy; Ray shares them between the processes of a machine.
 """
@@ -24,11 +24,11 @@ from roll_batching.samples.token_fields import require_field
 
 
 def to_columns(batch: SampleBatch) -> dict[str, Column]:
-    """The fields of `batch` as numpy columns, on the host. Raises `DataError` for fields of kind rows."""
-    if counted := [name for name, spec in batch.schema.items() if spec.kind == "rows"]:
+    """Returns the fields of `batch` as numpy columns on the host. Raises `DataError` for fields of kind rows."""
+    if rows_fields := [name for name, spec in batch.schema.items() if spec.kind == "rows"]:
         raise DataError(
-            f"fields {', '.join(counted)} are of kind rows, which a worker group on Ray does not send: train from a "
-            "YAML job, or call the strategy's train_step on every rank"
+            f"fields {', '.join(rows_fields)} are of kind rows, which a worker group on Ray does not send: train from "
+            "a YAML job, or call the strategy's train_step on every rank"
         )
     return {name: _column(batch[name], spec) for name, spec in batch.schema.items()}
 
@@ -57,7 +57,7 @@ def _tensor(column: Column) -> Any:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(np.ascontiguousarray(column.values))
     dtype = getattr(torch, column.dtype)
-    return tensor if tensor.dtype is dtype else tensor.view(dtype)
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)  # bfloat16, whose bits came as int16
 
 
 # ---- shard distribution
@@ -72,7 +72,7 @@ class RankLayout:
     """A rank's place in the parallel layout, which decides the fields that it reads."""
 
     dp_rank: int
-    """Its replica."""
+    """Number of the replica to which the rank belongs."""
     is_first_stage: bool
     """First pipeline stage: reads `input_ids`."""
     is_last_stage: bool
@@ -81,7 +81,7 @@ class RankLayout:
     """Returns the results of its replica."""
 
     def reads(self, names: frozenset[str]) -> bool:
-        """Whether it needs any of the fields `names`; middle pipeline stages need lengths and plan alone."""
+        """Whether the rank needs any of the fields `names`; middle pipeline stages need only lengths and plan."""
         return self.is_last_stage or (self.is_first_stage and EMBEDDED in names)
 
 
@@ -102,16 +102,16 @@ class DistributedBatch:
     plan_object: Any
     shards: tuple[FieldShards, ...]
     ids: Ints
-    """int64 `[n]`: of the caller's samples, in the caller's order."""
+    """int64 `[n]`: ids of the caller's samples, in the caller's order."""
     lengths: Ints
-    """int64 `[n]`: their tokens."""
+    """int64 `[n]`: tokens of these samples."""
     origin: str
     """Unique name, by which the ranks of a replica check that they got the same batch."""
     nbytes: int
     """Bytes of samples and plan that the driver put into the object store."""
 
     def with_shards(self, shards: FieldShards, size: int = 0) -> DistributedBatch:
-        """The same samples with more fields, of which the driver put `size` bytes into the object store.
+        """Returns the same samples with more fields, of which the driver put `size` bytes into the object store.
 
         Raises DataError for a field that the samples have already.
         """

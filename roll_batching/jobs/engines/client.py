@@ -35,7 +35,7 @@ _MARGIN = 60.0
 
 
 class EngineClient:
-    """The engine of `actor_infer`, called by one rank of each replica of `layout`. Methods are collective.
+    """Client of the engine of `actor_infer`: one rank of each replica of `layout` calls it. Methods are collective.
 
     An engine in the job's processes (hf_infer) loads weights on those ranks; servers get weights from rank 0. `asleep`:
     the engine sleeps already.
@@ -115,26 +115,29 @@ class EngineClient:
         return self._asleep
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
-        """Responses to this replica's prompts, in the format of `MegatronInferStrategy.generate`.
+        """Generates responses to this replica's prompts, in the format of `MegatronInferStrategy.generate`.
 
         Each response is seeded by the settings' seed and the id of its prompt, if the engine takes seeds per request.
         With `router_replay: R3` the batch has `routed_experts`.
         """
-        tokens = [row for row in prompts.to_lists("input_ids") for _ in range(settings.num_return_sequences)]
+        group_size = settings.num_return_sequences
+        prompt_tokens = [tokens for tokens in prompts.to_lists("input_ids") for _ in range(group_size)]
         results: list[GenerationResult] = []
         counts = exchange(self.layout.host_group, "the number of prompts", lambda: len(prompts))
-        most_requests = max(counts) * settings.num_return_sequences
+        most_requests = max(counts) * group_size
         patience = self.engine.generation_timeout(most_requests) + _MARGIN
         with consensus(self.layout.host_group, "rollouts", patience=patience):
-            if self.layout.is_replica_leader and tokens:
+            if self.layout.is_replica_leader and prompt_tokens:
                 results = self.engine.generate(_requests(prompts, settings, self._mixture, self._vision), settings)
-        if self._replica is not None:
+        if self._replica is not None:  # the leader alone has the results
             box: list[Any] = [results]
             group, source = self._replica
             dist.broadcast_object_list(box, src=source, group=group)
             results = box[0]
-        responses = [(torch.tensor(one.tokens), torch.tensor(one.log_probs, dtype=torch.float32)) for one in results]
-        batch = responses_to_batch([row.cpu() for row in tokens], responses)
+        responses = [
+            (torch.tensor(result.tokens), torch.tensor(result.log_probs, dtype=torch.float32)) for result in results
+        ]
+        batch = responses_to_batch([prompt.cpu() for prompt in prompt_tokens], responses)
         return batch if self._mixture is None else with_experts(batch, results, self._mixture)
 
     def request_metrics(self) -> dict[str, float]:
@@ -153,10 +156,10 @@ class EngineClient:
 
 
 def sum_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several clients or calls as one: sums, and the fewest replicas."""
+    """Joins the metrics of several clients or calls: sums; of the replicas in use the minimum."""
     names = metrics[0] if metrics else ()
     return {
-        name: (min if name == "engine_replicas" else sum)(one[name] for one in metrics)  # type: ignore[operator]
+        name: (min if name == "engine_replicas" else sum)(of_client[name] for of_client in metrics)  # type: ignore[operator]
         for name in names
     }
 
@@ -164,7 +167,7 @@ def sum_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _requests(
     prompts: SampleBatch, settings: GenerationSettings, mixture: Mixture | None, vision: Any
 ) -> list[GenerationRequest]:
-    """The requests of a replica's prompts; `vision` is the encoder's configuration, None without one."""
+    """Returns the requests for the responses to a replica's prompts; `vision`: the encoder's configuration, or None."""
     group = settings.num_return_sequences
     images: list[PromptImages | None] = [None] * len(prompts)
     if vision is not None:
@@ -185,10 +188,12 @@ def _requests(
 
 
 def replica_group(layout: ParallelLayout) -> tuple[Any, int] | None:
-    """A gloo group of this replica's ranks, and its leader's rank; None when every rank is a replica."""
-    places = exchange(layout.host_group, "the replicas", lambda: (layout.dp_rank, layout.is_replica_leader))
-    if len(places) == layout.dp_size:
+    """Creates a gloo group of this replica's ranks; returns it and its leader's rank. None if a replica is one rank."""
+    ranks = exchange(layout.host_group, "the replicas", lambda: (layout.dp_rank, layout.is_replica_leader))
+    if len(ranks) == layout.dp_size:
         return None
-    members = [[rank for rank, (dp, _) in enumerate(places) if dp == one] for one in range(layout.dp_size)]
+    members: list[list[int]] = [[] for _ in range(layout.dp_size)]
+    for rank, (dp_rank, _) in enumerate(ranks):
+        members[dp_rank].append(rank)
     group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
-    return group, next(rank for rank in members[layout.dp_rank] if places[rank][1])
+    return group, next(rank for rank in members[layout.dp_rank] if ranks[rank][1])

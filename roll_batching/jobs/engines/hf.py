@@ -42,11 +42,11 @@ class HFEngine:
         return {}
 
     def generation_timeout(self, requests: int) -> float:
-        """A day: the time is not known."""
+        """A day, since the time is not known and this process cannot be interrupted."""
         return _TIMEOUT
 
     def update_timeout(self) -> float:
-        """A day: the time is not known."""
+        """A day, since the time is not known and this process cannot be interrupted."""
         return _TIMEOUT
 
     def sleep(self) -> None:
@@ -72,6 +72,7 @@ class HFEngine:
     def check_weights(self, probe: Probe) -> None:
         """Compares the log-probs of `probe`. Raises EngineError when they are of other weights."""
         tokens = torch.tensor([probe.tokens], device=self.device)
+        # Logits at a position are of the next token: the last ones have none, and the first token has no log-prob.
         log_probs = self._model(input_ids=tokens).logits[0, :-1].float().log_softmax(-1)
         gap = probe.gap(log_probs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
         self._gap_limit.check(gap, probe.largest_gap)
@@ -98,6 +99,7 @@ class HFEngine:
         stops = sorted({settings.eos_token_id, *settings.stop_token_ids})
         width = max(len(request.tokens) for request in requests)
         pads = [width - len(request.tokens) for request in requests]
+        # `generate` continues at the end of each row, so prompts are padded on the left.
         prompts = [[stops[0]] * pad + request.tokens for pad, request in zip(pads, requests, strict=True)]
         mask = [[0] * pad + [1] * (width - pad) for pad in pads]
         sampling: dict[str, Any] = {"do_sample": False}
@@ -121,8 +123,8 @@ class HFEngine:
         tokens = output.sequences[:, width:]
         log_probs = torch.stack(
             [
-                (logits.float() / settings.temperature).log_softmax(-1).gather(1, tokens[:, place, None])[:, 0]
-                for place, logits in enumerate(output.logits)
+                (logits.float() / settings.temperature).log_softmax(-1).gather(1, tokens[:, index, None])[:, 0]
+                for index, logits in enumerate(output.logits)
             ],
             1,
         )
@@ -135,13 +137,13 @@ class HFEngine:
 def _result(
     tokens: list[int], log_probs: list[float], stops: list[int], settings: GenerationSettings
 ) -> GenerationResult:
-    """The result in one padded row of the output."""
-    end = next((place for place, token in enumerate(tokens) if token in stops), None)
+    """Checks and returns the response in one row of the output, which is padded after its stop token."""
+    end = next((index for index, token in enumerate(tokens) if token in stops), None)
     length = len(tokens) if end is None else end + 1
     result = GenerationResult(tokens=tokens[:length], log_probs=log_probs[:length])
     return check_result(result, settings, ended=end is not None)
 
 
 def hf_engine(settings: EngineArgs, device: torch.device) -> HFEngine:
-    """Transformers in this process, on `device`."""
+    """Makes the engine that runs transformers in this process, on `device`."""
     return HFEngine(device)

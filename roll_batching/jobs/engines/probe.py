@@ -21,8 +21,9 @@ from roll_batching.strategy.roles import run_on
 
 _TOKENS, _SEED = 32, 0
 _SMALLEST_LIMIT = 1e-4
+"""A limit derived from the first gap is at least this: a first gap of nearly 0 says nothing about later rounding."""
 _LARGEST_FP32, _LARGEST_BF16, _LARGEST_FP8 = 1e-3, 0.05, 0.1
-"""Largest gaps of rounding by what the trainer computes in. Measured in bf16: 0.011 in the mean (docs/results.md)."""
+"""Largest gaps that rounding explains, by the trainer's precision. Measured in bf16: 0.011 (docs/results.md)."""
 _GROWTH = 4.0
 """A gap may be this many times the first one, which shows the rounding of both sides' dtypes."""
 
@@ -34,10 +35,10 @@ class Probe:
     tokens: list[int]
     log_probs: list[float]
     largest_gap: float
-    """That the trainer's precision explains."""
+    """Largest median difference of log-probs that rounding in the trainer's precision explains."""
 
     def gap(self, log_probs: Sequence[float]) -> float:
-        """Median difference to an engine's log-probs: mixtures of experts may have a few outliers.
+        """The median difference of an engine's `log_probs`; no mean, as mixtures of experts may have outliers.
 
         Raises EngineError for log-probs of another number of tokens.
         """
@@ -47,7 +48,7 @@ class Probe:
 
 
 def make_probe(strategy: MegatronInferStrategy) -> Probe:
-    """The probe of the strategy's current weights, on all ranks. Collective.
+    """Makes the probe of the strategy's current weights, the same on all ranks. Collective.
 
     Its tokens are drawn from the vocabulary with a fixed seed, as many as a micro-batch may have.
     """
@@ -59,10 +60,10 @@ def make_probe(strategy: MegatronInferStrategy) -> Probe:
     previous = strategy.temperature, strategy.temperature_field
     strategy.temperature, strategy.temperature_field = 1.0, None  # of the log-probs that engines have of a prompt
     try:
-        row = run_on(strategy, local_batch, strategy.compute_log_probs)["log_probs"].tolist()
+        values = run_on(strategy, local_batch, strategy.compute_log_probs)["log_probs"].tolist()
     finally:
         strategy.temperature, strategy.temperature_field = previous
-    log_probs = exchange(layout.host_group, "the probe of a weight update", lambda: row)[0][: count - 1]
+    log_probs = exchange(layout.host_group, "the probe of a weight update", lambda: values)[0][: count - 1]
     largest_gap = _LARGEST_FP32 if strategy.dtype in (torch.float32, torch.float64) else _LARGEST_BF16
     is_fp8 = strategy.settings.pack_multiple > 1
     return Probe(tokens=tokens, log_probs=log_probs, largest_gap=_LARGEST_FP8 if is_fp8 else largest_gap)
@@ -75,9 +76,9 @@ class GapLimit:
         self._limit: float | None = None
 
     def check(self, gap: float, largest: float) -> None:
-        """Raises EngineError when `gap` is not of rounding, which is at most `largest`."""
+        """Raises EngineError when rounding does not explain `gap`; `largest`: what it explains in this precision."""
         limit = self._limit or min(max(_GROWTH * gap, _SMALLEST_LIMIT), largest)
-        if not gap <= limit:  # nor nan
+        if not gap <= limit:  # not `gap > limit`, which is false for nan
             raise EngineError(
                 f"it has other weights than were sent: its log-probs of a probe differ from the trainer's by "
                 f"{gap:.2g} in the median, and rounding explains {limit:.2g}. "

@@ -1,4 +1,4 @@
-"""Protocol of rollout engines: requests, results and their checks; and the HTTP API of a kind of server."""
+"""Protocols of rollout engines and of the HTTP API of their servers, with requests, results and their checks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from roll_batching.jobs.processes.requests import Call, excerpt
 from roll_batching.strategy.sampling import GenerationSettings
 
 _ANY_VOCABULARY = 1 << 31
+"""Bound of token ids where the vocabulary is not known."""
 _LARGEST_FLOAT32 = 3e38
+"""Log-probs become float32, in which a larger number would be infinite."""
+_LARGEST_LOG_PROB = 1e-3
+"""A log-prob of rounded numbers may be this much above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Numbers of a model's layers and experts."""
+    """Shape of a mixture of experts: which layers have experts, and how many."""
 
     num_layers: int
     """All layers, with experts or without."""
@@ -32,7 +36,7 @@ class Mixture:
     num_experts: int
 
     def bytes_of(self, tokens: int) -> int:
-        """Bytes of the experts of `tokens` in a reply: int32 as base64."""
+        """Bytes of the experts of `tokens` in a reply: int32 as base64 (4 bytes for 3), and 1 KiB around it."""
         return tokens * self.num_layers * self.top_k * 4 * 4 // 3 + 1024
 
 
@@ -59,7 +63,7 @@ class GenerationRequest:
     mixture: Mixture | None = None
     """Return the experts of this model's tokens; None: do not."""
     images: PromptImages | None = None
-    """Images of the prompt, whose tokens `tokens` has all."""
+    """Images of the prompt. `tokens` has all tokens of each image, `images.tokens` one for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,7 @@ class Engine(Protocol):
 
 
 class MalformedReply(ValueError):
-    """A reply that is not what its server documents, or not a possible result."""
+    """A server's reply breaks the server's documented format, or is no possible result."""
 
 
 def check_result(result: GenerationResult, settings: GenerationSettings, *, ended: bool) -> GenerationResult:
@@ -136,7 +140,7 @@ def check_result(result: GenerationResult, settings: GenerationSettings, *, ende
     if not all(type(token) is int and 0 <= token < (settings.vocab_size or _ANY_VOCABULARY) for token in tokens):
         vocabulary = "" if settings.vocab_size is None else f" of the model's {settings.vocab_size}"
         raise MalformedReply(f"its tokens are no token ids{vocabulary}: {excerpt(tokens, 80)}")
-    if not all(type(value) in (int, float) and -_LARGEST_FLOAT32 < value < 1e-3 for value in log_probs):
+    if not all(type(value) in (int, float) and -_LARGEST_FLOAT32 < value < _LARGEST_LOG_PROB for value in log_probs):
         raise MalformedReply(f"its log-probs are no logarithms of probabilities: {excerpt(log_probs, 80)}")
     stops = {settings.eos_token_id, *settings.stop_token_ids}
     if ended and tokens[-1] not in stops:
@@ -196,7 +200,7 @@ class ServerApi(Protocol):
         """Calls that free the device memory."""
 
     def error_in(self, reply: Any) -> str | None:
-        """The error in a reply to one of these calls; None for success."""
+        """The error in the reply to a call of an update or of sleep; None for success."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +227,7 @@ class WeightReceiverApi(Protocol):
         """Ranks of a server that join the process group. Raises MalformedReply when they cannot."""
 
     def weight_version(self, info: Any) -> str:
-        """Version of the last weights sent; another one after a restart."""
+        """The version of the last weights that the server received; another version after a restart."""
 
     def join_call(self, rendezvous: GroupRendezvous) -> Call:
         """The call that makes a server join a process group."""
@@ -236,7 +240,10 @@ class WeightReceiverApi(Protocol):
 
 
 def sampling_parameters(settings: GenerationSettings) -> dict[str, Any]:
-    """Sampling parameters with the same names on all servers: all that generation_config.json could change."""
+    """Sampling parameters with the same names on all servers.
+
+    They include all that a model's generation_config.json could change, so that servers ignore that file.
+    """
     return {
         "stop_token_ids": sorted({settings.eos_token_id, *settings.stop_token_ids}),
         "temperature": 0.0 if settings.greedy else settings.temperature,
@@ -250,7 +257,7 @@ def sampling_parameters(settings: GenerationSettings) -> dict[str, Any]:
 def make_result(
     tokens: Sequence[int], log_probs: Sequence[float], finish_reason: str, settings: GenerationSettings
 ) -> GenerationResult:
-    """The checked result of a server. Raises MalformedReply."""
+    """Makes and checks the result of a server's reply. Raises MalformedReply."""
     if finish_reason not in ("stop", "length"):
         raise MalformedReply(f"the request ended with {excerpt(repr(finish_reason))}")
     result = GenerationResult(tokens=list(tokens), log_probs=list(log_probs))
@@ -269,5 +276,5 @@ def check_prompt_tokens(api: ServerApi, reply: Any, expected: int) -> None:
 
 
 def missing_field(error: Exception, reply: Any) -> MalformedReply:
-    """The error for a reply without a documented field, where reading it raised `error`."""
+    """The error for a reply that lacks a documented field; `error` is what reading the field raised."""
     return MalformedReply(f"{type(error).__name__}: {error} in {excerpt(reply)}")

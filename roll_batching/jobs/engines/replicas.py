@@ -1,4 +1,4 @@
-"""Rollout engine over HTTP: concurrent requests to several servers, retries with limits, failed servers dropped."""
+"""Rollout engine over HTTP: sends concurrent requests to several servers, retries, and drops failed servers."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class Replicas:
         self._live, self.version = dict(live), version
 
     def generation_timeout(self, requests: int) -> float:
-        """Seconds for `requests` at most: all attempts of all of them, on one server, each up to its limit."""
+        """Longest time for `requests`, in seconds: all attempts on one server, each up to its time limit."""
         rounds = -(-requests * (self.limits.retries + 1) // self.limits.in_flight)
         process_checks = 0.0 if self.api.process_path is None else (2 + self.limits.retries) * _PROCESS_SECONDS
         return rounds * (self.limits.seconds + HEALTH_SECONDS + _LONGEST_PAUSE) + process_checks
 
     def update_timeout(self) -> float:
-        """Seconds for a weight update and its check, or for going to sleep: all calls, each up to its limit."""
+        """Longest time for a weight update with its check, or for going to sleep: all calls, each up to its limit."""
         update = [*self.api.before_update(asleep=True), *self.api.after_update(asleep=True)]
         process_checks = 0.0 if self.api.process_path is None else 2 * _PROCESS_SECONDS
         return max(2 + len(update), len(self.api.sleep_calls())) * self.limits.seconds + process_checks
@@ -126,10 +126,9 @@ class Replicas:
         return asyncio.run(self._generate(requests, settings)) if requests else []
 
     def update_weights(self, folder: Path, version: int, *, asleep: bool = False) -> None:
-        """Load the model directory `folder` on all servers, also dropped ones.
+        """Loads the model directory `folder` on all servers, also on dropped ones, which are used again if they do.
 
-        A dropped server that succeeds is used again. `asleep=True`: the servers are asleep; wake them first. Raises
-        EngineError when none loads it.
+        `asleep`: the servers sleep and are woken first. Raises EngineError when no server loads the directory.
         """
         before, after = self.api.before_update(asleep=asleep), self.api.after_update(asleep=asleep)
         processes: dict[str, ServerProcess | None] = {}
@@ -180,7 +179,7 @@ class Replicas:
     # ---- all servers at once
 
     def send_calls(self, urls: Sequence[str], calls: Sequence[Call]) -> dict[str, str]:
-        """Sends `calls` in order to each of `urls`, which run concurrently; errors by URL."""
+        """Sends `calls` in order to each of `urls`, to all servers concurrently; returns errors by URL."""
 
         async def send(session: Any, url: str) -> None:
             for call in calls:
@@ -189,7 +188,7 @@ class Replicas:
         return self.on_each(urls, send)
 
     def on_each(self, urls: Sequence[str], work: Callable[[Any, str], Awaitable[None]]) -> dict[str, str]:
-        """Runs `work(session, url)` for all of `urls` concurrently; errors by URL."""
+        """Runs `work(session, url)` for all of `urls` concurrently; returns errors by URL."""
 
         async def run(session: Any, url: str) -> str | None:
             try:
@@ -259,6 +258,7 @@ class Replicas:
         servers: dict[str, _Server],
         group_servers: dict[int, _Server],
     ) -> None:
+        """Sends one request until it succeeds, to other servers after failures; raises EngineError after the last."""
         call = self.api.generation_call(attempts.request, settings)
         while len(attempts.failures) <= self.limits.retries:
             server = self._choose_server(attempts.request.group, servers, group_servers, attempts.failed_urls)
@@ -337,7 +337,7 @@ class Replicas:
     def _choose_server(
         self, group: int, servers: dict[str, _Server], group_servers: dict[int, _Server], failed_urls: set[str]
     ) -> _Server:
-        """The server of the request's group, whose prefix cache has the prompt; else the one with the fewest groups."""
+        """Chooses the server of the request's group, whose cache has the prompt; else that with the fewest groups."""
         if not servers:
             reasons = "; ".join(self._drop_reasons.values())
             raise EngineError(
@@ -353,7 +353,7 @@ class Replicas:
         return chosen
 
     def _drop(self, reasons: Mapping[str, str]) -> None:
-        """Drops servers; `reasons` by URL."""
+        """Drops the servers in `reasons`, by URL, and logs why, unless none is left."""
         for url in reasons:
             self._live.pop(url, None)
         self._drop_reasons |= reasons

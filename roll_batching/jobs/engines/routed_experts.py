@@ -1,4 +1,4 @@
-"""Requests and replies of models with images or experts: images of prompts, and experts of a response's tokens.
+"""Requests with the images of prompts, and replies with the experts of a response's tokens.
 
 Both engines return the experts of every token that they computed, in every layer of the model, dense ones included.
 The last sampled token is not computed. Sources: SGLang's `return_routed_experts` (base64 of int32 in
@@ -23,7 +23,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.fields import EXPERTS_SPEC, GRIDS, PIXELS, ROUTED_EXPERTS
 
 _UNSET = -1
-"""Of a token whose experts are not known: its router chooses."""
+"""Stands for the experts of a token whose experts are not known: its router chooses."""
 _OPTION = "Start the server with --enable-return-routed-experts"
 
 
@@ -68,7 +68,9 @@ def _decode(text: Any) -> bytes:
 
 
 def checked_experts(raw: np.ndarray, mixture: Mixture, prompt_tokens: int, result: GenerationResult) -> np.ndarray:
-    """Experts of prompt and response: int16 `[tokens, layers with experts, top-k]`; -1 for the last token.
+    """Checks `raw`; returns experts of prompt and response, int16 `[tokens, layers with experts, top-k]`.
+
+    The last token, which was not computed, gets -1.
 
     `raw` has the experts of all tokens but the last, flat or `[tokens - 1, layers, top-k]`. Raises MalformedReply for
     another shape, for experts that the model does not have, and for a token with an expert twice.
@@ -84,12 +86,12 @@ def checked_experts(raw: np.ndarray, mixture: Mixture, prompt_tokens: int, resul
     experts = raw.reshape(shape)[:, list(mixture.layers)].astype(np.int64)
     wrong = (experts < 0) | (experts >= mixture.num_experts)
     if wrong.any():
-        token, layer, place = (int(index[0]) for index in wrong.nonzero())
+        token, layer, choice = (int(index[0]) for index in wrong.nonzero())
         raise MalformedReply(
-            f"its routed_experts sends token {token} to expert {experts[token, layer, place]} in layer "
+            f"its routed_experts sends token {token} to expert {experts[token, layer, choice]} in layer "
             f"{mixture.layers[layer]}, and the model has 0 to {mixture.num_experts - 1}"
         )
-    ordered = np.sort(experts, axis=-1)
+    ordered = np.sort(experts, axis=-1)  # equal experts of a token become neighbours
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
     if twice.any():
         token, layer = (int(index[0]) for index in twice.nonzero())
@@ -113,9 +115,9 @@ def with_experts(batch: SampleBatch, results: Sequence[GenerationResult], mixtur
 
 
 def images_of_prompts(prompts: SampleBatch, vision: Any) -> list[PromptImages | None]:
-    """The images of each prompt, None for one without; `vision` is the model's `VisionConfig`.
+    """The images of each prompt, None for a prompt without images; `vision` is the model's `VisionConfig`.
 
-    An engine resizes them to the size that they have, as long as its own limits of pixels allow that.
+    The images are resized already. An engine keeps that size if its own limits of pixels allow it.
     """
     if PIXELS not in prompts:
         return [None] * len(prompts)
@@ -127,8 +129,10 @@ def images_of_prompts(prompts: SampleBatch, vision: Any) -> list[PromptImages | 
 
 
 def _images(tokens: list[int], pixels: np.ndarray, grids: Sequence[Sequence[int]], vision: Any) -> PromptImages:
-    marked = [token == vision.image_token_id for token in tokens]
-    shorter = [token for place, token in enumerate(tokens) if not (marked[place] and place and marked[place - 1])]
+    """Images of one prompt; `pixels` has the patches of all images, `grids` (time, height, width) of each."""
+    is_image = [token == vision.image_token_id for token in tokens]
+    # A server takes one token per image: of each run of image tokens keep the first.
+    shorter = [token for index, token in enumerate(tokens) if not (is_image[index] and index and is_image[index - 1])]
     data, start = [], 0
     for _, height, width in grids:
         rows = pixels[start : start + height * width]
@@ -139,6 +143,7 @@ def _images(tokens: list[int], pixels: np.ndarray, grids: Sequence[Sequence[int]
 
 def picture_of(patches: np.ndarray, height: int, width: int, patch: int, merge: int) -> np.ndarray:
     """Pixels, uint8 `[y, x, 3]`, of an image of `height * width` patches in the order of `pixel_values`."""
+    # Patches come in blocks of merge x merge; each patch is (channel, row, column).
     blocks = patches.reshape(height // merge, width // merge, merge, merge, 3, patch, patch)
     return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(height * patch, width * patch, 3)
 

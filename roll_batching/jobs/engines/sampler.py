@@ -1,4 +1,4 @@
-"""Rollouts by an engine: weight updates, as model directories or over process groups, and comparison of log-probs."""
+"""Samples rollouts by an engine: sends it weights, by files or over process groups, and compares its log-probs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from roll_batching.strategy.offload import OffloadStats
 WEIGHTS = "engine_weights"
 """Default folder of the engine's model directories, in the run's folder."""
 _VERSION = re.compile(r"\d{6,}")
+"""Names of the model directories: the version of the weights, in at least six digits."""
 _SENDING = "sending weights to the engine"
 
 
@@ -72,7 +73,7 @@ class EngineWeights(Protocol):
         """
 
     def close(self) -> None:
-        """Ends weight updates."""
+        """Ends weight updates, and frees what they use."""
 
 
 def engine_weights(config: JobConfig, strategy: MegatronInferStrategy, client: EngineClient) -> EngineWeights:
@@ -92,14 +93,14 @@ class WeightsByDisk:
 
     def send(self, version: int) -> int:
         """See `EngineWeights`; returns the bytes of the files."""
-        path, written = self._folder / f"{version:06d}", version != self._written
-        if written:
-            # An interrupted run may have left the folder.
+        path, is_new = self._folder / f"{version:06d}", version != self._written
+        if is_new:
+            # `replaces`: an interrupted run may have left the folder.
             self._strategy.export(path, replaces=lambda path: True, with_head=self._with_head)
         self._client.load(path, version)
         self._remove_folders(keep=path)
         self._written = version
-        return sum(file.stat().st_size for file in path.iterdir()) if written and dist.get_rank() == 0 else 0
+        return sum(file.stat().st_size for file in path.iterdir()) if is_new and dist.get_rank() == 0 else 0
 
     def close(self) -> None:
         """Removes the model directories."""
@@ -191,7 +192,7 @@ class EngineSampler(EngineClient):
 
     @property
     def offload_stats(self) -> OffloadStats:
-        """Nothing offloaded here: an engine frees memory itself."""
+        """Zeros: an engine frees memory itself, so nothing is offloaded here."""
         return OffloadStats()
 
     def update(self, version: int) -> None:
@@ -231,24 +232,25 @@ class EngineSampler(EngineClient):
             is_response = torch.cat([mask[1:], mask.new_zeros(min(1, len(mask)))])
             gap = (engine - trainer)[is_response & (trainer != 0)].cpu()  # samples that the plan dropped have 0
         sums = (len(gap), float(gap.sum()), float(gap.abs().sum()), float(gap.abs().max()) if len(gap) else 0.0)
-        own_metrics = self.request_metrics()
+        request_metrics = self.request_metrics()
         replies = exchange(
             self.layout.host_group,
             "metrics of the engine",
-            lambda: (sums, own_metrics, self.layout.is_replica_leader, self._bytes),
+            lambda: (sums, request_metrics, self.layout.is_replica_leader, self._bytes),
         )
-        sent_bytes, replicas = sum(reply[3] for reply in replies), [reply[:2] for reply in replies if reply[2]]
+        sent_bytes = sum(rank_bytes for *_, rank_bytes in replies)
+        replicas = [(gaps, of_requests) for gaps, of_requests, is_leader, _ in replies if is_leader]
         metrics: Metrics = {"weights_seconds": self._transfer_seconds, "weights_bytes": sent_bytes}
         if self._sleeps:
             metrics["engine_sleep_seconds"] = self._sleep_seconds
         self._transfer_seconds = self._sleep_seconds = 0.0
         self._bytes = 0
-        metrics |= sum_metrics([of_replica for _, of_replica in replicas])
-        tokens = sum(one[0] for one, _ in replicas)
+        metrics |= sum_metrics([of_requests for _, of_requests in replicas])
+        tokens = sum(count for (count, *_), _ in replicas)
         if tokens:
-            metrics["engine_kl"] = sum(one[1] for one, _ in replicas) / tokens
-            metrics["engine_gap_mean"] = sum(one[2] for one, _ in replicas) / tokens
-            metrics["engine_gap_max"] = max(one[3] for one, _ in replicas)
+            metrics["engine_kl"] = sum(signed for (_, signed, _, _), _ in replicas) / tokens
+            metrics["engine_gap_mean"] = sum(absolute for (_, _, absolute, _), _ in replicas) / tokens
+            metrics["engine_gap_max"] = max(largest for (*_, largest), _ in replicas)
             if metrics["engine_gap_mean"] > self.gap_warning and dist.get_rank() == 0:
                 logger.warning(
                     "the engine's log-probs differ from the trainer's by %.4f per token in the mean (%.4f at most), "
@@ -268,9 +270,9 @@ class EngineSampler(EngineClient):
 def engine_sampler(
     config: JobConfig, strategy: MegatronInferStrategy, *, sleeps: bool
 ) -> Iterator[EngineSampler | None]:
-    """The sampler of the engine in `config`, for the block; `sleeps` as for `EngineSampler`.
+    """Makes the sampler of the engine in `config`, for the block; `sleeps` as for `EngineSampler`.
 
-    None when the strategy's model generates, and when an asynchronous sampler process calls the engine.
+    Yields None when the strategy's model generates, and when an asynchronous sampler process calls the engine.
     """
     if not uses_engine(config) or config.asynchronous:
         yield None

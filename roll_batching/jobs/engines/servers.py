@@ -1,4 +1,4 @@
-"""Engine servers that the job starts: command lines, start-up by rank 0, and an end no later than the job's."""
+"""Starts the engine's servers on rank 0, and ends them no later than the job."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ from roll_batching.jobs.processes.child_process import (
 )
 from roll_batching.jobs.processes.requests import HEALTH_SECONDS, is_healthy, open_session
 
+# Program of the supervisor, the parent of each server: it ends the server when this process ends.
 _SUPERVISE = "from roll_batching.lifetime import run_under; run_under(int(sys.argv[1]), sys.argv[2:])"
 _POLL_SECONDS = 0.5
 _TERMINATE_SECONDS = 10.0
@@ -55,7 +56,7 @@ class ServerKind:
     """Command line of an engine's servers, as its publisher documents it."""
 
     program: tuple[str, ...]
-    """Program and arguments before the options; looked up beside the interpreter first."""
+    """Program, and arguments before the options. The program is looked up in the interpreter's folder first."""
     model: tuple[str, ...]
     """Arguments before the model directory."""
     options: Mapping[str, Any]
@@ -138,7 +139,7 @@ def _arguments(options: Mapping[str, Any], has_negations: bool) -> list[str]:
 
 
 def _resolve_program(program: Sequence[str]) -> list[str]:
-    """`program` with the full path of its file: beside this interpreter, or on PATH. Raises EngineError."""
+    """`program` with its full path: in this interpreter's folder, or on PATH. Raises EngineError if it is nowhere."""
     in_environment = Path(sys.executable).parent / program[0]
     file = str(in_environment) if in_environment.exists() else shutil.which(program[0])
     if file is None:
@@ -189,7 +190,7 @@ class ServerProcesses:
 
 
 def _start(program: ServerProgram) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts the program under a supervisor, which leads a session; returns it and the log's size before."""
+    """Starts the program under a supervisor, which leads a session; returns it and the log's size at its start."""
     program.log.parent.mkdir(parents=True, exist_ok=True)
     with open(program.log, "ab") as log:
         log.write(f"$ {shlex.join(program.command)}\n".encode())
@@ -245,7 +246,7 @@ _MARGIN = 300.0
 
 @contextmanager
 def engine_servers(config: JobConfig) -> Iterator[JobConfig]:
-    """`config` with the URLs of its engine's servers, which the job starts, if needed, for the block. Collective.
+    """Yields `config` with the URLs of its engine's servers, and starts these for the block if needed. Collective.
 
     Servers that share devices with the model in training are put to sleep, so that it fits. Raises RankError, the same
     on all ranks, when a server does not start or sleep.
@@ -291,9 +292,11 @@ def _make_servers(config: JobConfig) -> ServerProcesses:
     options, sleeps = server_options(config), engine_sleeps(config)
     host = _host()
     programs, first = [], 0
-    for number, (server_ranks, port) in enumerate(zip(devices, free_ports(host, len(devices)), strict=True)):
-        visible = {} if names is None else {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + len(server_ranks)])}
-        first += len(server_ranks)
+    ports = free_ports(host, len(devices))
+    for index, (server_mapping, port) in enumerate(zip(devices, ports, strict=True)):
+        end = first + len(server_mapping)
+        visible = {} if names is None else {"CUDA_VISIBLE_DEVICES": ",".join(names[first:end])}
+        first = end
         programs.append(
             ServerProgram(
                 command=server_command(
@@ -301,7 +304,7 @@ def _make_servers(config: JobConfig) -> ServerProcesses:
                 ),
                 environment={**kind.variables, **visible},
                 url=f"http://{host}:{port}",
-                log=config.run_folder / LOGS / f"{name}-{number}.log",
+                log=config.run_folder / LOGS / f"{name}-{index}.log",
             )
         )
     count = "a server" if len(programs) == 1 else f"{len(programs)} servers"
@@ -319,7 +322,10 @@ def _host() -> str:
 
 
 def _device_names(config: JobConfig) -> list[str] | None:
-    """The servers' devices, in the format of CUDA_VISIBLE_DEVICES; None without a device_mapping, and on a CPU."""
+    """Names of the servers' devices for CUDA_VISIBLE_DEVICES; None without a device_mapping, and on a CPU.
+
+    Raises EngineError if rank 0's machine does not have them.
+    """
     mapped, assigned = config.actor_infer.device_mapping, os.environ.get(ROLE_DEVICES["actor_infer"])
     if mapped is None or (assigned is None and not torch.cuda.is_available()):
         return None

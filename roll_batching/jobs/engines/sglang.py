@@ -1,9 +1,10 @@
-"""SGLang's native API.
+"""Builds requests and reads replies of SGLang's native API.
 
 Sources: "SGLang Native APIs" and "SGLang for RL Systems" (docs.sglang.io), and `srt/managers/io_struct.py`.
-Log-probs of sampled tokens are from the softmax at the request's temperature, before top-k and top-p; those of greedy
-responses at temperature 1. With SGLANG_RETURN_ORIGINAL_LOGPROB in a server's environment all are at temperature 1, and
-replies do not show it: the job starts its servers without, and `config.engine_rules` assumes the same of others.
+Log-probs of sampled tokens are from the softmax at the request's temperature, before top-k and top-p; log-probs
+of greedy responses are at temperature 1. With SGLANG_RETURN_ORIGINAL_LOGPROB in a server's environment all are at
+temperature 1, and replies do not show it: the job starts its servers without, and `config.engine_rules` assumes the
+same of servers that it does not start.
 
 A prompt with images is sent with one token per image: the server decodes it, and its processor repeats the tokens of
 images (`srt/multimodal/processors/base_processor.py`). `prompt_tokens` of the reply tells how many it has made.
@@ -137,20 +138,21 @@ class SGLang:
     # ---- weights over a process group
 
     def world_size(self, info: Any) -> int:
-        """Its tensor-parallel size. Raises MalformedReply for several pipeline stages or replicas."""
+        """The server's tensor-parallel size. Raises MalformedReply for several pipeline stages or replicas."""
         try:
-            tensor, stages, replicas = (int(info[name]) for name in ("tp_size", "pp_size", "dp_size"))
-            attention = bool(info.get("enable_dp_attention"))
+            tp_size, stages, replicas = (int(info[name]) for name in ("tp_size", "pp_size", "dp_size"))
+            # Then `dp_size` splits the tensor-parallel ranks, and adds none.
+            has_dp_attention = bool(info.get("enable_dp_attention"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise missing_field(error, info) from None
-        if tensor < 1:
-            raise MalformedReply(f"its tp_size is {tensor}, not a number of 1 or more")
-        if stages > 1 or (replicas > 1 and not attention):
+        if tp_size < 1:
+            raise MalformedReply(f"its tp_size is {tp_size}, not a number of 1 or more")
+        if stages > 1 or (replicas > 1 and not has_dp_attention):
             raise MalformedReply(
                 f"a server of pp_size={stages} and dp_size={replicas} cannot join a group for weights: SGLang numbers "
                 "its processes by their tensor-parallel rank alone"
             )
-        return tensor
+        return tp_size
 
     def weight_version(self, info: Any) -> str:
         """Version of the last weights sent."""

@@ -40,15 +40,15 @@ torch's `_new_process_group_helper` (`torch/distributed/distributed_c10d.py`, 2.
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend for tensors on `device`."""
+    """The torch backend that broadcasts tensors on `device`."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def new_store(urls: Iterable[str]) -> dist.TCPStore:
-    """A rendezvous store for the servers at `urls`, on a free port.
+    """Makes a rendezvous store for the servers at `urls`, on a free port.
 
-    It listens on the loopback interface, and on all where a server may be on another machine: every client of a store
-    may write.
+    It listens on the loopback interface alone if all servers are on this machine, since every client of a store may
+    write; else on all interfaces.
     """
     if all(_is_loopback(urllib.parse.urlsplit(url).hostname or "") for url in urls):
         store: dist.TCPStore = local_store()
@@ -58,9 +58,10 @@ def new_store(urls: Iterable[str]) -> dist.TCPStore:
 
 def _is_loopback(host: str) -> bool:
     try:
-        addresses = {place[4][0] for place in socket.getaddrinfo(host, None)}
+        addresses = {socket_address[0] for *_, socket_address in socket.getaddrinfo(host, None)}
     except OSError:
         return False
+    # After `%` an IPv6 address names an interface.
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
 
 
@@ -128,7 +129,7 @@ def _set_variable(name: str, value: str) -> Iterator[None]:
 
 
 def run_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Future of `work` in a daemon thread, which does not delay the end of the process."""
+    """Runs `work` in a daemon thread, which does not delay the end of the process; returns its future."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()  # cancelling the wrapping future must not cancel this one
 
@@ -166,12 +167,12 @@ class WeightBroadcast:
         self._seconds = replicas.limits.seconds
         self._store = new_store(replicas.urls)
         self._groups: dict[str, WeightGroup] = {}
-        """By URL; only of servers that received the whole last update."""
+        """By URL, the process groups of servers that received the whole last update."""
         self._sent_version: int | None = None
         """Version of the last update."""
 
     def begin(self, *, asleep: bool = False) -> None:
-        """Has all servers, dropped ones too, pause and join their process groups; `asleep`: they sleep."""
+        """Has all servers, also dropped ones, pause and join their process groups; `asleep`: they sleep now."""
         replicas = self._replicas
 
         async def join(session: Any, url: str) -> None:
@@ -225,7 +226,7 @@ class WeightBroadcast:
     async def _join(self, session: Any, url: str) -> None:
         """Joins a new process group with the server, unless the group of the last update still exists there.
 
-        A restarted server has lost it: its weight version is then not the one sent last.
+        A restarted server has lost its group, which shows in a weight version other than the last one sent.
         """
         info = await self._info(session, url)
         if url in self._groups and self._api.weight_version(info) == str(self._sent_version):
@@ -254,7 +255,10 @@ class WeightBroadcast:
         return await get(session, url, self._api.info_paths[-1])
 
     async def _wait_for_both(self, request: Coroutine[Any, Any, Any], work: Callable[[], T]) -> tuple[Any, T]:
-        """The reply to `request`, and the result of `work` in a thread. Raises RequestFailed and EngineError."""
+        """Waits for the reply to `request` and for `work` in a thread; returns both results.
+
+        Raises RequestFailed or EngineError for the first failure, and after the time limit of a request.
+        """
         reply, result = asyncio.ensure_future(request), run_in_thread(work)
         await asyncio.wait((reply, result), timeout=self._seconds, return_when=asyncio.FIRST_EXCEPTION)
         try:

@@ -1,4 +1,4 @@
-"""Resources of a job on this machine: number of processes, GPUs of ranks and roles, limit of open files."""
+"""Chooses a job's resources on this machine: number of processes, GPUs of ranks and roles, limit of open files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PROCESSES_PER_CPU = 2
 
 
 def process_count(config: JobConfig, nproc: int | None) -> int:
-    """Processes to start: `nproc` when given, else the devices in device_mapping, else 1.
+    """Number of processes to start: `nproc` when given, else of the devices in device_mapping, else 1.
 
-    Raises ConfigError when the parallel layout does not divide them.
+    Raises ConfigError when it does not divide by the parallel layout.
     """
     count = nproc or config.world_size or 1
-    config.dp_size(count)
+    config.dp_size(count)  # raises when the count does not fit the layout
     return count
 
 
@@ -56,7 +56,7 @@ def choose_devices(mapping: Sequence[int] | None, count: int, gpus: int, *, forc
 
 
 def visible_devices(devices: Sequence[int], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES that shows exactly `devices`, which are numbered within the devices visible already.
+    """Returns CUDA_VISIBLE_DEVICES for `devices`, which are numbered among the devices visible now.
 
     Raises ConfigError for a device that is not visible.
     """
@@ -74,7 +74,7 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str] = os.
 
 
 def role_gpus(config: JobConfig, rank_devices: Sequence[int], gpus: int) -> list[int]:
-    """The GPUs of roles that share none with the ranks' `rank_devices`; empty on a machine without `gpus`.
+    """The GPUs of roles that have their own, none of which is in `rank_devices`; empty on a machine without `gpus`.
 
     Raises ConfigError for a device that the machine lacks or that a rank uses.
     """
@@ -141,12 +141,12 @@ def _gpus(count: int) -> str:
 
 
 NEEDED = 256
-"""Two ranks open 125 each, four 152: sockets between ranks in several groups, pipes, files."""
+"""Open files that a rank needs. Of two ranks each opens 125, of four 152: sockets between ranks, pipes, files."""
 _WANTED = 65_536
 
 
 def raise_open_files_limit() -> None:
-    """Raises this process's limit, which its children inherit. Raises RollBatchingError when it stays too low."""
+    """Increases this process's limit, which its children inherit. Raises RollBatchingError when it stays too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
     wanted = _WANTED if unlimited else min(hard, _WANTED)

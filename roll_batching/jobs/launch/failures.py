@@ -1,6 +1,6 @@
-"""Errors of ranks, on their way to the launcher.
+"""Passes the errors of ranks to the launcher.
 
-Each rank leaves one small file: that it completed the job, or its error. The launcher shows one error, the root cause,
+Each rank writes one small file: that it completed the job, or its error. The launcher shows one error, the root cause,
 and leaves out ranks that failed because another one was gone.
 """
 
@@ -24,7 +24,7 @@ from roll_batching.secret_names import redact_forms
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why one rank failed."""
+    """The error with which one rank failed, or how it ended."""
 
     rank: int
     message: str
@@ -33,7 +33,7 @@ class Failure:
     frames: str = ""
     """Traceback of an unexpected error; empty for errors that a user can correct."""
     agreed: bool = False
-    """All ranks failed with this message, which names the ranks that it came from."""
+    """All ranks failed with this message, which itself names the ranks where the error began."""
     aftermath: bool = False
     """The rank only lost its connection to another."""
     silent: bool = False
@@ -53,7 +53,7 @@ class Failure:
 
 
 def describe_failure(rank: int, error: BaseException) -> Failure:
-    """The failure of `rank` by `error`, at this moment."""
+    """Makes the failure of `rank` by `error`, at the present time."""
     expected = isinstance(error, (RollBatchingError, SystemExit))
     if isinstance(error, SystemExit):
         message = (
@@ -93,6 +93,7 @@ def report_failure(failure: Failure, folder: Path | None = None) -> str:
 
 
 def _origin(error: SystemExit) -> str:
+    """The function, file and line that called `sys.exit`."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "something"
 
@@ -108,13 +109,14 @@ def record_completion(rank: int) -> None:
 
 
 def _record(name: str, text: str) -> bool:
+    """Writes a file for the launcher; False without a launcher, or when it cannot be written."""
     folder = os.environ.get(FAILURES)
     if not folder:
         return False
     partial = Path(folder) / f"{name}.part"
     try:
         partial.write_text(text, encoding="utf-8")
-        partial.rename(Path(folder) / name)
+        partial.rename(Path(folder) / name)  # the launcher must not read half a file
     except OSError:
         return False
     return True

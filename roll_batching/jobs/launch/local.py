@@ -1,6 +1,6 @@
 """Starts the ranks of a job on this machine, and ends all of them when one fails.
 
-Used instead of torchrun, which takes a rank that exits with 0 early for complete, reports every failed rank, and leaves
+It replaces torchrun, which counts a rank that exits early with 0 as complete, reports every failed rank, and leaves
 ranks running when it is killed.
 """
 
@@ -54,25 +54,26 @@ def launch(
         store = local_store()  # held by this process, so that no other can take the port
         try:
             for rank in range(count):
-                of_rank = rank_variables(
+                identity = rank_variables(
                     rank, count, local_rank=rank, local_size=count, host="127.0.0.1", port=store.port
                 )
-                of_rank |= {RESTARTS: "0", LAUNCHER: str(os.getpid()), FAILURES: failures}
-                environment = {**os.environ, **_threads(count), **variables, **of_rank}
+                identity |= {RESTARTS: "0", LAUNCHER: str(os.getpid()), FAILURES: failures}
+                environment = {**os.environ, **_threads(count), **variables, **identity}
                 ranks.append(_Rank(rank, failures, _start(module, arguments, environment)))
             _wait(ranks, caught)
         finally:
-            kill_sessions([one.process for one in ranks])
+            kill_sessions([rank_process.process for rank_process in ranks])
         if caught:
             return f"stopped by {caught[0].name}; all ranks were ended"
-        if all(one.completed for one in ranks):
+        if all(rank_process.completed for rank_process in ranks):
             return None
-        silent = {one.number: one.silent_failure for one in ranks if one.failed}
-        failure = root_cause({**silent, **read_failures(failures)}.values())
+        silent = {rank_process.number: rank_process.silent_failure for rank_process in ranks if rank_process.failed}
+        failure = root_cause({**silent, **read_failures(failures)}.values())  # a recorded error precedes a silent end
     return report_failure(failure, folder)
 
 
 def _threads(count: int) -> dict[str, str]:
+    """OMP_NUM_THREADS that divides the CPUs among `count` ranks, unless the variable is set."""
     threads = max(1, (os.cpu_count() or 1) // count)
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 
@@ -105,12 +106,12 @@ class _Rank:
 
     @property
     def completed(self) -> bool:
-        """Whether it completed the job."""
+        """Whether the rank completed the job."""
         return self.code == 0 and has_completed(self.folder, self.number)
 
     @property
     def failed(self) -> bool:
-        """Whether it ended, not by the launcher, before it completed the job."""
+        """Whether the rank ended before it completed the job, other than by the launcher."""
         return self.code is not None and not self.completed
 
     @property
@@ -118,8 +119,8 @@ class _Rank:
         """The failure of a rank that recorded none."""
         assert self.code is not None
         exited = describe_exit(self.code)
-        how = f"was ended {exited}" if self.code < 0 else f"ended {exited} before the job was complete,"
-        message = f"rank {self.number} {how} without a message; its output is above"
+        end = f"was ended {exited}" if self.code < 0 else f"ended {exited} before the job was complete,"
+        message = f"rank {self.number} {end} without a message; its output is above"
         return Failure(rank=self.number, message=message, nanoseconds=self.nanoseconds, agreed=True, silent=True)
 
 
@@ -140,14 +141,14 @@ def _wait(ranks: Sequence[_Rank], caught: Sequence[signal.Signals]) -> None:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[signal.Signals]]:
-    """A list that collects SIGINT, SIGTERM and SIGHUP during the block. Ignored ones stay ignored, as under nohup."""
+    """Yields a list that collects SIGINT, SIGTERM and SIGHUP. Ignored signals stay ignored, as under nohup."""
     caught: list[signal.Signals] = []
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in handlers.items():
+    handlers = {caught_signal: signal.getsignal(caught_signal) for caught_signal in _SIGNALS}
+    for caught_signal, handler in handlers.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda received, _: caught.append(signal.Signals(received)))
+            signal.signal(caught_signal, lambda received, _: caught.append(signal.Signals(received)))
     try:
         yield caught
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for caught_signal, handler in handlers.items():
+            signal.signal(caught_signal, handler)

@@ -1,4 +1,4 @@
-"""Log files of ranks: `logs/rank_0003.log` in the run's folder."""
+"""Writes and finds the log files of ranks: `logs/rank_0003.log` in the run's folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from roll_batching.jobs.launch.rendezvous import RankInfo
 from roll_batching.jobs.processes.child_process import RESTARTS, notify
 
 _HEADING = "==== rank"
-"""Start of the heading above each attempt."""
+"""Beginning of the heading above each attempt."""
 _TAIL_BYTES = 2**16
-"""End of a log that is searched for output of the last attempt."""
+"""Size of the end of a log that is searched for output of the last attempt."""
 _open_files: list[TextIO] = []
 """Files that stay open until the process ends; the log is the first."""
 
@@ -33,9 +33,9 @@ def log_path(folder: Path, rank: int) -> Path:
 def keep_log(folder: Path, info: RankInfo, *, resumes: bool = False) -> None:
     """Copies this process's output to the rank's log in `folder`, below a heading with the attempt's number.
 
-    Rank 0 still prints to the terminal, and its log holds what Python prints. Of the other ranks the log holds all:
-    output of libraries such as NCCL and of child processes is in the file alone. Native crashes leave the Python stack
-    there. When the log cannot be written, a notice says so and the run goes on.
+    The log of rank 0 holds what Python prints, which still goes to the terminal, too. The logs of other ranks hold all
+    output, also of libraries such as NCCL and of child processes, which is in the file alone. A native crash writes the
+    Python stack there. When the log cannot be written, a notice says so and the run goes on.
     """
     file = log_path(folder, info.rank)
     try:
@@ -45,7 +45,7 @@ def keep_log(folder: Path, info: RankInfo, *, resumes: bool = False) -> None:
         log.write(_heading(info, resumes))
     except OSError as error:
         notify(f"rank {info.rank} keeps no log in {file}: {cause(error)}")
-        null = open(os.devnull, "w", encoding="utf-8")
+        null = open(os.devnull, "w", encoding="utf-8")  # `_Tee` also keeps a full disk from ending the run
         sys.stdout, sys.stderr = _Tee(sys.stdout, null), _Tee(sys.stderr, null)  # type: ignore[assignment]
         return
     _open_files.append(log)
@@ -78,10 +78,10 @@ def log_notice(folder: Path, rank: int) -> str:
 
 def _heading(info: RankInfo, resumes: bool) -> str:
     attempt = int(os.environ.get(RESTARTS, "0")) + 1
-    how = ", from the last checkpoint where there is one" if resumes else ""
-    who = f"process {os.getpid()} on {socket.gethostname()}"
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"{_HEADING} {info.rank} of {info.world_size}, {when}, attempt {attempt}{how}; {who}\n"
+    start = ", from the last checkpoint where there is one" if resumes else ""
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"{_HEADING} {info.rank} of {info.world_size}, {now}, attempt {attempt}{start}; {process}\n"
 
 
 def _redirect(stream: TextIO, log: TextIO) -> TextIO:
@@ -114,6 +114,7 @@ class _Tee:
 
     @contextlib.contextmanager
     def _survive_errors(self) -> Iterator[None]:
+        """Sends further output of the stream to nowhere after an error, and says so once."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Rank of this process, read from the environment, and the rendezvous of all ranks before the job begins."""
+"""Reads this process's rank from the environment, and waits for all ranks before the job begins."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RankInfo:
 
 
 def rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """This process's rank; None in the command that starts the ranks.
+    """Reads this process's rank from `environment`; None in the command that starts the ranks.
 
     Raises ConfigError when variables are missing or invalid.
     """
@@ -106,6 +106,7 @@ def check_world_size(config: JobConfig, info: RankInfo) -> None:
 _SECONDS_BEFORE_NOTICE = 10.0
 _CONNECT_POLL_SECONDS = 0.2
 _KEY = "roll-batching/met"
+"""Prefix of the keys of the store that ranks set when they have joined."""
 
 
 def wait_for_ranks(info: RankInfo, minutes: float, *, notice_after: float = _SECONDS_BEFORE_NOTICE) -> Any:
@@ -149,7 +150,7 @@ def wait_for_ranks(info: RankInfo, minutes: float, *, notice_after: float = _SEC
 
 
 def _connect(info: RankInfo, timeout: datetime.timedelta) -> Any:
-    """The TCPStore at `info.address`, without waiting for other ranks.
+    """Opens or joins the TCPStore at `info.address`, without waiting for other ranks.
 
     torch's own rendezvous waits inside rank 0's store, where missing ranks cannot be named.
     """
@@ -165,7 +166,7 @@ def _connect(info: RankInfo, timeout: datetime.timedelta) -> Any:
         is_master=is_host,
         timeout=timeout,
         wait_for_workers=False,
-        multi_tenant=not info.has_store,  # torch's own rendezvous finds it there later
+        multi_tenant=not info.has_store,  # torch's own rendezvous opens the same port later, and shares it
     )
 
 

@@ -1,4 +1,4 @@
-"""One rank of a job: runs it, and ends the process at once on a failure that it reports."""
+"""Runs one rank of a job; a failure is reported and ends the process at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None
     """Runs `job` (default: the RL, SFT or DPO job of `config`) as the rank that the environment names.
 
     A failure ends the process with exit code 1, without unwinding: peers may wait for this rank in a collective, and
-    it must not wait for them. An early exit, as by `sys.exit(0)` in a loss, is such a failure.
+    it must not wait for them. An early exit, as by `sys.exit(0)` in a loss, is a failure, too.
     """
     rank = 0
     try:
@@ -72,6 +72,7 @@ def run_rank(
 
 
 def _exit(rank: int, error: BaseException, config: JobConfig) -> NoReturn:
+    """Reports `error` to the launcher, or prints it without one, and ends the process."""
     failure = describe_failure(rank, error)
     # Under torchrun every rank prints its own failure, and rank 0 prints one that all ranks share.
     if not record_failure(failure) and (not failure.agreed or rank == 0):

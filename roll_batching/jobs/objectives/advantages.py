@@ -1,10 +1,10 @@
-"""Advantages of sampled responses, from the rewards of a whole step, one reward domain at a time.
+"""Computes advantages of responses from the rewards of a whole step, one reward domain at a time.
 
 Everything here is plain numpy on the rewards of all ranks, in the order of the sample ids: every rank
 computes the same advantages from the same numbers and keeps those of its own samples.
 
-An estimator is a function of the rewards of a step, group by group, as `AdvantageFunction` says; in their formulas r
-are the rewards of a group of n.
+An estimator is an `AdvantageFunction`: it takes the rewards of a step, group by group. In the formulas below, A is the
+advantage, and r the rewards of a group of n.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def reinforce(
 
 
 def check_advantages(advantages: Any, rewards: np.ndarray, source: str) -> np.ndarray:
-    """`advantages` as float64. Raises DataError, naming `source`, unless there is a finite one per reward."""
+    """Returns `advantages` as float64. Raises DataError, naming `source`, unless each reward has one finite number."""
     try:
         values = np.asarray(advantages, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -104,11 +104,11 @@ def check_advantages(advantages: Any, rewards: np.ndarray, source: str) -> np.nd
 def compute_advantages(
     rewards: np.ndarray, group_size: int, rule: AdvantageRule, *, response_tokens: np.ndarray | None = None
 ) -> np.ndarray:
-    """Advantages, float64[n], of `rewards`, float[n], whose groups are `group_size` consecutive entries.
+    """Computes advantages, float64[n], of `rewards`, float[n], whose groups are `group_size` consecutive entries.
 
     `response_tokens`, int[n], is needed to whiten. A group with equal rewards gets exact zeros under
     `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups, are
-    not finite, or are compared within groups of one, whose mean is their reward (peers give NaN, or the bare reward).
+    not finite, or are compared within groups of one, whose mean is their reward.
     """
     rewards = group_rewards(rewards, group_size, compares="group" in (rule.mean, rule.std)).reshape(-1)
     if not len(rewards):
@@ -117,10 +117,10 @@ def compute_advantages(
 
 
 def group_rewards(rewards: np.ndarray, group_size: int, *, compares: bool = True) -> np.ndarray:
-    """Rewards as float64[prompts, group_size], copied.
+    """Copies rewards as float64[prompts, group_size].
 
     `compares`: the estimator compares the responses of a group, so that a group of one is an error. Raises DataError
-    for it, for rewards that do not fill whole groups, and for rewards that are not finite.
+    for such a group, for rewards that do not fill whole groups, and for rewards that are not finite.
     """
     rewards = np.array(rewards, dtype=np.float64)
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
@@ -138,9 +138,10 @@ def group_rewards(rewards: np.ndarray, group_size: int, *, compares: bool = True
 
 
 def subtract_baseline(view: np.ndarray, baseline: np.ndarray | None = None) -> np.ndarray:
-    """`view`, [groups, n], less a baseline per group, by default its mean; groups of equal numbers are exact zeros.
+    """Subtracts a baseline per group, by default its mean, from `view`, [groups, n].
 
-    The mean of equal numbers can differ from them in the last bit, and would push the policy at random.
+    Groups of equal numbers become exact zeros: their mean can differ in the last bit, which would push the policy at
+    random.
     """
     result = view - (view.mean(axis=1) if baseline is None else baseline)[:, None]
     result[view.max(axis=1) == view.min(axis=1)] = 0.0
@@ -148,7 +149,7 @@ def subtract_baseline(view: np.ndarray, baseline: np.ndarray | None = None) -> n
 
 
 def clip_and_whiten(result: np.ndarray, rule: AdvantageRule, response_tokens: np.ndarray | None) -> np.ndarray:
-    """Normalised rewards clipped, whitened and clipped again, as `rule` says."""
+    """Clips normalised rewards, whitens them and clips them again, as `rule` says."""
     if rule.reward_clip is not None:
         result = result.clip(-rule.reward_clip, rule.reward_clip)
     if rule.whiten:
@@ -159,6 +160,7 @@ def clip_and_whiten(result: np.ndarray, rule: AdvantageRule, response_tokens: np
 
 
 def _normalise(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np.ndarray:
+    """Subtracts the mean and divides by the deviation that `rule` names."""
     if "running" in (rule.mean, rule.std) and rule.running is None:
         raise DataError("mean or std 'running' needs the moments so far: pass running=RunningMoments()")
     views = {"group": rewards.reshape(-1, group_size), "batch": rewards.reshape(1, -1)}
@@ -173,6 +175,7 @@ def _normalise(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np.
         result = result / (rule.running.deviation + EPSILON if rule.running.count > 1 else 1.0)
     elif rule.std is not None:
         view = views[rule.std]
+        # Over n - 1; over 1 for a single reward, whose deviation over 0 would be nan.
         deviation = view.std(axis=1, ddof=min(1, view.shape[1] - 1), keepdims=True) + EPSILON
         # Rewards without variance would be divided by the epsilon alone, and grow a millionfold.
         deviation[view.max(axis=1) == view.min(axis=1)] = 1.0
@@ -181,6 +184,7 @@ def _normalise(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np.
 
 
 def _whiten(advantages: np.ndarray, response_tokens: np.ndarray | None) -> np.ndarray:
+    """Gives `advantages` mean 0 and deviation 1, each weighted by its response's tokens."""
     if response_tokens is None or len(response_tokens) != len(advantages):
         raise DataError("whitening weights each response by its tokens: pass response_tokens, one per reward")
     tokens = np.asarray(response_tokens, dtype=np.float64)
@@ -193,20 +197,20 @@ def _whiten(advantages: np.ndarray, response_tokens: np.ndarray | None) -> np.nd
 
 
 def shuffled(advantages: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The control: the same advantages, each given to a random sample. Nothing can be learned from them."""
+    """Shuffles advantages among samples: a control from which nothing can be learned."""
     return rng.permutation(advantages)
 
 
 def zero_groups(advantages: np.ndarray, group_size: int) -> np.ndarray:
-    """bool[n]: the samples whose whole group has advantage exactly 0, and so no policy gradient."""
+    """Marks samples (bool[n]) whose whole group has advantage exactly 0, and so no policy gradient."""
     idle = (np.asarray(advantages).reshape(-1, group_size) == 0.0).all(axis=1)
     return np.repeat(idle, group_size)
 
 
 def outside_difficulty(rewards: np.ndarray, group_size: int, low: float, high: float) -> np.ndarray:
-    """bool[n]: the samples whose group's mean reward is not above `low` and below `high`.
+    """Marks samples (bool[n]) whose group's mean reward does not lie between `low` and `high`, or is one of them.
 
-    `difficulty_mask` of ROLL (utils/functionals.py, 8eb27cc); as there, a group of one is never outside.
+    This is `difficulty_mask` of ROLL (utils/functionals.py, 8eb27cc); as there, a group of one is never marked.
     """
     groups = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
     means = groups.mean(axis=1)
@@ -250,14 +254,15 @@ def rloo(
 def grpo_leave_one_out(
     rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray | None = None, **limits: Any
 ) -> np.ndarray:
-    """A = (r - mean of the group's others) / (their deviation + 1e-6); equal others are not divided by.
+    """A = (r - mean of the group's others) / (their deviation + 1e-6); without the division if the others are equal.
 
     NeMo-RL's default (7ea279a, `algorithms/advantage_estimator.py:85` and `algorithms/utils.py:187`): the deviation is
     the sample's, over n - 2. The only right response of a group has A = r.
     """
     view = group_rewards(rewards, group_size)
-    ranks = np.arange(group_size)
-    others = view[:, [np.delete(ranks, rank) for rank in ranks]] if view.size else view[..., None]
+    members = np.arange(group_size)
+    # [groups, n, n - 1]: for each response the rewards of the others. An empty step has nothing to index.
+    others = view[:, [np.delete(members, member) for member in members]] if view.size else view[..., None]
     equal = others.max(axis=2) == others.min(axis=2)
     baseline = np.where(equal, others[..., 0], others.mean(axis=2))  # the mean of equal numbers may round
     deviation = others.std(axis=2, ddof=min(1, group_size - 2)) + EPSILON
@@ -319,10 +324,10 @@ def gpg(
 def pass_at_k(
     rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray | None = None, std: bool = True, **limits: Any
 ) -> np.ndarray:
-    """A = (largest r - second) / (deviation + 1e-6) for the group's best response, the first such; 0 for others.
+    """A = (largest r - second) / (deviation + 1e-6) for the first best response of a group; 0 for the others.
 
-    The gradient of the best of n (Walder and Karkhanis 2025, Tang et al. 2025, arXiv 2503.19595), n being the group.
-    `std` False: not divided.
+    This is the gradient of the best of n responses, the group (Walder and Karkhanis 2025, Tang et al. 2025, arXiv
+    2503.19595). `std` False: without the division.
     """
     view = group_rewards(rewards, group_size)
     order = np.sort(view, axis=1)

@@ -1,4 +1,4 @@
-"""Loss, advantage estimator, schedule and sampling settings of a job's configuration."""
+"""Makes the loss, advantage estimator, schedule and sampling settings that a job's configuration names."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Advantages:
     of_turns: bool = False
     """Whether `estimate` is a `GiGPO`, which makes advantages of turns (`of_episodes`)."""
     greedy: bool = False
-    """Whether it takes `baselines`, float64[prompts]: rewards of greedy responses."""
+    """Whether `estimate` takes `baselines`, float64[prompts]: rewards of greedy responses."""
     of_tokens: TokenRewards | None = None
-    """Turns advantages of samples into advantages of tokens; None: the loss takes those of samples."""
+    """Turns advantages of samples into advantages of tokens; None: each token has its sample's advantage."""
 
     def __call__(
         self,
@@ -57,10 +57,10 @@ class Advantages:
         domains: np.ndarray | None = None,
         baselines: np.ndarray | None = None,
     ) -> np.ndarray:
-        """float64[n] of `rewards`, float64[n], group by group.
+        """Computes the advantages, float64[n], of `rewards`, float64[n], which come group by group.
 
-        `response_tokens`, int64[n], counts what the loss reads: 0 for masked responses. `domains`, text [n], names
-        their reward domains; None: there is one. `baselines`, float64[prompts], where it is `greedy`.
+        `response_tokens`, int64[n], counts the tokens that the loss reads: 0 for masked responses. `domains`, text [n],
+        names the reward domain of each; None: there is one. `baselines`, float64[prompts], is for a `greedy` estimator.
         """
         domains = np.full(len(rewards), "") if domains is None else domains
         result = np.empty(len(rewards))
@@ -80,7 +80,7 @@ class Advantages:
     def of_episodes(
         self, episodes: np.ndarray, group_size: int, rng: np.random.Generator | None
     ) -> tuple[list[np.ndarray], Metrics]:
-        """Advantages of the turns of each sample, float64[turns], and metrics of their states.
+        """Returns the advantages of each sample's turns, float64[turns], and metrics of the states.
 
         `episodes` are those of a step, by id. `rng` shuffles the advantages among all turns, for the control.
         """
@@ -90,14 +90,14 @@ class Advantages:
         return turns, state_metrics(episodes.tolist(), group_size)
 
     def stateful_parts(self) -> dict[str, Stateful]:
-        """State between steps, by name."""
+        """The parts that keep state between steps, by the name under which checkpoints save them."""
         kl = None if self.of_tokens is None else self.of_tokens.kl
         parts: dict[str, Stateful | None] = {"reward_moments": self.moments, "reward_kl": kl}
         return {name: part for name, part in parts.items() if part is not None}
 
 
 def loss_of(config: JobConfig) -> Any:
-    """The loss object of `loss_function`. Raises ConfigFileError with the line of that key or of `loss_args`."""
+    """Makes the loss that `loss_function` names. Raises ConfigFileError with the line of that key or of `loss_args`."""
     name, name_path, args_path = config.loss_function, ("loss_function",), ("loss_args",)
     try:
         make = LOSSES.load(name)
@@ -132,7 +132,7 @@ def loss_of(config: JobConfig) -> Any:
 
 
 def advantages_of(config: JobConfig) -> Advantages:
-    """The advantages of `adv_estimator`. Raises ConfigFileError with the line of that key."""
+    """Makes the advantage estimator that `adv_estimator` names. Raises ConfigFileError with the line of that key."""
     name = config.adv_estimator
     try:
         function = ADVANTAGE_ESTIMATORS.load(name)
@@ -193,12 +193,12 @@ def critic_mini_batch_size(config: JobConfig, dp_size: int) -> int:
 
 
 def value_loss_of(config: JobConfig) -> ValueLoss:
-    """The loss of the critic. `loss_agg_mode` averages its tokens, as those of the policy's loss."""
+    """Makes the loss of the critic. `loss_agg_mode` averages tokens, as in the policy's loss."""
     return ValueLoss(clip=config.value_clip, aggregation=_aggregation(config, AGGREGATIONS[config.loss_agg_mode]))
 
 
 def _aggregation(config: JobConfig, name: Any) -> Any:
-    """The aggregation `name`, with its divisor if that is a constant."""
+    """The aggregation `name`; of constant_mean and constant_sum the function with its divisor."""
     if name == "constant_mean":
         return constant_mean(config.loss_agg_length or config.response_length or 1)
     return constant_sum(config.loss_agg_length or 1) if name == "constant_sum" else name

@@ -30,7 +30,7 @@ from roll_batching.samples.token_fields import counted_positions, sample_of
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """The turns of one sample: the state before each, and its reward."""
+    """The turns of one sample: for each turn the state before it, and its reward."""
 
     states: tuple[str, ...]
     rewards: tuple[float, ...]
@@ -50,7 +50,7 @@ class GiGPO(CheckedFields, error=DataError):
     """Advantages are clipped to [-x, x]."""
 
     def __call__(self, episodes: Sequence[Episode], group_size: int) -> list[np.ndarray]:
-        """Advantages of the turns of each sample, float64[turns]; groups are consecutive episodes.
+        """Computes the advantages of each sample's turns, float64[turns]; groups are consecutive episodes.
 
         Raises DataError for groups of one, or episodes that do not fill whole groups.
         """
@@ -62,21 +62,21 @@ class GiGPO(CheckedFields, error=DataError):
         result: list[np.ndarray] = []
         for start in range(0, len(episodes), group_size):
             group = episodes[start : start + group_size]
-            totals = self._normalised(np.array([sum(one.rewards) for one in group]))
-            returns = [discounted_returns(one.rewards, self.gamma) for one in group]
-            turns = np.concatenate(returns)
-            steps = np.zeros(len(turns))
-            for members in state_groups(group):
-                steps[members] = self._normalised(turns[members])
-            sizes = [len(one) for one in returns]
-            both = self.episode_weight * np.repeat(totals, sizes) + self.step_weight * steps
+            episode_part = self._normalised(np.array([sum(episode.rewards) for episode in group]))
+            returns = [discounted_returns(episode.rewards, self.gamma) for episode in group]
+            turn_returns = np.concatenate(returns)
+            step_part = np.zeros(len(turn_returns))
+            for turns in state_groups(group):
+                step_part[turns] = self._normalised(turn_returns[turns])
+            turn_counts = [len(of_episode) for of_episode in returns]
+            total = self.episode_weight * np.repeat(episode_part, turn_counts) + self.step_weight * step_part
             if self.advantage_clip is not None:
-                both = both.clip(-self.advantage_clip, self.advantage_clip)
-            result += np.split(both, np.cumsum(sizes)[:-1])
+                total = total.clip(-self.advantage_clip, self.advantage_clip)
+            result += np.split(total, np.cumsum(turn_counts)[:-1])
         return result
 
     def _normalised(self, values: np.ndarray) -> np.ndarray:
-        """Exactly 0 for equal values, or a single one."""
+        """`values` less their mean, and divided by their deviation with `std`; exactly 0 if all are equal."""
         if (values == values[0]).all():
             return np.zeros(len(values))
         centred = values - values.mean()
@@ -84,24 +84,24 @@ class GiGPO(CheckedFields, error=DataError):
 
 
 def discounted_returns(rewards: Sequence[float], gamma: float) -> np.ndarray:
-    """The discounted sum of each reward and those after it: float64[n]."""
+    """Returns for each reward the discounted sum of it and the later rewards, float64[n]."""
     result, following = np.zeros(len(rewards)), 0.0
-    for place in range(len(rewards) - 1, -1, -1):
-        following = rewards[place] + gamma * following
-        result[place] = following
+    for turn in range(len(rewards) - 1, -1, -1):
+        following = rewards[turn] + gamma * following
+        result[turn] = following
     return result
 
 
 def state_groups(group: Sequence[Episode]) -> list[np.ndarray]:
-    """Numbers of the turns in each state, int64; turns are counted over the episodes of a group."""
-    members: dict[str, list[int]] = {}
-    for number, state in enumerate(state for one in group for state in one.states):
-        members.setdefault(state, []).append(number)
-    return [np.array(numbers) for numbers in members.values()]
+    """For each state, the indices (int64) of its turns in the concatenated turns of all episodes of a group."""
+    turns: dict[str, list[int]] = {}
+    for index, state in enumerate(state for episode in group for state in episode.states):
+        turns.setdefault(state, []).append(index)
+    return [np.array(indices) for indices in turns.values()]
 
 
 def state_metrics(episodes: Sequence[Episode], group_size: int) -> Metrics:
-    """How often turns meet: turns per state in a group, and the share of turns whose state another one has."""
+    """Measures how often turns share a state: turns per state, and the share of turns in a state of several turns."""
     sizes = [
         len(members)
         for start in range(0, len(episodes), group_size)
@@ -115,18 +115,19 @@ def state_metrics(episodes: Sequence[Episode], group_size: int) -> Metrics:
 
 
 def shuffled_turns(advantages: Sequence[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
-    """The control: the same advantages, each given to a random turn. Nothing can be learned from them."""
-    ends = np.cumsum([len(one) for one in advantages])
+    """Shuffles advantages among all turns: a control from which nothing can be learned."""
+    ends = np.cumsum([len(of_sample) for of_sample in advantages])
     return np.split(rng.permutation(np.concatenate(advantages)), ends[:-1])
 
 
 def with_turn_advantages(batch: SampleBatch, advantages: Sequence[np.ndarray]) -> SampleBatch:
-    """`batch` with `advantages`, next_token fp32: each counted token has that of its turn, a run of counted tokens.
+    """Adds the field `advantages` (next_token, float32): each counted token gets the advantage of its turn.
 
-    `advantages[i]` is float64[turns] of the sample with the id i. Call it before anything masks tokens.
+    A turn is an unbroken run of counted tokens of one sample; other tokens get 0. `advantages[i]` is float64[turns]:
+    one value per turn of the sample whose id is i. Call it before anything masks tokens: that would split a turn.
     """
     counted, samples = counted_positions(batch), sample_of(batch)
-    follows = torch.zeros_like(counted)
+    follows = torch.zeros_like(counted)  # counted, as is the token before it in the same sample: not a turn's first
     follows[1:] = counted[:-1] & (samples[1:] == samples[:-1])
     begins = counted & ~follows
     of_sample = [advantages[number] for number in batch.ids.tolist()]
@@ -134,8 +135,10 @@ def with_turn_advantages(batch: SampleBatch, advantages: Sequence[np.ndarray]) -
     if turn_counts.tolist() != [len(one) for one in of_sample]:
         row = next(row for row, one in enumerate(of_sample) if int(turn_counts[row]) != len(one))
         raise DataError(
-            f"sample {int(batch.ids[row])} has {int(turn_counts[row])} turns, and {len(of_sample[row])} advantages"
+            f"sample {int(batch.ids[row])} has {int(turn_counts[row])} turns, and {len(of_sample[row])} advantages: "
+            "the tokens of each turn must be counted in one run, and the next turn must follow uncounted tokens"
         )
+    # The last 0 keeps the index below valid when the batch has no turn.
     flat = torch.from_numpy(np.concatenate([*of_sample, np.zeros(1)]))
     turn = begins.cumsum(0).sub(1).clamp(min=0)
     values = torch.where(counted, flat[turn], 0.0).float()

@@ -1,6 +1,6 @@
-"""State of an objective between steps: moments of rewards, and the KL coefficient of the reward.
+"""State that an objective keeps between steps: moments of rewards, and the KL coefficient of the reward.
 
-Both are the same on every rank, and are saved in checkpoints beside the data's position.
+Both are the same on every rank. Checkpoints save them with the position in the data.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DomainMoments:
         self._moments: dict[str, RunningMoments] = {}
 
     def update(self, domain: str, values: np.ndarray) -> RunningMoments:
-        """Moments of `domain` after adding `values`, float[n]."""
+        """Adds `values`, float[n], to the moments of `domain`, and returns these."""
         moments = self._moments.setdefault(domain, RunningMoments())
         moments.update(values)
         return moments
@@ -90,7 +90,7 @@ class KlCoefficient:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, divergence: float, samples: int) -> None:
-        """Adapt to a step of `samples` samples with this mean divergence per token."""
+        """Adapts the coefficient to a step of `samples` samples with the mean `divergence` per token."""
         if self.target is not None:
             self.value *= 1 + min(max(divergence / self.target - 1, -0.2), 0.2) * samples / self.horizon
 

@@ -1,9 +1,9 @@
 """Advantages of tokens: discounted returns or GAE, with the KL divergence from the reference in the reward.
 
-The reward of a response, as the estimator made it, is that of its last token; each token costs the coefficient times an
-estimate of its divergence. The advantage of a token is the discounted sum of the rewards after it (ROLL's reinforce,
-slime's and verl's REINFORCE++), or generalised advantage estimation with a critic's values; whitened and clipped where
-the job says so.
+The last token of a response gets the response's reward, as the estimator made it. From the reward of each token the KL
+coefficient times an estimate of the token's divergence is subtracted. The advantage of a token is the discounted sum of
+the rewards after it (ROLL's reinforce, slime's and verl's REINFORCE++), or generalised advantage estimation with a
+critic's values. Advantages are whitened and clipped if the job sets it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ class TokenRewards(CheckedFields, error=DataError):
     """Coefficient of the KL term in the reward, which reads `old_log_probs` and `ref_log_probs`. None: no KL term."""
     estimator: KlEstimator = "k1"
     whiten: bool = False
-    """Mean 0 and deviation 1 over the tokens of each reward domain, as `AdvantageRule.whiten`."""
+    """Give advantages mean 0 and deviation 1 over the tokens of each reward domain, as `AdvantageRule.whiten`."""
     clip: OptionalPositive = None
     """Advantages are clipped to [-x, x] last."""
 
     def __call__(
         self, local_batch: SampleBatch, layout: ParallelLayout, domains: np.ndarray
     ) -> tuple[SampleBatch, Metrics]:
-        """This rank's samples of a step with `advantages` of tokens (next_token), and metrics. Collective.
+        """Adds `advantages` of tokens (next_token) to this rank's samples; returns them and metrics. Collective.
 
-        With a critic's values also `returns` (next_token), which its loss reads: neither whitened nor clipped.
+        With a critic's values it also adds `returns` (next_token), the target of the critic's loss, which are neither
+        whitened nor clipped.
         `domains`, text [n], are the reward domains of all samples of the step, by id.
         """
         counted = counted_positions(local_batch)
@@ -87,7 +88,7 @@ class TokenRewards(CheckedFields, error=DataError):
     def _update_coefficient(
         self, batch: SampleBatch, divergence: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout
     ) -> Metrics:
-        """Adapt the coefficient to the step's divergence: mean over samples of the mean over tokens. Collective."""
+        """Adapts the coefficient to the step's divergence: mean over samples of the mean over tokens. Collective."""
         assert self.kl is not None
         sample = sample_of(batch)
         tokens = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, sample, counted.double())
@@ -96,7 +97,7 @@ class TokenRewards(CheckedFields, error=DataError):
         total, samples = _sum_over_ranks(
             layout, "the divergence in the reward", float(means.sum()), float((tokens > 0).sum())
         )
-        mean, coefficient = total / max(samples, 1.0), self.kl.value
+        mean, coefficient = total / max(samples, 1.0), self.kl.value  # before `update`: the one of this step
         if not math.isfinite(mean):
             raise DataError(
                 "the divergence in the reward is not finite: log-probs of policy and reference overflow; resume from "
@@ -107,21 +108,21 @@ class TokenRewards(CheckedFields, error=DataError):
 
 
 def token_rewards(batch: SampleBatch, counted: torch.Tensor, kl_cost: torch.Tensor | None = None) -> torch.Tensor:
-    """Rewards of tokens: [tokens] float64, next_token.
+    """Returns a reward for each token: [tokens] float64, next_token.
 
-    `advantages` (sample field) is the reward of the last counted token; `kl_cost`, [tokens], is subtracted from each.
+    The last counted token of a sample gets the sample field `advantages`; `kl_cost`, [tokens], is subtracted from all.
     """
     count = len(batch)
     result = torch.zeros(batch.num_tokens, dtype=torch.float64) if kl_cost is None else -kl_cost.double()
-    place = torch.where(counted, torch.arange(batch.num_tokens), -1)
-    last = torch.full((count,), -1).scatter_reduce_(0, sample_of(batch), place, "amax")
+    position = torch.where(counted, torch.arange(batch.num_tokens), -1)
+    last = torch.full((count,), -1).scatter_reduce_(0, sample_of(batch), position, "amax")  # -1: no counted token
     has_response = last >= 0
     result[last[has_response]] += batch["advantages"].double().cpu()[has_response]
     return result
 
 
 def discounted(batch: SampleBatch, rewards: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted sums of each token's own and later `rewards`: [tokens] float64, next_token."""
+    """Returns for each token the discounted sum of its own and later `rewards`: [tokens] float64, next_token."""
     count, ends, result = len(batch), batch.offsets[1:], rewards.clone()
     following = torch.zeros(count, dtype=torch.float64)
     longest = int(batch.lengths.max()) if count else 0
@@ -136,11 +137,12 @@ def discounted(batch: SampleBatch, rewards: torch.Tensor, gamma: float) -> torch
 def _whiten(
     batch: SampleBatch, values: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout, domains: np.ndarray
 ) -> torch.Tensor:
-    names, numbers = np.unique(domains, return_inverse=True)
-    domain = torch.from_numpy(numbers)[batch.ids][sample_of(batch)]
+    """Whitens `values` over the counted tokens of each reward domain on all ranks; fewer than two are left as is."""
+    names, domain_indices = np.unique(domains, return_inverse=True)
+    domain = torch.from_numpy(domain_indices)[batch.ids][sample_of(batch)]  # of each token: `domains` is by sample id
 
-    def sum_by_domain(of: torch.Tensor) -> torch.Tensor:
-        parts = torch.zeros(len(names), dtype=torch.float64).index_add_(0, domain[counted], of[counted])
+    def sum_by_domain(terms: torch.Tensor) -> torch.Tensor:
+        parts = torch.zeros(len(names), dtype=torch.float64).index_add_(0, domain[counted], terms[counted])
         return torch.tensor(_sum_over_ranks(layout, "whitening", *parts.tolist()), dtype=torch.float64)
 
     count = sum_by_domain(torch.ones_like(values))
@@ -150,7 +152,7 @@ def _whiten(
 
 
 def _sum_over_ranks(layout: ParallelLayout, action: str, *numbers: float) -> list[float]:
-    """Sums over the data-parallel ranks, the same on every rank."""
+    """Sums each of `numbers` over the replicas; the same on every rank. `action` names the exchange in errors."""
     parts = exchange(layout.host_group, action, lambda: numbers if layout.is_replica_leader else None)
     return [math.fsum(column) for column in zip(*(part for part in parts if part is not None), strict=True)]
 
@@ -166,7 +168,7 @@ def generalised_advantages(
     gamma: float,
     lambd: float,
 ) -> torch.Tensor:
-    """Advantages of tokens: [tokens] float64; undefined where `counted` is false.
+    """Computes advantages of tokens, [tokens] float64; they are undefined where `counted` is false.
 
     With V = 0 after the last counted token:
 
@@ -179,21 +181,21 @@ def generalised_advantages(
     next_value, next_advantage = torch.zeros(2, count, dtype=torch.float64)
     longest = int(batch.lengths.max()) if count else 0
     for back in range(longest):  # from the samples' ends, one token of every sample at a time
-        rows = torch.nonzero(batch.lengths > back)[:, 0]
-        rows = rows[counted[ends[rows] - 1 - back]]
-        positions = ends[rows] - 1 - back
-        delta = rewards[positions] + gamma * next_value[rows] - values[positions]
-        result[positions] = delta + gamma * lambd * next_advantage[rows]
-        next_value[rows], next_advantage[rows] = values[positions], result[positions]
+        samples = torch.nonzero(batch.lengths > back)[:, 0]
+        samples = samples[counted[ends[samples] - 1 - back]]
+        positions = ends[samples] - 1 - back
+        delta = rewards[positions] + gamma * next_value[samples] - values[positions]
+        result[positions] = delta + gamma * lambd * next_advantage[samples]
+        next_value[samples], next_advantage[samples] = values[positions], result[positions]
     return result
 
 
 def explained_variance(
     returns: torch.Tensor, values: torch.Tensor, sum_over_ranks: Callable[..., list[float]]
 ) -> Metrics:
-    """The share of the variance of `returns` that `values` explain, 1 at best; left out where returns are equal.
+    """Measures the share of the variance of `returns` that `values` explain, 1 at best. Collective.
 
-    Both are this rank's, [n] float64. Collective.
+    Both are this rank's, [n] float64. Empty if all returns are equal.
     """
     error = returns - values
     parts = (float(len(returns)), *(float(x.sum()) for x in (returns, returns.square(), error, error.square())))
@@ -201,6 +203,6 @@ def explained_variance(
     if not count:
         return {}
     variance = squares / count - (total / count) ** 2
-    if variance <= 1e-12 * max(squares / count, 1e-12):
+    if variance <= 1e-12 * max(squares / count, 1e-12):  # rounding alone, as the difference of two equal numbers
         return {}
     return {"value_explained_variance": 1 - (error_squares / count - (error_total / count) ** 2) / variance}

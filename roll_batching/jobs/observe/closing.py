@@ -1,4 +1,4 @@
-"""Results of a run at its end: the learning curve as a picture, and closing tables."""
+"""Shows the results of a run at its end: draws the learning curve, and prints closing tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9622b", "#2e8b6f", "#aab4be"
 
 
 def plot_learning_curve(rows: Sequence[Metrics], path: Path, *, title: str) -> None:
-    """Draw the rows of phase `rl` into `path` (PNG): reward, response length, marks, padding by mode.
+    """Draws the rows of phase `rl` into `path` (PNG): reward, response length, marks, padding by mode.
 
     Columns without values are left out. Without any `rl` row, the training loss and, where it was measured, the
     held-out loss are drawn.
@@ -50,19 +50,19 @@ def _reward_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
     steps, values = _column(rows, "eval_reward", place="eval_updates")
     if steps:
         axes.plot(steps, values, "o", color=ORANGE, markersize=7, label="held-out problems", zorder=5)
-        for place in (0, -1):
+        for index in (0, -1):
             axes.annotate(
-                fixed(values[place], 2),
-                (steps[place], values[place]),
+                fixed(values[index], 2),
+                (steps[index], values[index]),
                 textcoords="offset points",
                 xytext=(4, -14),
                 color=ORANGE,
                 fontsize=9,
                 fontweight="bold",
             )
-    shown = [0, *_column(rows, "reward")[1], *values]
-    if min(shown) >= 0:
-        axes.set_ylim(0, 1.02 if max(shown) <= 1 else None)
+    drawn = [0, *_column(rows, "reward")[1], *values]
+    if min(drawn) >= 0:
+        axes.set_ylim(0, 1.02 if max(drawn) <= 1 else None)
     _legend(axes)
 
 
@@ -158,14 +158,14 @@ _NOT_SHOWN = ("eval_updates", "eval_samples")
 
 
 def summarize(rows: Sequence[Metrics]) -> dict[str, float]:
-    """Summary of a run's `rl` rows (or, without any, of its other rows); metrics without values are left out.
+    """Summarizes a run's `rl` rows (or, without any, its other rows); metrics without values are left out.
 
     A mark is a boolean that the reward function gives a response, such as `has_answer`.
 
     - `NAME_before`, `NAME_after`: held-out metrics of the first and the last evaluation. RL: `reward`,
       `response_length_mean`, `mark/X` (share of responses with the mark X), `reward_with/X` and `reward_without/X`
       (mean reward with and without it). Supervised runs: `loss` and the loss's metrics.
-    - `tokens`: real tokens trained on; `shared_tokens`: those of them in prefixes that another sample computed.
+    - `tokens`: real tokens trained on; `shared_tokens`: of these, tokens in prefixes that another sample computed.
     - `train_seconds`, `tokens_per_second`.
     - `tokens_MODE`: tokens that the same steps compute in each of `MODES`.
     """
@@ -228,12 +228,13 @@ def show_summary(summary: dict[str, float], console: Console, *, used: str, titl
 
 
 def _label(name: str) -> str:
-    kind, _, of = name.partition("/")
-    label = of.replace("_", " ")
+    """The words for a metric of the table: `mark/has_answer` is "share of answers: has answer"."""
+    kind, _, subject = name.partition("/")
+    label = subject.replace("_", " ")
     known = {
         "mark": f"share of answers: {label}",
         "reward_with": f"reward, {label}: yes",
         "reward_without": f"reward, {label}: no",
-        "reward": f"reward: {of}",  # of a domain
+        "reward": f"reward: {subject}",  # of a domain
     }
-    return known[kind] if of and kind in known else name.replace("_", " ")
+    return known[kind] if subject and kind in known else name.replace("_", " ")

@@ -1,4 +1,4 @@
-"""A plan as a picture: one row per rank, one box per micro-batch, its sequences inside."""
+"""Draws a plan: one row per rank, one box per micro-batch, its sequences inside."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ def check_picture(path: str | Path, command: str) -> None:
 
     formats = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in formats:
-        raise DataError(
-            f"{path} has no suffix of an image format: use one of {', '.join(f'.{one}' for one in sorted(formats))}"
-        )
+        suffixes = ", ".join(f".{suffix}" for suffix in sorted(formats))
+        raise DataError(f"{path} has no suffix of an image format: use one of {suffixes}")
     check_replaceable(path, command, lambda content: _MARK.encode() in content)
 
 
 def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
-    """Write a PNG (or what the suffix says) of `plan`; returns the path.
+    """Draws `plan` into `path`, whose suffix selects the format (such as .png); returns the path.
 
     Few ranks: bars of computed tokens, divided into sequences, coloured by length, fillers hatched; a frame around the
     ranks that compute a pack together, with its context-parallel size. Many ranks: two maps, ranks by micro-batches, of
@@ -84,7 +83,7 @@ def save_figure(figure: Any, path: str | Path, *, dpi: int, **options: Any) -> P
 
 
 def _counts(plan: Plan) -> str:
-    """Ranks, and micro-batches of a rank."""
+    """The numbers of ranks and of micro-batches of a rank, in words."""
     counts = [len(rank) for rank in plan.micro_batches]
     if min(counts) == max(counts):
         return f"{len(counts)} ranks x {counts[0]} micro-batches"

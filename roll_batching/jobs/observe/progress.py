@@ -1,4 +1,4 @@
-"""Progress of a run and of reading files: a bar on a terminal, periodic lines in a log file."""
+"""Shows the progress of a run and of reading files: a bar on a terminal, periodic lines in a log file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def default_console() -> Console:
-    """Standard output; 110 columns wide where it is not a terminal, for the tables of a run."""
+    """Returns a console of standard output; 110 columns wide if that is no terminal, for the tables of a run."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=110)
 
@@ -65,7 +65,7 @@ class ProgressReporter:
             self._task = self._bars.add_task(phase, total=total, completed=completed_steps, values="")
 
     def advance(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Step number `step` is over; `values` are shown beside it (None is left out)."""
+        """Shows that step number `step` is over, with `values` (without those that are None)."""
         if not self.enabled:
             return
         text = "  ".join(f"{name} {_short(value)}" for name, value in values.items() if value is not None)
@@ -82,7 +82,7 @@ class ProgressReporter:
         self.console.print(f"{place}  {_clock(spent)} spent, {_clock(left)} left  {text}", soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """One line of text, above the bars where there are any."""
+        """Prints one line of text, above the bars where there are any."""
         if self.enabled:
             self.console.print(text, soft_wrap=True)
 
@@ -108,7 +108,7 @@ def _clock(seconds: float) -> str:
 
 
 _SILENT_SECONDS = 1.0
-"""Seconds before anything is shown."""
+"""Seconds before anything is shown: small files need no progress."""
 _SECONDS_BETWEEN_LINES = 10.0
 
 

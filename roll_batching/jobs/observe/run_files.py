@@ -1,6 +1,6 @@
-"""Files of a run's folder, written after every step: metrics and TensorBoard events, sample log, last plan.
+"""Writes the files of a run's folder after every step: metrics and TensorBoard events, sample log, last plan.
 
-run_info.json, written once, tells when and where the run started, and with which versions.
+run_info.json is written once: when and where the run started, and with which versions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _name_write_errors(path: Path, cure: str = "repair the folder, then resume t
 
 
 class Tracker(Protocol):
-    """Receives every row, beside the file."""
+    """Receives every row that is written to the file."""
 
     def add(self, row: Metrics) -> None:
         """Send a row."""
@@ -228,7 +228,7 @@ class RolloutsFile:
 
 
 def end_of_step(path: Path, step: int) -> int:
-    """Bytes of `path` before its first line of a later step than `step`, or its first incomplete line."""
+    """Counts the bytes of `path` before its first line of a later step than `step`, or first incomplete line."""
     end = 0
     with path.open("rb") as lines:
         for line in lines:

@@ -36,12 +36,12 @@ def tracker_of(name: str | None) -> Any:
 class TrackedRun:
     """A run of the tracker `name`, to which rows are sent as they are written.
 
-    Its files lie in `folder`; `options` are keywords of the tracker's `init` and override those set here. A resumed job
+    The tracker's files lie in `folder`; `options` are keywords of its `init` and override those set here. A resumed job
     starts a new run of the tracker, with the rows from there on.
 
     Raises:
-        ConfigError: it is not installed, or refuses `options`.
-        RollBatchingError: it cannot start.
+        ConfigError: the tracker is not installed, or refuses `options`.
+        RollBatchingError: the tracker cannot start.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TrackedRun:
         try:
             self._run = tracker.init(**{**arguments, **options})
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"tracker_kwargs: {name}.init refuses them: {error}") from None
+            raise ConfigError(f"tracker_kwargs: {name}.init refuses them: {error}; correct or remove them") from None
         except Exception as error:  # such as no login or no network
             raise RollBatchingError(
                 f"{name} cannot start ({type(error).__name__}: {error}): log in, {_OFFLINE[name]}, or leave "

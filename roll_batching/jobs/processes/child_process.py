@@ -1,4 +1,4 @@
-"""Child processes: start, end, description of their end, and environment variables that tell a process its rank."""
+"""Starts and ends child processes, describes their end, and has the variables that tell a process its rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def start_child_process(
 
 
 def start_cleanup(script: str, *arguments: str, folder: str | None = None) -> subprocess.Popen[bytes]:
-    """A shell that runs `script` in `folder` once its `stdin` is closed, or this process has ended in any way.
+    """Starts a shell that runs `script` in `folder` once its `stdin` is closed, or this process has ended in any way.
 
     It runs in a separate session, so that signals to ours do not end it. `arguments` are the script's $1, $2, ...
     """

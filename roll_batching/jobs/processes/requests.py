@@ -28,7 +28,7 @@ class Call:
     body: Any = None
     parameters: Mapping[str, str] = field(default_factory=dict)
     extra_bytes: int = 0
-    """Bytes by which its reply may exceed the usual limit."""
+    """Bytes by which the reply may exceed the usual limit."""
 
 
 class RequestFailed(Exception):
@@ -45,7 +45,7 @@ def excerpt(reply: Any, length: int = 200) -> str:
 
 
 def is_temporary(status: int) -> bool:
-    """Whether another attempt may have another status than this one, which reports an error."""
+    """Whether an error with this HTTP status may go away when the request is repeated."""
     return status >= 500 or status in _RETRIED
 
 
@@ -69,7 +69,10 @@ def open_session(seconds: float) -> Any:
 
 
 async def post(session: Any, url: str, call: Call) -> Any:
-    """The reply's JSON, or else its text. Raises EngineError when refused, RequestFailed when worth repeating."""
+    """Sends `call`; returns the reply's JSON, or else its text.
+
+    Raises EngineError when the server refuses the request, RequestFailed when a repetition may succeed.
+    """
     request = session.post(url + call.path, json=call.body, params=call.parameters, allow_redirects=False)
     return await _reply(request, url, call.path, _LARGEST_REPLY + call.extra_bytes)
 

@@ -1,4 +1,4 @@
-"""Worker processes of a role on separate devices: started, watched and ended together; connections over the network."""
+"""Starts, watches and ends the worker processes of a role on separate devices, and connects to them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StartRoleWorkers(Protocol):
     """
 
     def __call__(self, role: str, module: str, count: int, variables: Mapping[str, str]) -> RoleWorkers:
-        """The processes, which may still be importing. Raises DataError when they cannot be started."""
+        """Starts and returns the processes, which may still be importing. Raises DataError if they cannot start."""
 
 
 def start_local_workers(role: str, module: str, count: int, variables: Mapping[str, str]) -> RoleWorkers:
@@ -61,9 +61,9 @@ def start_local_workers(role: str, module: str, count: int, variables: Mapping[s
 
 
 def local_store() -> Any:
-    """A TCPStore on a free port of the loopback interface, for the rendezvous of processes on this machine.
+    """Opens a TCPStore on a free port of the loopback interface, for processes on this machine.
 
-    The socket is ours because torch listens on all interfaces, whatever host it gets, and every client may write.
+    We make the socket, because torch would listen on all interfaces, whatever host it gets, and every client may write.
     """
     from torch.distributed import TCPStore
 
@@ -140,7 +140,7 @@ class WorkerListener:
         self._socket.close()
 
     def accept(self, seconds: float) -> tuple[int, Connection] | None:
-        """Rank and connection of the next authenticated worker; None when there is none within `seconds`."""
+        """Waits for the next authenticated worker; returns its rank and connection, or None after `seconds`."""
         try:
             return self._accepted.get(timeout=seconds)
         except queue.Empty:
@@ -153,6 +153,7 @@ class WorkerListener:
                 threading.Thread(target=self._shake_hands, args=(client,), name="handshake", daemon=True).start()
 
     def _shake_hands(self, client: socket.socket) -> None:
+        """Authenticates a client and reads its rank, for at most the time limit."""
         connection = Connection(os.dup(client.fileno()))
         # A read of `connection` has no timeout: shutting the socket down ends it.
         limit = threading.Timer(self._seconds, _shut_down, (client,))

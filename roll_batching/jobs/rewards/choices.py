@@ -35,9 +35,9 @@ _MOST_READ = 2000
 
 
 def multiple_choice(completion: Completion, grading: str = "boxed", *, repetition_penalty: float = 0.0) -> Score:
-    r"""Reward for the letter in the last `\boxed{}` of the text after the last `</think>`; marks `boxed`, `right`.
+    r"""Scores the letter in the last `\boxed{}` of the text after the last `</think>`; marks `boxed`, `right`.
 
-    The letter is a capital from A to Z that stands alone, as in `\boxed{\text{(B)}}`; several different ones are no
+    The letter is a capital from A to Z that stands alone, as in `\boxed{\text{(B)}}`; several different letters are no
     answer. Without a box, it is looked for after the last "answer is", else at the beginning of the text. The right
     letter is the first of the answer.
 
@@ -55,7 +55,7 @@ def multiple_choice(completion: Completion, grading: str = "boxed", *, repetitio
     else:
         letter = _letter_without_box(text)
     right, boxed = letter == wanted, box is not None
-    reward = _GRADES[grading][(not boxed) + 2 * (not right)]
+    reward = _GRADES[grading][(not boxed) + 2 * (not right)]  # the columns: right, right unboxed, wrong, wrong unboxed
     penalty = repetition_penalty * repeated_share(completion.response) if repetition_penalty else 0.0
     return Score(reward=reward - penalty, marks={"boxed": boxed, "right": right})
 
@@ -81,7 +81,7 @@ multiple_choice.check_record = lambda line, **_: _right_letter(line)  # type: ig
 
 def _last_box(text: str) -> str | None:
     r"""Content of the last closed `\boxed{}` that is not blank, in one pass over `text`."""
-    begins: list[int | None] = []
+    begins: list[int | None] = []  # open braces: where a box's content begins, None for other braces
     last: tuple[int, int] | None = None
     for part in _BOX_PARTS.finditer(text):
         if part.group().startswith("\\boxed"):

@@ -30,7 +30,7 @@ def code_tests(
     memory: int = 1024,
     all_or_nothing: bool = False,
 ) -> Score:
-    """Share of the tests that the response's code passes; marks `has_code`, `passes_all` and `asserts_nothing`.
+    """Returns the share of tests that the response's code passes; marks `has_code`, `passes_all`, `asserts_nothing`.
 
     The code is the last fenced block for Python after the last `</think>`. `record[tests]` is a list, or its JSON text,
     of assertions to run after it (a text, or `{"assert_code": ...}`), whose functions `test_*` are called, and of
@@ -59,7 +59,7 @@ def code_tests(
 
 
 def check_run(run: str | Sequence[str] | None = None, **others: Any) -> str:
-    """A notice about the sandbox. Raises ValueError unless `run` is `subprocess` or a command."""
+    """Checks `run`; returns a notice about the sandbox, or "". Raises ValueError for another value."""
     if run is None:
         raise ValueError(
             "it runs what the model wrote, and nothing says that it may: set reward_args.run to subprocess (in a "
@@ -84,11 +84,12 @@ code_tests.check_record = check_tests  # type: ignore[attr-defined]
 
 
 def _run(code: str, case: AssertionCase | OutputCase, run: str | Sequence[str], seconds: float, memory: int) -> _Result:
-    """The result of one test within its limits."""
+    """Runs one test within its limits, and returns its result."""
     if "\0" in code:  # neither a Python program nor an argument can hold it
         return "failed"
     if isinstance(case, AssertionCase):
-        # The secret is sent after the code has been loaded: code that exits early cannot print it.
+        # The runner prints the secret if the test passes, and the secret reversed if no assert was reached. It is sent
+        # after the code has been loaded: code that exits early cannot print it.
         secret = secrets.token_hex(16)
         reached = f"reached_{secrets.token_hex(16)}"
         test = json.dumps([secret, reached, case.counted(reached), case.functions]).encode()
@@ -112,6 +113,7 @@ def _run(code: str, case: AssertionCase | OutputCase, run: str | Sequence[str], 
 
 
 def _framed(data: bytes) -> bytes:
+    """`data` after its length, as the runner reads it."""
     return len(data).to_bytes(4, "big") + data
 
 

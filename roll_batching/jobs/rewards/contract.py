@@ -1,4 +1,4 @@
-"""Interface of reward functions, and two simple ones.
+"""Interface of reward functions, and two simple reward functions.
 
 A reward function takes one `Completion` and returns a number, or a `Score` with marks. The YAML names it by a
 registered name (`config.rewards`) or by dotted path, `package.module:function`; the module must be importable where the
@@ -131,7 +131,7 @@ exact_match.check_record = check_exact_match  # type: ignore[attr-defined]
 
 
 def text_answer(line: PromptLine) -> str:
-    """The answer of a line. Raises ValueError for one that is missing, no text, or blank."""
+    """The answer of a line. Raises ValueError if the answer is missing, no text, or blank."""
     if line.answer is None:
         keys = printable(", ".join(line.record), characters=80)
         raise ValueError(f"the line has no answer (actor_train.data_args.response names its key); it has {keys}")
@@ -147,7 +147,7 @@ class LoadedReward:
     function: Callable[..., float | Score]
     arguments: Mapping[str, Any]
     check: Callable[..., None] | None = None
-    """Its `check_record`."""
+    """The function's attribute `check_record`."""
     notice: str = ""
     """Shown to the user before training; empty for none."""
 
@@ -168,7 +168,7 @@ class LoadedReward:
 
 
 def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> LoadedReward:
-    """The function `package.module:function` with `arguments`.
+    """Loads the function at `path`, `package.module:function`, with `arguments`.
 
     If the function has an attribute `check_arguments`, that is called with `arguments`; it may raise ValueError or
     return a notice. Raises ConfigError when the function cannot be imported or does not take `arguments`.
@@ -196,11 +196,13 @@ def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> Loaded
 
 
 def check_score(result: Any) -> Score:
-    """The result of a reward function as a Score of plain values. Raises TypeError or ValueError for invalid ones."""
+    """Returns the result of a reward function as a Score of plain values. Raises TypeError or ValueError if invalid."""
     score = result if isinstance(result, Score) else Score(reward=result)
     reward = _number(score.reward)
     if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}, and advantages of its whole group would not be finite")
+        raise ValueError(
+            f"the reward is {reward}, and advantages of its whole group would not be finite: return a finite number"
+        )
     if abs(reward) > _LARGEST_REWARD:
         raise ValueError(
             f"the reward is {reward:g}, above {_LARGEST_REWARD:g}: its square may overflow in fp32, scale it"
@@ -260,7 +262,7 @@ def answer_text(response: str) -> str:
 
 
 def repeated_share(text: str) -> float:
-    """Share of the sequences of three words that occur earlier in `text`, ignoring case; 0 for shorter texts."""
+    """Share of the three-word sequences of `text` that occur in it before, ignoring case; 0 without a sequence."""
     words = text.lower().split()
     count = len(words) - _REPEATED_WORDS + 1
     if count < 1:

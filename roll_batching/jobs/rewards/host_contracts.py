@@ -1,4 +1,4 @@
-"""Reward functions with the contracts of verl, slime and ROLL, called as these frameworks call them.
+"""Calls reward functions that were written for verl, slime or ROLL as these frameworks call them.
 
 Sources: verl 1dda039, `experimental/reward_loop/reward_manager/naive.py` and `workers/reward_manager/batch.py`; slime
 624b824, `rollout/rm_hub/__init__.py`; ROLL 8eb27cc, `pipeline/rlvr/rewards`.
@@ -34,7 +34,7 @@ _BATCH = {"data_sources": "data_source", "solution_strs": "solution_str"}
 def verl_compute_score(
     completion: Completion, *, path: str, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
 ) -> float | Score:
-    """Call verl's `compute_score`, found as `name` in the file or module `path`.
+    """Calls a `compute_score` for verl, the function `name` in the file or module `path`.
 
     It may be a coroutine, take batches (verl's plural argument names), and return a dict: its booleans become marks.
     """
@@ -82,7 +82,7 @@ verl_compute_score.check_record = _check_answer  # type: ignore[attr-defined]
 
 @dataclass
 class _Sample:
-    """The fields of slime's `Sample` that are known of a response."""
+    """Stands for slime's `Sample`, with the fields that a job knows of a response."""
 
     class Status(enum.Enum):
         """How a response ended."""
@@ -117,10 +117,10 @@ def slime_custom_rm(
     grouped: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> float:
-    """The reward of slime's `--custom-rm-path`, an async function of `args` and a sample.
+    """Calls the function of slime's `--custom-rm-path`, an async function of `args` and a sample.
 
-    `options` are attributes of `args`; `reward_key` names the reward in a dict that it returns; `grouped`: the function
-    takes a list of samples, as under `--group-rm`.
+    `options` are attributes of `args`; `reward_key` is the key of the reward if the function returns a dict; `grouped`:
+    the function takes a list of samples, as under `--group-rm`.
     """
     function = _load(*_of_slime(path))
     # The function may compare the status with that of slime's own class.
@@ -165,9 +165,9 @@ def response_and_answer(
     arguments: Mapping[str, Any] | None = None,
     item: int | str | None = None,
 ) -> float:
-    """The value of a plain function of the response and the right answer, as ROLL's reward workers call.
+    """Calls a plain function with the response and the right answer, as ROLL's reward workers do.
 
-    `item`: place of the reward in a tuple or dict that it returns.
+    `item`: index or key of the reward if the function returns a tuple or dict.
     """
     result = _call(_load(path, name), path, completion.response, completion.answer, **(arguments or {}))
     return result if item is None else _item(result, item, path)
@@ -216,7 +216,7 @@ def _module_of(file: Path) -> ModuleType:
 
 
 def _check_function(path: str, name: str) -> Callable[..., Any]:
-    """The function. Raises ValueError, as `check_arguments` does."""
+    """Loads the function, and raises ValueError, as `check_arguments` must, if it cannot be loaded or called."""
     try:
         function = _load(path, name)
     except ConfigError as error:
@@ -238,7 +238,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _call(function: Callable[..., Any], path: str, *values: Any, **arguments: Any) -> Any:
-    """Calls a function or coroutine. Raises ValueError with its error and place."""
+    """Calls a function or coroutine. Raises ValueError with the function's error and where it was raised."""
     try:
         result = function(*values, **arguments)
         return _loop().run_until_complete(result) if inspect.isawaitable(result) else result
@@ -262,4 +262,4 @@ def _item(result: Any, key: int | str, path: str) -> Any:
 
 
 def _is_boolean(value: Any) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")  # numpy 1 and 2

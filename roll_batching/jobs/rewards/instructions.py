@@ -1,8 +1,8 @@
 """Reward of verifiable instructions (IFEval): the 25 constraints that ROLL's data name, in time linear in the text.
 
-Names, arguments and meanings: ROLL (8eb27cc), `rewards/ifeval_rule_reward_worker.py`. Values differ where ROLL's
-function counts empty parts or does not check what its instruction says; docs/rewards.md lists the cases. Texts have no
-surrounding white space, and are not empty.
+Names, arguments and meanings: ROLL (8eb27cc), `rewards/ifeval_rule_reward_worker.py`. Results differ where
+ROLL's function counts empty parts or does not check what its instruction says; docs/rewards.md lists the cases. The
+texts that the functions get have no surrounding white space, and are not empty.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _HIGHLIGHT = re.compile(r"(\*{1,2})([^*\n]+)\1")
 _CAPITAL_WORD = re.compile(r"\b[A-Z]+\b")
 _SENTENCE_END = re.compile(r"[.?](?=\s)")
 _STARS = "*" * 6
+"""Divides two responses."""
 _BREAK = "* * *"
+"""Divides paragraphs."""
 _LEAST_LETTERS = 3
 """Letters below which a language is not detected."""
 _MOST_READ = 20_000
@@ -189,7 +191,7 @@ def _has_parts(parts: list[str], count: int) -> bool:
 
 
 def _enclosed(text: str, opening: str, closing: str) -> Iterator[str]:
-    """Texts between `opening` and `closing` on one line that are not blank."""
+    """Yields the texts, unless blank, that stand between `opening` and `closing` on one line."""
     for line in text.split("\n"):
         begin = line.find(opening)
         while begin >= 0:
@@ -203,7 +205,7 @@ def _enclosed(text: str, opening: str, closing: str) -> Iterator[str]:
 
 
 def _compare(count: int, wanted: int, quantifier: str, tolerance: int) -> bool:
-    """Whether `count` is `wanted` by `quantifier`. Raises ValueError for an unknown one."""
+    """Whether `count` is at least, at most or around `wanted`. Raises ValueError for another `quantifier`."""
     if quantifier == "at least":
         return count >= wanted
     if quantifier == "at most":
@@ -242,7 +244,7 @@ CONSTRAINTS: Mapping[str, Callable[..., bool]] = {
     "validate_quotation": _is_quoted,
     "validate_no_commas": _lacks_commas,
 }
-"""Checks by name. The first argument is the text; the others are keys of the constraint."""
+"""The checks, by ROLL's names. The first argument is the text; the others have the names of the constraint's keys."""
 
 
 # ---- instructions
@@ -277,7 +279,7 @@ def check_instruction_arguments(repetition_penalty: Any = 0.0) -> str:
 def check_constraint(line: PromptLine, **_: Any) -> None:
     """Raises ValueError for a constraint that is invalid, or whose library is not installed."""
     name, arguments = _read_constraint(line.answer)
-    CONSTRAINTS[name]("a", **arguments)
+    CONSTRAINTS[name]("a", **arguments)  # any text: this raises for arguments that contradict each other
 
 
 ifeval.check_arguments = check_instruction_arguments  # type: ignore[attr-defined]
@@ -312,7 +314,7 @@ def _problem(value: Any, wanted: str) -> str:
         return "" if valid else "it is a whole number of at least 0"
     if wanted == "str":
         return "" if isinstance(value, str) and value.strip() else "it is a text that is not blank"
-    valid = isinstance(value, list) and all(isinstance(one, str) and one.strip() for one in value) and bool(value)
+    valid = isinstance(value, list) and all(isinstance(item, str) and item.strip() for item in value) and bool(value)
     return "" if valid else "it is a list of texts that are not blank"
 
 

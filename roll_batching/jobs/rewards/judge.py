@@ -1,4 +1,4 @@
-"""Reward by a judge model: it compares the response with the reference answer, behind an OpenAI-like URL."""
+"""Rewards by a judge model, which compares the response with the reference answer, behind an OpenAI-like URL."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class JudgeClient:
     """Attempts after the first."""
 
     def ask(self, request: Mapping[str, Any]) -> str:
-        """The text of the judge's first choice. Raises JudgeError when the last attempt fails, or none can succeed."""
+        """Sends the request; returns the text of the first choice. Raises JudgeError if no attempt can succeed."""
         data = json.dumps(request).encode()
         for attempt in range(1, self.retries + 2):
             try:
@@ -61,12 +61,13 @@ class JudgeClient:
                 if attempt > self.retries:
                     raise JudgeError(f"{error} (attempt {attempt} of {self.retries + 1})") from None
                 time.sleep(retry_pause(attempt, asked=error.pause))
-        raise AssertionError
+        raise AssertionError("the last attempt returns or raises")
 
     def _attempt(self, data: bytes) -> str:
+        """Sends the request once; returns the text of the first choice."""
         begin = time.monotonic()
         try:
-            status, after, body = self._post(data)
+            status, retry_after, body = self._post(data)
         except (OSError, http.client.HTTPException, ValueError) as error:
             waited = time.monotonic() - begin
             if waited >= self.timeout:
@@ -76,7 +77,7 @@ class JudgeClient:
         if status != http.HTTPStatus.OK:
             text = f"the judge at {self.url} answered {status}: {self._excerpt(body.decode('utf-8', 'replace'))}"
             if is_temporary(status):
-                raise _TemporaryError(text, _seconds(after))
+                raise _TemporaryError(text, _seconds(retry_after))
             raise JudgeError(text)
         try:
             content = json.loads(body)["choices"][0]["message"]["content"]
@@ -88,18 +89,21 @@ class JudgeClient:
         return content
 
     def _post(self, data: bytes) -> tuple[int, str | None, bytes]:
-        """Status, header Retry-After and body. Redirects are not followed: they could take the key elsewhere."""
+        """Posts `data`; returns status, header Retry-After and body.
+
+        Redirects are not followed: they could take the key to another server.
+        """
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.bearer is not None:
             headers["Authorization"] = f"Bearer {self.bearer}"
-        begin = time.monotonic()
+        started = time.monotonic()
         try:
             connection.connect()
             # The connection's own limit is for one read: a server that sends a byte now and then never exceeds it.
-            left = max(self.timeout - (time.monotonic() - begin), 0.0)
+            left = max(self.timeout - (time.monotonic() - started), 0.0)
             watchdog = threading.Timer(left, _shut_down, (connection.sock,))
             watchdog.daemon = True
             watchdog.start()
@@ -187,11 +191,11 @@ def llm_judge(
     retries: int = 3,
     on_failure: float | None = None,
 ) -> Score:
-    """The verdict of `model` at `url` on the text after the last `</think>`; marks `judged`.
+    """Asks `model` at `url` for a verdict on the text after the last `</think>`, and returns it as the reward.
 
     The verdict is the last line of the judge's reply: YES is 1 and NO 0. With `pattern`, a regular expression with one
     group, it is the number in that group, from 0 to `scale`, divided by `scale`. The whole line must match. A blank
-    text is 0 without a question to the judge.
+    text gets 0 and is not sent to the judge. The mark `judged` is False where `on_failure` replaces the verdict.
 
     `template` has `{question}`, `{response}`, `{reference}` and `{delimiter}`, a text that no response contains. The
     question is the prompt's last user turn, or the line's key `question_field`; the reference is the answer.
@@ -229,7 +233,7 @@ def check_judge_arguments(
     retries: Any = 3,
     on_failure: Any = None,
 ) -> str:
-    """A notice if a key is sent without encryption. Raises ValueError for the first invalid argument."""
+    """Checks the arguments; returns a notice if a key is sent without encryption, else "". Raises ValueError."""
     _check_url(url)
     for name, value in (("model", model), ("template", template)):
         _require(isinstance(value, str) and value.strip(), name, value, "write a text")
@@ -257,7 +261,7 @@ llm_judge.check_arguments = check_judge_arguments  # type: ignore[attr-defined]
 
 
 def _check_url(url: Any) -> None:
-    """Raises ValueError unless `url` is an address of http or https alone; its text is shown only if it is."""
+    """Raises ValueError unless `url` is an address of http or https alone; a password in it is not shown."""
     try:
         parts = urlsplit(url) if isinstance(url, str) and url.isascii() and url.isprintable() else None
         valid = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -289,7 +293,7 @@ def _check_request(request: Any) -> None:
 
 
 def _bearer(variable: Any) -> str | None:
-    """The key in the environment variable. Raises ValueError, without its text, for an unusable one."""
+    """Returns the key in the environment variable. Raises ValueError, which does not show it, if it is unusable."""
     if variable is None:
         return None
     _require(isinstance(variable, str) and variable.isidentifier(), "auth_variable", variable,
@@ -303,17 +307,18 @@ def _bearer(variable: Any) -> str | None:
 
 
 def _message(completion: Completion, response: str, template: str, question_field: str | None) -> str:
-    """The judge's message. Parts are inserted at once, so that braces in a response are not read as parts."""
+    """Writes the judge's message. All parts are inserted at once: braces in a response are not read as parts."""
     parts = _parts(completion, template, question_field) | {"response": response}
+    # The delimiter is a digest of the texts: a response cannot contain it, and equal messages stay equal.
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    # A blank inside of a special token makes it text.
+    # A blank after the first character of a special token turns the token into plain text.
     texts = {name: _MARKUP.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text) for name, text in parts.items()}
     texts["delimiter"] = f"=== {digest[:16]}"
     return _PARTS.sub(lambda part: texts[part.group(1)], template)
 
 
 def _parts(line: PromptLine, template: str, question_field: str | None) -> dict[str, str]:
-    """Question and reference of the message. Raises ValueError where the line lacks one."""
+    """Question and reference of the message. Raises ValueError if the line lacks one of the two."""
     reference = text_answer(line) if "{reference}" in template else ""
     if question_field is None:
         return {"question": _last_turn(line.prompt), "reference": reference}
@@ -333,7 +338,7 @@ llm_judge.check_record = check_judged_record  # type: ignore[attr-defined]
 
 
 def _last_turn(prompt: str) -> str:
-    """The last user turn of a rendered chat; other prompts without special tokens."""
+    """The last user turn of a rendered chat; of another prompt the whole text, without special tokens."""
     begin = max((turn.end() for turn in _USER_TURN.finditer(prompt)), default=None)
     if begin is None:
         return _MARKUP.sub("", prompt).strip()
@@ -342,7 +347,7 @@ def _last_turn(prompt: str) -> str:
 
 
 def _verdict(reply: str, pattern: str | None, scale: float) -> float:
-    """The reward that the last line of `reply` states. Raises JudgeError if it states none."""
+    """Returns the reward that the last line of `reply` states. Raises JudgeError if it states none."""
     lines = answer_text(reply).splitlines()
     line = lines[-1].strip() if lines else ""
     if len(line) <= _LONGEST_VERDICT:

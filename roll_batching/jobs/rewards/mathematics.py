@@ -26,7 +26,9 @@ def math_verify(completion: Completion, after: str | None = None) -> Score:
 
 
 def _right_answer(line: PromptLine) -> list[Any]:
+    """The line's answer, as math-verify parses it. Raises ValueError if it cannot."""
     text = text_answer(line)
+    # The library reads LaTeX only inside of marks, so a bare answer is tried with `$` first.
     marked = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
     gold: list[Any] = (parse(text) if marked else parse(f"${text}$")) or parse(text)
     if not gold:

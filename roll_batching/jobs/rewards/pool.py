@@ -1,4 +1,4 @@
-"""All rewards of a job: one function per domain, in parallel worker processes, with a failure policy."""
+"""Scores responses by the job's reward functions, one per domain, in parallel worker processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOMAIN = "domain"
 """Key of a data file's line with the prompt's domain."""
 _POLL_SECONDS = 0.05
 _CHECKED = 64
-"""Lines of one call that checks them."""
+"""Lines that one call of a worker checks."""
 FailurePolicy = Literal["error", "zero", "drop"]
 
 
@@ -36,7 +36,7 @@ class RewardDomain:
     name: str = ""
     """Name in metrics; empty without domains."""
     tags: tuple[str, ...] | None = None
-    """Tags of its prompts; None: all tags that no other domain has."""
+    """Tags of the domain's prompts; None: all tags that no other domain has."""
 
     @property
     def runs_model_code(self) -> bool:
@@ -93,23 +93,23 @@ class RewardPool:
         return self.limits.start + calls * (self.limits.seconds + restart)
 
     def domain_of(self, record: Mapping[str, Any]) -> int | None:
-        """Index of the domain of a data file's line; None without one.
+        """Index of the domain of a data file's line; None if it has none.
 
-        By the line's key `domain` if it names one (as in ROLL's `update_dataset_domain`), else by its tag.
+        The line's key `domain` decides if it names a domain (as in ROLL's `update_dataset_domain`), else its tag.
         """
         names = [domain.name for domain in self.domains]
         if record.get(DOMAIN) and record[DOMAIN] in names:
             return names.index(record[DOMAIN])
         tag, default = str(record.get(self.tag, "")), None
-        for number, domain in enumerate(self.domains):
+        for index, domain in enumerate(self.domains):
             if domain.tags is None:
-                default = number
+                default = index
             elif tag in domain.tags:
-                return number
+                return index
         return default
 
     def unjudged(self, record: Mapping[str, Any]) -> str:
-        """The error for a data file's line without a domain; empty for others, and where a rollout function scores."""
+        """The error for a data file's line without a domain; empty if it has one, or a rollout function scores."""
         if not self.domains or self.domain_of(record) is not None:
             return ""
         by_domain = "" if record.get(DOMAIN) is None else f", nor for its domain ({DOMAIN!r}: {record[DOMAIN]!r})"
@@ -155,7 +155,7 @@ class RewardPool:
         )
 
     def check(self, prompts: Sequence[Prompt]) -> list[str]:
-        """For each prompt, why its reward cannot score it; empty texts for others.
+        """Returns for each prompt why its reward cannot score it, or an empty text if it can.
 
         Raises ConfigError as `start`, and DataError where a check takes too long or ends its worker.
         """
@@ -192,9 +192,9 @@ class RewardPool:
     def _results(
         self, call: Callable[[RewardProcess, int], None], domains: Sequence[int]
     ) -> Generator[tuple[int, dict[str, Any] | DataError]]:
-        """Yields results of the calls 0, 1, ..., as they arrive, with their numbers.
+        """Runs one call per item of `domains`; yields (its index, its result) in the order of arrival.
 
-        `call` starts one in an idle process of its domain. Closing it early ends running calls.
+        `call` starts a call in an idle process of its domain. Closing the generator early ends running calls.
         """
         waiting: list[deque[int]] = [deque() for _ in self.domains]
         for index, domain in enumerate(domains):
@@ -234,9 +234,9 @@ class RewardPool:
 
 
 def reward_of(config: JobConfig) -> RewardPool | None:
-    """The rewards of `config`, not yet started; None without an RL phase.
+    """Makes the rewards of `config`, not yet started; None without an RL phase.
 
-    Without domains where a rollout function returns the rewards, or where distillation has none.
+    The pool has no domains if a rollout function returns the rewards, or in distillation without rewards.
     """
     scored = config.has_reward or config.rollout_function or config.task == "distill"
     if config.is_supervised or not config.max_steps or not scored:
@@ -244,11 +244,11 @@ def reward_of(config: JobConfig) -> RewardPool | None:
     domains = [
         RewardDomain(
             name=name,
-            path=_path(one.reward_function),
-            arguments=one.reward_args,
-            tags=None if one.tag_included is None else tuple(one.tag_included),
+            path=_path(reward.reward_function),
+            arguments=reward.reward_args,
+            tags=None if reward.tag_included is None else tuple(reward.tag_included),
         )
-        for name, one in config.rewards.items()
+        for name, reward in config.rewards.items()
     ]
     if config.reward_function is not None:
         domains = [RewardDomain(path=_path(config.reward_function), arguments=config.reward_args)]

@@ -40,7 +40,7 @@ class RewardLimits:
 
     seconds: float = 300.0
     memory: int | None = None
-    """MiB that it may allocate after the import; None: no limit."""
+    """MiB that a call may allocate beyond the memory after the import; None: no limit."""
     notice_after: float = 10.0
     """Seconds of waiting before a notice; the next follow after twice as long each."""
 
@@ -63,7 +63,7 @@ class RewardProcess:
         """`secrets` False: the worker's environment has only a few of our variables, and no keys."""
         self.path, self.arguments, self.limits, self.secrets = path, dict(arguments or {}), limits, secrets
         self.name = name_of(path)
-        """For messages: as the job's file has it."""
+        """Name of the function in the job's file, for messages."""
         self._cure = "reward_failure: zero or drop goes on without such rewards"
         if self.name == path:
             self._cure = "It must return a finite number or a roll_batching.jobs.rewards.Score"
@@ -124,7 +124,7 @@ class RewardProcess:
         self._send((self._calls, 0, list(lines)), subject, self.limits.start)
 
     def result(self, wait: float = 0.0) -> dict[str, Any] | None:
-        """The result of the latest call; None when there is none after `wait` seconds.
+        """Returns the result of the latest call, or None if there is none after `wait` seconds.
 
         Raises DataError, with sample, function and remedy, when the call fails, returns no finite number or invalid
         marks, exceeds its time limit, or ends its worker.
@@ -156,6 +156,7 @@ class RewardProcess:
         self._process = self.connection = self._sender = None
 
     def _send(self, message: Any, subject: str, limit: float) -> None:
+        """Sends a message without waiting; `subject` is what it is about, in errors, `limit` its time limit."""
         assert self.connection is not None
         self._subject, self._limit, self._sent = subject, limit, time.monotonic()
         self._next_notice = self.limits.notice_after
@@ -170,7 +171,7 @@ class RewardProcess:
         self._sender.start()
 
     def _receive(self, wait: float) -> dict[str, Any] | None:
-        """The reply to the latest call, if complete. Raises EOFError when the worker has ended or closed its end."""
+        """Returns the reply to the latest call, None if it is incomplete. Raises EOFError when the worker has ended."""
         assert self.connection is not None and self._process is not None
         ended = self._process.poll() is not None
         if not self.connection.poll(0 if ended else wait):
@@ -188,10 +189,11 @@ class RewardProcess:
         if len(self._read) < end:
             return None
         message, self._read = self._read[_HEADER.size : end], self._read[end:]
-        number, reply = json.loads(message)
-        return reply if number == self._calls else None
+        call_number, reply = json.loads(message)
+        return reply if call_number == self._calls else None  # else of an earlier call, which nobody awaits
 
     def _check_time(self) -> None:
+        """Raises DataError when the call exceeds its time limit; prints a notice now and then before."""
         waited = time.monotonic() - self._sent
         if waited > self._limit:
             raise DataError(
@@ -207,6 +209,7 @@ class RewardProcess:
             self._next_notice *= 2
 
     def _describe_end(self) -> str:
+        """Describes how the worker ended, and closes it."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)

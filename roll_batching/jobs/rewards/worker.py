@@ -24,7 +24,7 @@ from roll_batching.registry import describe_error, printable
 def serve(connection: Connection, memory: int) -> None:
     """Loads the function that the first message names, then serves calls until `connection` closes.
 
-    A call is a completion to score, or lists of lines to check.
+    A call is a completion to score, or a list of lines to check.
 
     `memory`: MiB that calls may allocate beyond the process's memory after the import; 0: no limit.
     """
@@ -59,7 +59,10 @@ def _limit_memory(additional: int) -> None:
 
 
 def _score(function: RewardFunction, completion: Completion, seed: int, *, is_ours: bool) -> dict[str, Any]:
-    """`is_ours`: a registered function, whose ValueErrors are written for users."""
+    """Calls the function with seeded random numbers; returns its reward and marks, or its error.
+
+    `is_ours`: a registered function, whose ValueErrors are written for users.
+    """
     process = os.getpid()
     random.seed(seed)
     np.random.seed(seed)

@@ -1,10 +1,10 @@
 """Asynchronous rollouts: requests for later steps are sampled in other processes while earlier steps train.
 
 Requests are numbered in the order of the prompts, and a step takes the rollouts of its prompts: every prompt is
-trained on once, in the order of a synchronous run, and the data's position is that of the completed steps. After s
-steps the requests of at most 1 + s + `async_generation_ratio` steps have been sent; so a sample is at most
-`async_generation_ratio` steps old (rounded up), and a sampler that is faster than training waits. With a ratio of 0 the
-two take turns.
+trained on once, in the order of a synchronous run, and the saved position in the data is that of the completed steps.
+After s steps the requests of at most 1 + s + `async_generation_ratio` steps have been sent; so a sample is at most
+`async_generation_ratio` steps old (rounded up), and a sampler that is faster than training waits. With a ratio of 0
+sampling and training take turns.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ class AsyncRollouts:
         parent = weights_folder(self.config) if self.uses_engine else self.config.run_folder
         self.folder = parent / WEIGHTS
         self._num_requests = 0
-        """Sent so far, those of completed steps included."""
+        """Requests sent so far, including those of completed steps."""
         self._num_more = 0
         """Requests of further generation batches, sent so far."""
         self._prompts: list[Prompt] = []
-        """Of the step of the last request."""
+        """Prompts of the step of the last request."""
         self._pending: dict[int, Request] = {}
-        """Requests by number whose step is not completed."""
+        """By number, the requests whose step is not completed: their rollouts may be too old and be sampled again."""
         self._version = 0
         self._request_stream = prompt_stream(self.config, context.inputs)
-        """The prompts again, as far as requests have come; `stream` is at the step that trains."""
+        """A second stream of the prompts, at the last request; `stream` is at the step that trains."""
         with self._consensus("starting the sampler"):
             if self.client is not None:
                 self.client.start()
 
     def start_after(self, completed_steps: int) -> None:
-        """Send the current weights and the first requests. Called with weights and stream restored."""
+        """Sends the current weights and the first requests. Call it once weights and stream are restored."""
         with self._consensus("starting the sampler"):
             if dist.get_rank() == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left some
@@ -91,10 +91,10 @@ class AsyncRollouts:
         self.publish_weights(completed_steps)
 
     def publish_weights(self, step: int) -> Metrics:
-        """Send the weights after `step`, and the requests that they allow; metrics of the transfer."""
+        """Sends the weights after `step`, and the requests that they allow; returns metrics of the transfer."""
         started = time.perf_counter()
         if step == self.config.max_steps and not self.evaluates:
-            return {}
+            return {}  # nothing samples with the last weights
         path = self.folder / f"version-{step:06d}"
         probe = make_probe(self.strategy) if self.uses_engine else None
         if self.uses_engine:
@@ -112,9 +112,9 @@ class AsyncRollouts:
         return {"weights_seconds": time.perf_counter() - started}
 
     def take(self, step: int, batch_number: int = 0) -> tuple[SampleBatch, StepScores, Metrics]:
-        """This rank's responses of `step` (as `Rollouts.batch`), the scores of all ranks, metrics. Waits for them.
+        """Waits for the rollouts of `step`; returns this rank's (as `Rollouts.batch`), all ranks' scores, and metrics.
 
-        Under dynamic sampling they are those of one generation batch; those from 1 on are requested here.
+        Under dynamic sampling the rollouts are of one generation batch; batches from number 1 on are requested here.
         Responses of weights older than `max_staleness` are dropped and sampled again.
         """
         next(self.stream)  # advances the saved position; the prompts came from `_request_stream`
@@ -136,7 +136,7 @@ class AsyncRollouts:
         return batch.select(share), scores, metrics
 
     def evaluate(self, step: int, prompts: Sequence[Prompt], seed: int) -> StepScores:
-        """Scores of the sampler's responses to held-out `prompts`, the same on all ranks. Waits for them.
+        """Waits for the sampler's responses to held-out `prompts`; returns their scores, the same on all ranks.
 
         The weights are those after `step`, which were published last: the sampler completes the request in progress,
         loads them, and answers before all other requests. None later can arrive while training waits here.
@@ -196,7 +196,10 @@ class AsyncRollouts:
         client.ask(request)
 
     def _collect(self, client: RoleClient, numbers: Sequence[int]) -> tuple[SampleBatch, StepScores, Metrics]:
-        """The rollouts of these requests on all ranks as one batch, with ids by place, and metrics. On rank 0."""
+        """Waits on rank 0 for the rollouts of these requests; returns them as one batch, with scores and metrics.
+
+        Ids are the positions of the samples in the batch.
+        """
         started, queue = time.monotonic(), QueueMetrics()
         answers: dict[int, Answer] = {}
         while missing := [number for number in numbers if number not in answers]:
@@ -221,7 +224,7 @@ class AsyncRollouts:
 
 
 def parts_per_step(ratio: float, prompts: int) -> int:
-    """Requests of a step: 1 for a whole `ratio`; else as many as can express its fraction, at most `prompts`."""
+    """Number of requests of a step: 1 for a whole `ratio`; else enough for its fraction (0.5: 2), up to `prompts`."""
     fraction = ratio - math.floor(ratio)
     return min(math.ceil(1 / fraction), prompts) if fraction else 1
 
@@ -234,7 +237,7 @@ def _concat_batches(answers: Sequence[Answer]) -> SampleBatch:
 
 
 def _concat_scores(answers: Sequence[Answer]) -> StepScores:
-    """The scores of all answers, ids counted on from answer to answer; log lines get the version of their weights."""
+    """Joins the scores of all answers, with consecutive ids; log lines get the version of their weights."""
     first_ids = np.cumsum([0, *(len(answer.lengths) for answer in answers)])
     parts = []
     for answer, first in zip(answers, first_ids.tolist(), strict=False):

@@ -1,4 +1,4 @@
-"""The critic of an RL job: its model beside the policy's on the same ranks, its values, and its training steps."""
+"""The critic of an RL job: a second model on the policy's ranks, which computes values and is trained on returns."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OLD_VALUES = "old_values"
 _READ = ("input_ids", "response_mask", "returns", OLD_VALUES)
 
 _RECORDED = ("loss", "grad_norm", "lr", "tokens", "padding_share", "imbalance", "micro_batches", "train_seconds")
-"""Metrics of its optimizer steps that a row has, beside those of its loss."""
+"""Metrics of the critic's optimizer steps that a row has, in addition to the metrics of its loss."""
 _IDENTITY = ("model_name_or_path", "family", "architecture", "dtype")
 
 
 def is_same_model(critic: ModelArgs, policy: ModelArgs) -> bool:
-    """Whether a critic's role names the policy's model. Its head, and what each of them freezes, may differ."""
+    """Whether a critic's role names the policy's model; the head, and the frozen parts, may differ."""
     return all(getattr(critic, name) == getattr(policy, name) for name in _IDENTITY)
 
 
@@ -51,15 +51,15 @@ class Critic:
         self._mini_batch_size = critic_mini_batch_size(config, dp_size)
         self._epochs = config.critic_epochs
         self.plan: Plan | None = None
-        """The plan of its last optimizer step."""
+        """Plan of the critic's last optimizer step."""
 
     def add_values(self, batch: SampleBatch) -> SampleBatch:
-        """`batch`, this rank's samples, with `old_values`. Collective."""
+        """Adds `old_values` to `batch`, this rank's samples, and returns it. Collective."""
         with prefix_errors("critic"):
             return with_values(self.strategy, batch, OLD_VALUES, self._loss.masks)
 
     def train(self, batch: SampleBatch, seed: int) -> Metrics:
-        """Train on this rank's samples, which have `returns` and `old_values`; returns metrics. Collective."""
+        """Trains on this rank's samples, which have `returns` and `old_values`; returns metrics. Collective."""
         local_batch = batch.only(_READ)
         size = {"mini_batch_size": self._mini_batch_size, "epochs": self._epochs}
         with prefix_errors("critic"):

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups with equal rewards are replaced by those of further prompts, until a step is full.
+"""Dynamic sampling: groups with equal rewards are replaced by groups of further prompts, until a step is full.
 
 Source: DAPO (arXiv 2503.14476), as in NeMo-RL's `use_dynamic_sampling` and verl's `filter_groups`. Groups beyond a full
 step are discarded, as there, so that the data's position alone restores a run.
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 _LEAST_DEVIATION = 1e-6
 """Standard deviation of a group's rewards above which they differ. Source: slime, `check_reward_nonzero_std`."""
 _BATCHES_BETWEEN_WARNINGS = 10
-"""Without a limit, a step that stays incomplete is reported after each so many generation batches."""
+"""Without a limit of batches, a warning follows after every so many generation batches of one step."""
 _SUMMED = ("_seconds", "dropped_samples")
-"""Endings of the sampler's metrics that add up over the batches of a step; of others the last batch's counts."""
+"""Endings of metrics that are summed over the batches of a step; of other metrics the last batch's value is taken."""
 
 DrawBatch = Callable[[int], tuple[SampleBatch, StepScores, Metrics]]
 """Samples generation batch `number`, from 0: this rank's responses, scores of all ranks, metrics. Collective."""
@@ -59,10 +59,11 @@ class _Counts:
 
 
 def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[SampleBatch, StepScores, Metrics]:
-    """This rank's responses of a step whose groups all have different rewards, the scores of all ranks, metrics.
+    """Draws batches until the step is full of groups with different rewards.
 
-    Groups are taken in the order of their prompts. All ranks see all rewards and decide alike. Ids are places among the
-    groups taken. A rank's number of responses differs from that of others, and may be 0.
+    Returns this rank's responses, the scores of all ranks, and metrics. Groups are taken in the order of their prompts.
+    All ranks see all rewards and decide alike. Ids are positions among the responses of the taken groups. A rank's
+    number of responses differs from that of other ranks, and may be 0.
 
     Raises RankError, on all ranks alike, when `dynamic_sampling_max_batches` batches do not fill the step.
     """
@@ -70,25 +71,25 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
     counts, metrics = _Counts(), Metrics()
     batches: list[SampleBatch] = []
     kept_scores: list[StepScores] = []
-    seconds = np.zeros(2)
+    seconds = np.zeros(2)  # of generation and of rewards, means over all samples, summed over batches
     taken = 0
     while taken < wanted:
         if most is not None and counts.batches == most:
             raise RankError(_too_few(config, step, taken, counts))
         if most is None and counts.batches and not counts.batches % _BATCHES_BETWEEN_WARNINGS:
             logger.warning("%s", _too_few(config, step, taken, counts))
-        batch, scores, figures = draw(counts.batches)
+        batch, scores, sampler_metrics = draw(counts.batches)
         varied = varied_groups(scores.rewards, size)
         counts.add(scores, varied)
-        for name, value in figures.items():
+        for name, value in sampler_metrics.items():
             metrics[name] = metrics.get(name, 0) + value if name.endswith(_SUMMED) else value
         seconds += scores.generate_seconds.mean(), scores.reward_seconds.mean()
         groups = np.flatnonzero(varied)[: wanted - taken]
-        places = (groups[:, None] * size + np.arange(size)).ravel().tolist()
-        new_ids = dict(zip(places, range(taken * size, taken * size + len(places)), strict=True))
-        kept_ids = [number for number in batch.ids.tolist() if number in new_ids]
+        old_ids = (groups[:, None] * size + np.arange(size)).ravel().tolist()
+        new_ids = dict(zip(old_ids, range(taken * size, taken * size + len(old_ids)), strict=True))
+        kept_ids = [old_id for old_id in batch.ids.tolist() if old_id in new_ids]
         selected = batch.select_ids(torch.tensor(kept_ids, dtype=torch.int64))
-        batches.append(selected.with_ids(torch.tensor([new_ids[number] for number in kept_ids], dtype=torch.int64)))
+        batches.append(selected.with_ids(torch.tensor([new_ids[old_id] for old_id in kept_ids], dtype=torch.int64)))
         kept_scores.append(_take_scores(scores, new_ids))
         taken += len(groups)
     scores = StepScores.concat(kept_scores)
@@ -98,7 +99,7 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
 
 
 def varied_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """Whether the rewards of each group differ: bool `[groups]`."""
+    """Returns for each group whether its rewards differ: bool `[groups]`."""
     varied: np.ndarray = rewards.reshape(-1, group_size).std(axis=1) > _LEAST_DEVIATION
     return varied
 
@@ -118,6 +119,7 @@ def _take_scores(scores: StepScores, new_ids: dict[int, int]) -> StepScores:
 
 
 def _too_few(config: JobConfig, step: int, taken: int, counts: _Counts) -> str:
+    """The message that the step is not full yet, with cures."""
     is_limited = config.dynamic_sampling_max_batches is not None
     limit = "(dynamic_sampling_max_batches)" if is_limited else "(dynamic_sampling_max_batches is ~, no limit)"
     most = "dynamic_sampling_max_batches, " if is_limited else ""

@@ -102,11 +102,11 @@ class Grpo:
         self.critic = Critic(config, self.strategy) if uses_critic(config) else None
         self.teacher = teacher_of(config, self.strategy)
         self._metrics: Metrics = {}
-        """Of the step in progress."""
+        """Metrics of the step in progress."""
         self._sample_log: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Run all steps. The first row holds the evaluation before any update, the last the one after all."""
+        """Runs all steps. The first row has the evaluation before any update, the last row the one after all."""
         config, checkpoints = self.config, self.context.checkpoints
         with contextlib.ExitStack() as exit_stack:
             for remote in (self.async_rollouts, self.remote_reference):
@@ -129,16 +129,16 @@ class Grpo:
                 checkpoints.save_if_due(PHASE, step, config.max_steps, self.state, reference, critic)
 
     def _notify_remainder(self) -> None:
-        """Notice of a last mini-batch that is smaller than the others: its step has the same learning rate."""
+        """Prints a notice if a step's last mini-batch is smaller than the others: it has the same learning rate."""
         notice = mini_batches(self.config.samples_per_rollout, self.mini_batch_size, seed=0).notice
         if notice is not None:
             cure = "make rollout_batch_size x num_return_sequences_in_group a multiple of the mini-batch"
             self.context.recorder.progress.note(f"notice: {notice} If that is not intended, {cure}.")
 
     def _step(self, step: int) -> None:
-        """One RL step, its evaluation and its row of metrics."""
+        """Runs one RL step and its evaluation, and records its row of metrics."""
         config, strategy = self.config, self.strategy
-        started, moved = time.perf_counter(), self._offload_stats
+        started, earlier_offloads = time.perf_counter(), self._offload_stats
         self._metrics, self._sample_log = {}, []
         with self._sampling():
             evaluated = self._evaluate(0) if step == 1 else {}
@@ -162,7 +162,7 @@ class Grpo:
             "update_seconds": update_ended - update_started,
             "seconds": time.perf_counter() - started,
         }
-        offloads = offload_metrics(moved, self._offload_stats) if config.is_offload_states else {}
+        offloads = offload_metrics(earlier_offloads, self._offload_stats) if config.is_offload_states else {}
         metrics = merge_metrics(
             update_metrics(updates) if updates else {},
             score_metrics(scores) if self._has_rewards else rollout_metrics(scores) | {"reward": None},
@@ -184,7 +184,10 @@ class Grpo:
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Under `is_offload_states`: no gradients and optimizer on the devices inside, no sampler's weights after."""
+        """Under `is_offload_states` frees the devices of gradients and optimizer for the block.
+
+        After the block the sampler frees its memory for training.
+        """
         if not self.config.is_offload_states:
             yield
             return
@@ -197,14 +200,14 @@ class Grpo:
 
     @property
     def _offload_stats(self) -> OffloadStats:
-        """Bytes and seconds of moving states between devices and host so far."""
+        """Bytes moved between devices and host so far, and the seconds that it took, of all models."""
         critic = None if self.critic is None else self.critic.strategy
         models = (self.strategy, self.reference, self.sampler, critic, self.teacher)
         return sum((model.offload_stats for model in models if model is not None), OffloadStats())
 
     @property
     def _has_rewards(self) -> bool:
-        """Whether rollouts are scored; distillation can do without."""
+        """Whether rollouts are scored; distillation may have no rewards."""
         return self.config.has_reward or self.config.rollout_function is not None
 
     def _make_evaluator(self) -> Evaluator | None:
@@ -224,7 +227,7 @@ class Grpo:
         )
 
     def _evaluate(self, updates: int) -> Metrics:
-        """Held-out metrics after `updates` RL steps, of what samples rollouts; empty without held-out prompts."""
+        """Evaluates the sampler after `updates` RL steps; returns held-out metrics, empty without held-out prompts."""
         if self.evaluator is None:
             return {}
         if self.async_rollouts is not None:
@@ -238,13 +241,14 @@ class Grpo:
         return {"eval_updates": updates, **metrics}
 
     def _log_samples(self, kind: str, version: int, lines: Sequence[dict[str, Any]]) -> None:
-        """Add lines of rollouts.jsonl; `version` is the RL step of the weights, where a line has none itself."""
+        """Adds lines of rollouts.jsonl; `version` is the RL step of the weights, for lines that do not name it."""
         self._sample_log += [{"kind": kind, "version": version, **line} for line in lines]
 
     def _roll_out(self, step: int) -> tuple[SampleBatch, StepScores, np.ndarray | None]:
-        """This rank's samples with the fields that losses read, the scores of all ranks, and idle ids.
+        """Samples and scores a step; returns this rank's samples, the scores of all ranks, and idle ids.
 
-        Idle ids, int64, are the same on every rank: masked samples, and groups without advantages. None without any.
+        The samples have the fields that losses read. Idle samples, of which nothing is computed, are masked samples and
+        groups without advantages; their ids, int64, are the same on every rank. None if there are none.
         """
         batch, scores, baselines = self._sample(step)
         self._log_samples("train", step - 1, scores.sample_log)
@@ -273,7 +277,7 @@ class Grpo:
         return batch, scores, np.flatnonzero(idle) if idle.any() else None
 
     def _masked_samples(self, scores: StepScores) -> np.ndarray:
-        """Samples that neither loss nor whitening counts: bool [n], the same on every rank."""
+        """Marks the samples that neither loss nor whitening counts: bool [n], the same on every rank."""
         config = self.config
         masked = np.zeros(len(scores.ids), dtype=bool)
         if config.max_len_mask:
@@ -286,7 +290,7 @@ class Grpo:
         return masked
 
     def _sample(self, step: int) -> tuple[SampleBatch, StepScores, np.ndarray | None]:
-        """This rank's responses, the scores of all ranks, and rewards of greedy responses, if advantages need them."""
+        """Samples a step; returns this rank's responses, all ranks' scores, and rewards of greedy responses or None."""
         if self.sampler is not None:
             self.sampler.update(step - 1)
         if not self.advantages.greedy:
@@ -304,7 +308,7 @@ class Grpo:
         return rollouts.batch, scores, baselines.rewards
 
     def _draw_batch(self, step: int, number: int) -> tuple[SampleBatch, StepScores, Metrics]:
-        """Generation batch `number` of a step: this rank's responses, scores of all ranks, the sampler's metrics."""
+        """Draws generation batch `number` of a step; returns this rank's responses, all ranks' scores, and metrics."""
         if self.async_rollouts is not None:
             return self.async_rollouts.take(step, number)
         sampling = replace(self.context.sampling, seed=step_seed(self.config.seed, step, number))
@@ -327,7 +331,7 @@ class Grpo:
     def _compute_advantages(
         self, scores: StepScores, masked: np.ndarray, step: int, baselines: np.ndarray | None
     ) -> np.ndarray:
-        """Advantages of all samples of the step: float64 [n], the same on every rank."""
+        """Computes the advantages of all samples of the step: float64 [n], the same on every rank."""
         config = self.config
         with consensus(self.strategy.layout.host_group, "advantages") as facts:
             advantages = self.advantages(
@@ -367,7 +371,7 @@ class Grpo:
         )
 
     def _add_fields(self, batch: SampleBatch, domains: np.ndarray, seed: int) -> SampleBatch:
-        """`batch`, with log-probs, plus fields of roles and advantages; trains the critic; records metrics. Collective.
+        """Adds fields of other roles, and advantages, to `batch` with log-probs; trains the critic. Collective.
 
         Filters of `train_infer_correction` come last: advantages are those of all sampled tokens.
         """

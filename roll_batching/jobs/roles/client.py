@@ -1,7 +1,7 @@
-"""Client of a role's workers: requests ahead of time, new weights, and restarts of workers that died.
+"""Client of a role's workers: sends requests and new weights, and restarts workers that died.
 
-No request is lost or answered twice: after a restart unanswered requests are sent again, and answers to others are
-dropped.
+No request is lost or answered twice: after a restart unanswered requests are sent again, and answers to requests that
+do not wait for one are dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Weights:
     """New weights: a checkpoint's folder, or a model directory."""
 
     version: int
-    """RL steps that made them."""
+    """Number of RL steps after which the model had these weights."""
     path: Path
     probe: Any = None
     """The `Probe` that shows whether an engine has them; None for other samplers."""
@@ -45,7 +45,7 @@ class Request(Protocol):
 
     @property
     def size(self) -> int:
-        """Prompts or samples in it."""
+        """Number of prompts or samples in the request."""
 
 
 class Answer(Protocol):
@@ -57,7 +57,7 @@ class Answer(Protocol):
 
     @property
     def size(self) -> int:
-        """Samples in it."""
+        """Number of samples in the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Failed:
 
     message: str
     aftermath: bool = False
-    """It only lost its connection to another worker of the role."""
+    """The worker only lost its connection to another worker of the role."""
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -87,7 +87,7 @@ def send(connection: Connection, message: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """The next message. Raises EOFError or OSError once the other end is closed."""
+    """Waits for the next message and returns it. Raises EOFError or OSError once the other end is closed."""
     return pickle.loads(connection.recv_bytes())
 
 
@@ -104,7 +104,7 @@ def worker_timeout_minutes(config: JobConfig) -> float:
 
 
 def answer_timeout(config: JobConfig, answers: int = 1) -> float:
-    """Seconds that training ranks wait for rank 0, which waits for `answers` of a role, restarts included."""
+    """Seconds that training ranks wait for rank 0, which waits for `answers` answers of a role and its restarts."""
     return (config.sampler_restarts + 1) * (answers * config.rollout_timeout + _MARGIN) + _MARGIN
 
 
@@ -167,7 +167,7 @@ class RoleClient:
         self.config, self.kind, self.notice_after = config, kind, notice_after
         devices = config.own_devices(kind.role)
         self.count = 1 if devices is None else len(devices)
-        """Workers."""
+        """Number of workers."""
         self._start_workers = start_local_workers if devices is None else start_workers
         self.restarts = 0
         """Restarts so far."""
@@ -216,7 +216,7 @@ class RoleClient:
             return sum(answer.size for answer in self._answers.values())
 
     def publish(self, weights: Weights) -> None:
-        """Sends `weights`, for requests not started yet. Folders of older weights are removed once these are loaded."""
+        """Sends `weights` for requests that have not started; once loaded, the folders of older ones are removed."""
         with self._changed:
             self._weights.append(weights)
         self._outbox.put(weights)
@@ -228,7 +228,7 @@ class RoleClient:
         self._outbox.put(request)
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """Waits for the answers to these requests.
+        """Waits for the answers to these requests, and returns them in this order.
 
         When a worker has died, or none sent a message for `rollout_timeout` seconds, all are restarted, up to
         `sampler_restarts` times in all. Raises DataError after that, and with a worker's own error.

@@ -18,7 +18,7 @@ from roll_batching.strategy.roles import run_on, top_log_probs
 
 
 def make_reference(config: JobConfig, policy: MegatronInferStrategy) -> MegatronInferStrategy | None:
-    """The reference that the loss needs, or None: a copy of `policy` as it is now. Collective."""
+    """Makes the reference, a copy of `policy` with its present weights; None if the job needs none. Collective."""
     if config.reference is None or not wants_reference(config):
         return None
     if policy.state.adapters is not None:
@@ -49,12 +49,12 @@ class Teacher:
             self.strategy.initialize()
         self._k = config.logits_topk or config.teacher.model_args.architecture.vocab_size
         self.seconds = 0.0
-        """Of the last call of `add_fields`."""
+        """Seconds of the last call of `add_fields`."""
         if self._offloads:
             self.strategy.offload_states("parameters")
 
     def add_fields(self, batch: SampleBatch, masks: Sequence[str]) -> SampleBatch:
-        """`batch`, in the student's layout, with the teacher's tokens; see `with_top_tokens`. Collective."""
+        """Adds the teacher's tokens to `batch`, which is in the student's layout; see `with_top_tokens`. Collective."""
         started = time.perf_counter()
         with prefix_errors("teacher"), self.strategy.loaded("parameters"):
             batch = with_top_tokens(self._student, self.strategy, batch, self._k, masks)
@@ -67,7 +67,7 @@ class Teacher:
 
     @property
     def offload_stats(self) -> OffloadStats:
-        """Bytes and seconds of moving its weights between device and host so far."""
+        """Bytes of the teacher's weights moved between device and host so far, and the seconds that it took."""
         return self.strategy.offload_stats
 
 
@@ -78,9 +78,10 @@ def with_top_tokens(
     k: int,
     masks: Sequence[str],
 ) -> SampleBatch:
-    """`batch`, in the student's layout, with the teacher's `k` most likely tokens, planned for its layout. Collective.
+    """Adds the teacher's `k` most likely tokens to `batch`, which is in the student's layout. Collective.
 
-    The fields `teacher_log_probs` and `teacher_ids` are next_token, [tokens, k].
+    The teacher computes them in its own layout and plan. The fields `teacher_log_probs` and `teacher_ids` are
+    next_token, [tokens, k].
     """
     results = run_on(
         teacher,
@@ -92,5 +93,5 @@ def with_top_tokens(
 
 
 def teacher_of(config: JobConfig, student: MegatronInferStrategy) -> Teacher | None:
-    """The teacher of a job whose loss reads one, else None. Collective."""
+    """Makes the teacher of a job whose loss reads one, else returns None. Collective."""
     return Teacher(config, student) if uses_teacher(config) else None

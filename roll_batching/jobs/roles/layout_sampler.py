@@ -1,4 +1,4 @@
-"""Rollouts by a copy of the policy in another parallel layout, on the same ranks."""
+"""Samples rollouts by a copy of the policy in another parallel layout, on the same ranks."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class LayoutSampler:
         self.model.initialize(weights=False)
         self._exchange = LayoutExchange.of(strategy.layout.dp_rank, self.model.layout.dp_rank)
         self._version: int | None = None
-        """Of its weights."""
+        """Version of the second model's weights; None: it has none."""
         self._transfer = Transfer()
-        """Since the last call of `metrics`."""
+        """Weight transfers since the last call of `metrics`."""
         self._seconds = 0.0
         self.release_memory()
 
@@ -79,9 +79,10 @@ class LayoutSampler:
             self._version = None
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
-        """Responses to this data-parallel rank's prompts, as `MegatronInferStrategy.generate` gives them.
+        """Generates responses to this data-parallel rank's prompts, as `MegatronInferStrategy.generate` does.
 
-        The ids of `prompts` are unique over all ranks.
+        Prompts go to the ranks of the second model's layout, and responses back to the ranks of their prompts. The ids
+        of `prompts` are unique over all ranks.
         """
         group, to_sampler = settings.num_return_sequences, self._exchange
         table = gather_lengths(prompts)
@@ -94,14 +95,15 @@ class LayoutSampler:
         generated = generated.with_ids(_response_ids(requests.ids, group))
         response_table = self._length_table(generated)
         prompt_rank = dict(zip(table.ids.tolist(), table.location.tolist(), strict=True))
-        ranks = np.array([prompt_rank[number // group] for number in response_table.ids.tolist()], dtype=np.int64)
+        # `_response_ids` made the ids: id // group is the prompt's.
+        ranks = np.array([prompt_rank[i // group] for i in response_table.ids.tolist()], dtype=np.int64)
         to_trainer = to_sampler.inverse
         plan = to_trainer.transfer_plan(to_trainer.in_target(response_table), ranks)
         responses = to_trainer.distribute(generated, plan, response_table)
         return responses.select_ids(_response_ids(prompts.ids, group)).with_ids(torch.arange(len(responses)))
 
     def metrics(self, local_batch: SampleBatch) -> Metrics:
-        """Metrics since the last call: seconds of weight transfer on this rank, bytes sent between all ranks."""
+        """Returns metrics since the last call: seconds of weight transfer on this rank, bytes over all ranks."""
         received = exchange(self.layout.host_group, "metrics of the sampler", lambda: self._transfer.bytes)
         metrics: Metrics = {"weights_seconds": self._seconds, "weights_bytes": sum(received)}
         self._transfer, self._seconds = Transfer(), 0.0
@@ -123,7 +125,7 @@ class LayoutSampler:
         return prompts.with_fields({_DRAWS: draws}, {_DRAWS: FieldSpec("sample")})
 
     def _length_table(self, generated: SampleBatch) -> LengthTable:
-        """Ids, lengths and replica of the responses of all replicas."""
+        """Table of the ids, lengths and replicas of the responses of all replicas."""
         layout = self.model.layout
         replies = exchange(
             layout.host_group,

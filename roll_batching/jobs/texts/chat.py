@@ -41,11 +41,12 @@ def variables_of(template: str) -> frozenset[str]:
         parsed = environment.parse(_GENERATION.sub("", template))
     except jinja2.TemplateError:
         return frozenset()  # rendering it names the fault
-    # Jinja counts names that are set inside a loop or a branch as undeclared. Variables are tested or read before.
-    first: dict[str, str] = {}
+    # Jinja also reports names that the template itself sets inside a loop or a branch. Drop those whose first use is
+    # an assignment, unless they are tested (`x is defined`) anywhere: such a name is an input with a default.
+    first_use: dict[str, str] = {}
     for name in _names(parsed):
-        first.setdefault(name.name, name.ctx)
-    assigned = {name for name, use in first.items() if use == "store"}
+        first_use.setdefault(name.name, name.ctx)
+    assigned = {name for name, use in first_use.items() if use == "store"}
     tested = {test.node.name for test in parsed.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
     names = meta.find_undeclared_variables(parsed) - (assigned - tested) - _GIVEN
     return frozenset(name for name in names if not name.endswith("_token"))

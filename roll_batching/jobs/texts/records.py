@@ -280,7 +280,10 @@ def _to_record(
 
 
 def _messages(value: dict[str, Any], key: str, with_images: bool) -> str:
-    """The list of messages under `key`, as JSON; contents may be lists of parts `with_images`."""
+    """Checks the list of messages under `key`, and returns it as the text of its JSON.
+
+    `with_images`: the content of a message may be a list of parts in place of a text.
+    """
     messages = _nested_input(value, key) if key not in value and "." in key else _value(value, key)
     if isinstance(messages, str):
         try:

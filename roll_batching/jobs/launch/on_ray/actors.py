@@ -1,4 +1,4 @@
-"""The ranks of a job as Ray actors: what each runs, their start, remote calls, failures and end."""
+"""The ranks of a job as Ray actors: starts them, calls them, collects their failures, and ends them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class RankProcess:
     """Machine, process id and GPUs of a rank."""
 
     address: str
-    """Of its machine, as Ray knows it."""
+    """Address of the machine, as Ray knows it."""
     host: str
-    """Name of its machine."""
+    """Name of the machine."""
     pid: int
     devices: tuple[str, ...]
-    """The GPUs that Ray gave it, in the format of CUDA_VISIBLE_DEVICES; empty on CPU."""
+    """The GPUs that Ray gave the rank, in the format of CUDA_VISIBLE_DEVICES; empty on CPU."""
 
 
 class Rank:
-    """Becomes an actor. Its methods run one at a time on the process's main thread, as signal handlers need it."""
+    """One rank of a job, as an actor. Methods run one at a time on the main thread, as signal handlers need it."""
 
     def __init__(self, number: int, secrets: Mapping[str, str]) -> None:
         """`secrets`: variables that must not be in the actor's runtime environment, which Ray shows."""
@@ -49,7 +49,7 @@ class Rank:
         return f"rank {self.number}"  # Ray's prefix of each line of output
 
     def enter_folder(self, folder: str) -> RankProcess | Failure:
-        """Changes to the command's working directory, so that relative paths agree. A Failure when it cannot."""
+        """Changes to the command's working directory, so that relative paths agree. Returns a Failure if it cannot."""
         import ray
 
         try:
@@ -78,7 +78,7 @@ class Rank:
         return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(text)
 
     def run(self, config: JobConfig, variables: Mapping[str, str], start_workers: StartRoleWorkers) -> Failure | None:
-        """Runs this rank's part of the job; a Failure when it failed. `start_workers` as for `run_rank`."""
+        """Runs this rank's part of the job; returns a Failure if it failed. `start_workers` as for `run_rank`."""
         from roll_batching.jobs.launch.worker import run_rank
 
         os.environ.update(variables)
@@ -102,8 +102,8 @@ _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
 """After a failure, other ranks may still report theirs: one of them may be the cause."""
 _CAUSE_SECONDS = 20.0
-"""Grace while only lost connections are known, since Ray takes this long to miss a machine; or an error that all ranks
-raise together."""
+"""Longer grace while only lost connections are known, or an error that all ranks raise: Ray takes this long to notice
+that a machine is gone, which may be the cause."""
 _KILL_SECONDS = 10.0
 
 
@@ -117,7 +117,7 @@ class RankActors:
         """Root cause of the last call's failures."""
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]], caught: Sequence[object] = ()) -> list[Any]:
-        """Calls `method` on the first ranks, one per item of `arguments`; their results, by rank.
+        """Calls `method` on the first ranks, one per item of `arguments`; returns results in order of rank.
 
         Returns early, with `failure` set, soon after a rank has failed, and when a signal was `caught`.
         """
@@ -125,13 +125,13 @@ class RankActors:
         return self.results([getattr(actor, method).remote(*items) for actor, items in pairs], caught)
 
     def results(self, calls: Sequence[Any], caught: Sequence[object] = ()) -> list[Any]:
-        """Results of `calls`, one per rank from rank 0 on; early return as in `call`."""
+        """Waits for `calls`, one per rank from rank 0 on, and returns their results; early return as in `call`."""
         import ray
 
         pending = {call: rank for rank, call in enumerate(calls)}
         results: dict[int, Any] = {}
         failures: list[Failure] = []
-        first: float | None = None
+        first_failed: float | None = None
         while pending and not caught:
             done, _ = ray.wait(list(pending), timeout=_POLL_SECONDS)
             for call in done:
@@ -140,9 +140,9 @@ class RankActors:
                 if isinstance(results[rank], Failure):
                     failures.append(results[rank])
             if failures:
-                first = first or time.monotonic()
+                first_failed = first_failed or time.monotonic()
                 cause_known = not all(failure.aftermath or failure.shared for failure in failures)
-                if time.monotonic() - first > (_GRACE_SECONDS if cause_known else _CAUSE_SECONDS):
+                if time.monotonic() - first_failed > (_GRACE_SECONDS if cause_known else _CAUSE_SECONDS):
                     break
         self.failure = root_cause(failures) if failures else None
         return [results[rank] for rank in sorted(results)]
@@ -163,6 +163,7 @@ class RankActors:
         return _environments(placements, processes, *port) if self.failure is None and not caught else []
 
     def _result(self, rank: int, call: Any) -> Any:
+        """The result of a finished call; a Failure if the rank's process has ended."""
         import ray
 
         try:
@@ -186,7 +187,7 @@ class RankActors:
 
         for actor in self.actors:
             ray.kill(actor)
-        dead = [actor.__ray_ready__.remote() for actor in self.actors]
+        dead = [actor.__ray_ready__.remote() for actor in self.actors]  # calls that fail once the actor is dead
         ray.wait(dead, num_returns=len(dead), timeout=_KILL_SECONDS)
 
 
@@ -194,7 +195,7 @@ class RankActors:
 def start_actors(
     reservation: Reservation, variables: Mapping[str, str], actor_class: type[Rank] = Rank
 ) -> Iterator[RankActors]:
-    """One actor per rank of `reservation`, with `variables` in its environment; all are killed after the block."""
+    """Starts one actor per rank of `reservation`, with `variables` in its environment; kills all after the block."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

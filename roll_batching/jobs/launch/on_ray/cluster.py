@@ -1,4 +1,4 @@
-"""The Ray cluster of a job: connection, machines, reservation of devices, and placement of ranks in them."""
+"""Joins the Ray cluster of a job, reserves devices on its machines, and places ranks on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_batching.jobs.processes.child_process import notify
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """Machine and bundle of one rank."""
+    """Where one rank runs: its machine, and its bundle of the placement group."""
 
     rank: int
     node: str
@@ -39,11 +39,11 @@ def bundle_size(tp_size: int, largest_machine: int) -> int:
 
 
 def place_ranks(bundle_nodes: Sequence[str], size: int) -> list[RankPlacement]:
-    """Placements of all ranks, `size` per bundle; `bundle_nodes` has the machine of each bundle.
+    """Returns placements of all ranks, `size` per bundle; `bundle_nodes` has the machine of each bundle.
 
     Consecutive ranks share a machine where possible: bundles are taken machine by machine.
     """
-    order = {node: number for number, node in enumerate(dict.fromkeys(bundle_nodes))}
+    order = {node: index for index, node in enumerate(dict.fromkeys(bundle_nodes))}
     bundles = sorted(range(len(bundle_nodes)), key=lambda bundle: (order[bundle_nodes[bundle]], bundle))
     slots = [(bundle_nodes[bundle], bundle) for bundle in bundles for _ in range(size)]
     local_sizes = {node: sum(other == node for other, _ in slots) for node in order}
@@ -126,11 +126,12 @@ def connected(address: str, cpus: int) -> Iterator[None]:
     except ConnectionError as error:
         raise _no_ray(address, str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__) from None
     except Exception as error:  # Ray raises plain ones, as for processes that did not start within its 30 s
-        what = "a local Ray cluster cannot be started" if address == LOCAL else f"the Ray at {address} cannot be joined"
-        raise RollBatchingError(f"{what} (--address {address}): {error}") from error
+        problem = f"the Ray at {address} cannot be joined"
+        problem = "a local Ray cluster cannot be started" if address == LOCAL else problem
+        raise RollBatchingError(f"{problem} (--address {address}): {error}") from error
     try:
         yield
-        time.sleep(_OUTPUT_SECONDS)
+        time.sleep(_OUTPUT_SECONDS)  # else the last lines of the ranks would be lost
     finally:
         ray.shutdown()
 
@@ -236,6 +237,7 @@ def reserve_devices(
 
 
 def _wait_until_ready(group: Any, count: int, on_gpus: bool, minutes: float, stopped: Callable[[], bool]) -> bool:
+    """Waits for the placement group of `count` devices; False when `stopped`. Raises after `minutes`."""
     started, next_notice = time.monotonic(), _SECONDS_BEFORE_NOTICE
     while not stopped():
         if group.wait(0.5):
@@ -244,8 +246,8 @@ def _wait_until_ready(group: Any, count: int, on_gpus: bool, minutes: float, sto
         if waited < min(next_notice, 60 * minutes):
             continue
         kind = "GPUs" if on_gpus else "CPUs"
-        has = ", ".join(f"{machine.capacity(on_gpus)} on {machine.address}" for machine in machines())
-        wanted = f"room for {count} ranks ({kind}: one each), and this Ray's machines have {has} in all"
+        present = ", ".join(f"{machine.capacity(on_gpus)} on {machine.address}" for machine in machines())
+        wanted = f"room for {count} ranks ({kind}: one each), and this Ray's machines have {present} in all"
         if waited > 60 * minutes:
             raise RollBatchingError(
                 f"there was no {wanted}, for {minutes:g} minutes (actor_train.backend_timeout): end what uses them, "

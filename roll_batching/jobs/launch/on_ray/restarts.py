@@ -1,4 +1,4 @@
-"""Runs a job on Ray, again from the last checkpoint after ranks were lost.
+"""Runs a job on Ray, and restarts it from the last checkpoint after ranks were lost.
 
 Workers of roles on separate devices are actors in the job's placement group. Rank 0 of the job starts them, so that
 they end with it, and has a connection to each.
@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.2
 
 
 class RoleRank(Rank):
-    """One worker of a role. Becomes an actor."""
+    """One worker of a role, as an actor."""
 
     def __repr__(self) -> str:
         return f"role rank {self.number}"  # Ray's prefix of each line of output
@@ -79,8 +79,8 @@ class RayRoleWorkers:
                 missing = sorted({*range(len(environments))} - connections.keys())
                 ended = [reason for rank, reason in self.exits().items() if rank in missing]
                 if ended or (missing and time.monotonic() > deadline):
-                    why = f"ended {ended[0]}" if ended else f"did not connect within {_CONNECT_SECONDS:g} s"
-                    raise DataError(f"rank {missing[0]} of its {len(environments)} processes {why}")
+                    reason = f"ended {ended[0]}" if ended else f"did not connect within {_CONNECT_SECONDS:g} s"
+                    raise DataError(f"rank {missing[0]} of its {len(environments)} processes {reason}")
         return [connections[rank] for rank in range(len(environments))]
 
     def exits(self) -> dict[int, str]:
@@ -108,12 +108,12 @@ class StartRayWorkers:
         """See `StartRoleWorkers`."""
         if role not in self.reservation.roles:
             return start_local_workers(role, module, count, variables)
-        of_role = replace(self.reservation, ranks=self.reservation.roles[role])
-        return RayRoleWorkers(role, module, of_role, {**self.variables, **variables})
+        reservation = replace(self.reservation, ranks=self.reservation.roles[role])
+        return RayRoleWorkers(role, module, reservation, {**self.variables, **variables})
 
 
 def _exit_reason(call: Any) -> str:
-    """Exit description of the process of a finished call."""
+    """Describes how the process of a finished call ended: "by itself", "with an error: ..."."""
     import ray
 
     try:
@@ -161,12 +161,12 @@ def _attempt(
     caught: Sequence[object],
     shared: tuple[str, str] | None,
 ) -> Failure | None:
-    """Runs the job once, on `count` ranks; their failure, or None, also when a signal was `caught`.
+    """Runs the job once, on `count` ranks, all of which have ended when it returns.
 
-    No rank is alive afterwards.
+    Returns their failure, or None for success and when a signal was `caught`.
 
     Args:
-        job: the job.
+        config: the job.
         count: ranks.
         variables: added to the ranks' environment, before their interpreters start.
         caught: signals caught so far.

@@ -1,10 +1,11 @@
 """Stand-alone program: loads the model's code, then runs assertions that it receives only after that.
 
 It reads messages from standard input, each after its length in 4 bytes. The first is the code, to which it replies
-`loaded`. The second is JSON of a secret, the name of a function, the assertions, which call it where they decide
-whether to fail, and the functions in them to call. Once all have passed, it replies with the secret, backwards where
-no assertion was reached. The code shares the interpreter with the assertions and can find the secret while they call
-it: this protects against accidents and tricks, not against an attacker.
+`loaded`. The second is JSON: a secret, the name of a marker function, the text of the assertions, and the names of the
+functions in it to call. The text calls the marker where it decides whether to fail. Once all assertions have passed,
+the reply is the secret, or the secret backwards if the marker was never called. The code shares the interpreter with
+the assertions and can find the secret while they call it: this protects against accidents and tricks, not against an
+attacker.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ LOADED = b"loaded"
 
 def main() -> None:
     """Exits with 0 when all assertions passed, else with 1."""
+    # All that is used below is taken before the code runs, which could replace it.
     read, write, leave, run, translate = os.read, os.write, os._exit, exec, compile
-    messages, replies = os.dup(0), os.dup(1)
+    messages, replies = os.dup(0), os.dup(1)  # the code's own input and output are /dev/null
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
@@ -49,6 +51,7 @@ def main() -> None:
         secret, reached, test, functions = decode(read_message())
         calls: set[bool] = set()
         names[reached] = lambda: calls.add(True)
+        # Undo what the code may have set to skip the assertions.
         sys.settrace(None)
         sys.setprofile(None)
         dict.update(vars(builtins), original)

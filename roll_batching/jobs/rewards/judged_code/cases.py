@@ -1,7 +1,7 @@
-"""Tests of the model's code, from a line of the data file in the formats of ROLL.
+"""Reads tests of the model's code from a line of the data file, in the formats of ROLL.
 
-A test that ends without having reached an assertion passes any code: `x = 1`, or a loop over an empty result. So calls
-that tell whether it was reached are inserted where a test can fail.
+A test that ends without having reached an assertion passes any code: `x = 1`, or a loop over an empty result. So a call
+is inserted wherever a test can fail, which tells whether an assertion was reached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_EXCEPTIONS = (_FAILED, "SystemExit", "KeyboardInterrupt")
 
 
 def failing_parts(tree: ast.Module) -> list[ast.expr]:
-    """The expressions that are evaluated where `tree` decides whether to fail.
+    """Returns the expressions that are evaluated where `tree` decides whether to fail.
 
     These are conditions of `assert`, calls of `assert...` (unittest, numpy.testing), contexts of `raises`, and what
     stands before a statement that always fails (`raise`, `assert False`, `self.fail`, `sys.exit`): the condition of its
@@ -33,17 +33,20 @@ def failing_parts(tree: ast.Module) -> list[ast.expr]:
 
 
 def with_calls(text: str, parts: list[ast.expr], name: str) -> str:
-    """`text` with a call of the function `name`, which returns None, before each of `parts` is evaluated."""
+    """Inserts a call of the function `name` before each of `parts`: `(name() or (part))`, as `name` returns None."""
     lines = _LINE.findall(text.encode("utf-8", "surrogatepass"))
     places = [(part.lineno - 1, part.col_offset, b"(%s() or (" % name.encode()) for part in parts]
     places += [((part.end_lineno or 1) - 1, part.end_col_offset or 0, b"))") for part in parts]
-    for line, column, inserted in sorted(places, reverse=True):
+    for line, column, inserted in sorted(places, reverse=True):  # from the end, so that earlier columns stay valid
         lines[line] = lines[line][:column] + inserted + lines[line][column:]
     return b"".join(lines).decode("utf-8", "surrogatepass")
 
 
 def _parts(block: list[ast.stmt], parent: ast.stmt | None, enclosing: tuple[ast.stmt, ...]) -> Iterator[ast.expr]:
-    """`enclosing`: the `try` and `with` whose body this is, innermost first."""
+    """Yields the deciding expressions of `block`, a body of `parent`.
+
+    `enclosing`: the `try` and `with` statements around it, innermost first, which may catch a failure.
+    """
     for statement in block:
         failure = _failure(statement)
         if failure:
@@ -62,6 +65,7 @@ def _parts(block: list[ast.stmt], parent: ast.stmt | None, enclosing: tuple[ast.
 
 
 def _inner_parts(statement: ast.stmt, enclosing: tuple[ast.stmt, ...]) -> Iterator[ast.expr]:
+    """Yields the deciding expressions of the blocks inside `statement`."""
     skips_body = isinstance(statement, ast.If | ast.While) and _is_false(statement.test)
     parent: ast.stmt | None = statement
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -71,10 +75,10 @@ def _inner_parts(statement: ast.stmt, enclosing: tuple[ast.stmt, ...]) -> Iterat
             continue
         is_caught = field == "body" and isinstance(statement, ast.Try | ast.With)
         around = (statement, *enclosing) if is_caught else enclosing
-        yield from _parts([one for one in value if isinstance(one, ast.stmt)], parent, around)
-        for one in value:
-            if isinstance(one, ast.ExceptHandler | ast.match_case):
-                yield from _parts(one.body, statement, enclosing)
+        yield from _parts([node for node in value if isinstance(node, ast.stmt)], parent, around)
+        for node in value:
+            if isinstance(node, ast.ExceptHandler | ast.match_case):
+                yield from _parts(node.body, statement, enclosing)
 
 
 def _failure(statement: ast.AST) -> str:
@@ -105,8 +109,8 @@ def _escapes(failure: str, enclosing: tuple[ast.stmt, ...]) -> bool:
             if any(_catches(kind, failure) for kind in kinds):
                 return False
         if isinstance(statement, ast.Try):
-            handler = next((one for one in statement.handlers if _catches(one.type, failure)), None)
-            nodes = [node for one in handler.body for node in ast.walk(one)] if handler else []
+            handler = next((handler for handler in statement.handlers if _catches(handler.type, failure)), None)
+            nodes = [node for inner in handler.body for node in ast.walk(inner)] if handler else []
             if handler and not any(isinstance(node, ast.Assert) or _failure(node) for node in nodes):
                 return False
     return True
@@ -196,10 +200,10 @@ class AssertionCase:
     functions: tuple[str, ...]
     """Functions `test_*` of the text, called in this order."""
     parts: tuple[ast.expr, ...]
-    """Where it decides whether to fail."""
+    """Expressions at which the text decides whether to fail (`failing_parts`)."""
 
     def counted(self, name: str) -> str:
-        """The text with calls of the function `name` where it decides whether to fail."""
+        """The text with a call of the function `name` wherever the text decides whether to fail."""
         return with_calls(self.text, list(self.parts), name)
 
 
@@ -212,7 +216,7 @@ class OutputCase:
 
 
 def read_cases(record: Mapping[str, Any], key: str) -> list[AssertionCase | OutputCase]:
-    """The tests in `record[key]`: a list, or its JSON text.
+    """Reads the tests in `record[key]`, a list or its JSON text.
 
     Raises ValueError for other values, for tests that cannot fail, and for an unsupported `case_type` of ROLL.
     """
@@ -248,6 +252,7 @@ def _case(case: Any) -> AssertionCase | OutputCase:
 
 
 def _assertions(text: str) -> AssertionCase:
+    """Reads assertions. Raises ValueError for a text that is no Python, or that could not fail."""
     text = text.removeprefix("\ufeff")
     try:
         tree = ast.parse(text)
@@ -256,20 +261,20 @@ def _assertions(text: str) -> AssertionCase:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"a test is no Python: {text[:60]!r} ({error})") from None
     body = tree.body
-    tests = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test_")]
+    tests = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     for test in tests:
         arguments = test.args
         if len(arguments.posonlyargs) + len(arguments.args) > len(arguments.defaults):
             raise ValueError(
                 f"the test {test.name} takes arguments: fixtures and parameters of pytest are not supported"
             )
-    if not tests and all(map(_runs_nothing, body)) and any(isinstance(one, _BLOCKS) for one in body):
+    if not tests and all(map(_runs_nothing, body)) and any(isinstance(node, _BLOCKS) for node in body):
         call = "call its function, as in check(NAME) after HumanEval's check(candidate)"
         cure = f"`if __name__` does not run: {_UNITTEST}" if "unittest" in text else call
         raise ValueError(
             f"a test calls nothing: {text[:60]!r}; write assertions, or functions test_* without arguments; {cure}"
         )
-    calls = [ast.unparse(one) for one in body if isinstance(one, ast.Expr)]
+    calls = [ast.unparse(node) for node in body if isinstance(node, ast.Expr)]
     if any("unittest.main(" in call or "TextTestRunner(" in call for call in calls):
         raise ValueError(f"a test ignores the result of unittest, or exits with it: {text[:60]!r}; {_UNITTEST}")
     if not parts:

@@ -1,7 +1,7 @@
-"""One process of the model's code, here or in a container: its folder, limits, timed input and output, and end.
+"""Runs the model's code in one process, here or in a container, with a folder, limits, and timed input and output.
 
-A container belongs to its runtime, and outlives the client that started it. So each gets a name, and a cleanup shell
-that removes it when we close the shell's input or this process ends.
+A container belongs to its runtime, and outlives the client that started it. So each container gets a name, and a
+remover: a shell that removes it when we close the shell's input or this process ends.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ def names_container(run: Sequence[str]) -> bool:
 
 
 class ContainerCommand:
-    """Command line `arguments` for one call of `run`; a container that `run` starts gets a name, to be removed by."""
+    """`arguments`: the command line `run`; if it starts a container, with a `--name` by which `close` removes it."""
 
     def __init__(self, run: Sequence[str]) -> None:
         self.arguments = list(run)
-        self._cleanup: subprocess.Popen[bytes] | None = None
+        self._remover: subprocess.Popen[bytes] | None = None
         if runs_container(run):
             self._name = f"roll-batching-{secrets.token_hex(8)}"
             self.arguments[1:2] = ["run", "--name", self._name]
-            self._cleanup = start_cleanup('exec "$@"', run[0], "rm", "--force", self._name)
+            self._remover = start_cleanup('exec "$@"', run[0], "rm", "--force", self._name)
 
     def close(self, *, exited: bool) -> None:
-        """Removes the container after its client has ended. `exited`: it exited itself, and needs no removal."""
-        if self._cleanup is None:
-            return
+        """Removes the container, and waits for that; call it after the client has ended.
+
+        `exited`: the client exited by itself, hence its container too, and the remover process is ended unused.
+        """
+        if self._remover is None:
+            return  # `run` starts no container
         if exited:
-            self._cleanup.kill()
+            self._remover.kill()
         try:
-            self._cleanup.communicate(timeout=_SECONDS_TO_REMOVE)
+            self._remover.communicate(timeout=_SECONDS_TO_REMOVE)  # closes its input, upon which it removes
         except subprocess.TimeoutExpired:
             notify(f"the container {self._name} is still being removed")
 
@@ -74,7 +77,7 @@ _SET_DUMPABLE = 4
 _TERMINATE_SECONDS = 5.0
 _REMOVE_SECONDS = 60.0
 _cleanups: list[subprocess.Popen[bytes]] = []
-"""Kept, since closing their standard input starts them."""
+"""Kept until this process ends: a cleanup starts when its standard input is closed, also by garbage collection."""
 _REMOVE = 'for _ in 1 2 3 4 5; do rm -rf -- "$1" && exit; chmod -R u+rwX -- "$1"; sleep 1; done'
 """rm and chmod handle folders of any depth. Retried, since killed processes may write a moment longer."""
 
@@ -82,8 +85,8 @@ _REMOVE = 'for _ in 1 2 3 4 5; do rm -rf -- "$1" && exit; chmod -R u+rwX -- "$1"
 class JudgedProcess:
     """Runs the Python program `text` by `run`, for at most `seconds`; leaving the context ends all its processes.
 
-    Its standard output goes to `output`, or is read by `receive`. `memory`, in bytes, limits its address space under
-    `run: subprocess`; a command must limit it itself.
+    The program's standard output goes to `output`, or is read by `receive`. `memory`, in bytes, limits the address
+    space under `run: subprocess`; with a command as `run`, the command must limit the memory.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class JudgedProcess:
         _remove_folder(self._folder)
 
     def send(self, data: bytes) -> bool:
-        """Writes `data` to standard input; False at the time limit, or when it is closed."""
+        """Writes `data` to standard input; returns False at the time limit, or when the program has closed it."""
         assert self._process.stdin is not None
         file = self._process.stdin.fileno()
         while data:
@@ -161,7 +164,7 @@ class JudgedProcess:
         return True
 
     def receive(self, size: int) -> bytes:
-        """The next `size` bytes of its output; fewer at their end or the time limit."""
+        """The next `size` bytes of the program's output; fewer at the end of the output or at the time limit."""
         assert self._process.stdout is not None
         file, data = self._process.stdout.fileno(), b""
         while len(data) < size and select.select([file], [], [], self._remaining())[0]:
@@ -172,7 +175,7 @@ class JudgedProcess:
         return data
 
     def finish(self) -> bool:
-        """Closes its standard input; whether it then exits with 0, within the time limit."""
+        """Closes the program's standard input; returns whether it then exits with 0 within the time limit."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -185,8 +188,9 @@ class JudgedProcess:
         return max(0.0, self._deadline - time.monotonic())
 
     def _end(self) -> None:
+        """Ends the process and its group; notes whether it had exited by itself before."""
         code = self._process.poll()
-        self._has_exited = code is not None and code >= 0
+        self._has_exited = code is not None and code >= 0  # below 0: a signal ended it
         if code is None and self._signal is not signal.SIGKILL:
             self._process.send_signal(self._signal)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -198,9 +202,10 @@ class JudgedProcess:
 
 @functools.cache
 def _process_folder() -> Path:
-    """A folder that is removed when this process ends, in any way.
+    """Creates a folder that is removed when this process ends, in any way.
 
-    Also makes this process's memory and environment unreadable for others of its user: they have the tests' answers.
+    It also hides this process's memory and environment from other processes of its user, since they hold the tests'
+    answers.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0)

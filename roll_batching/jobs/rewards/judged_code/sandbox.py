@@ -1,4 +1,4 @@
-"""Sandbox of the model's code: namespaces by bubblewrap or util-linux's `unshare` where they work, and limits."""
+"""Isolates the model's code: in namespaces by bubblewrap or util-linux's `unshare` where they work, with limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roll_batching.lifetime import die_with_parent
 
 _NOBODY = 65534
 _MOST_PROCESSES = 256
-"""Allowed beyond those that the user runs already."""
+"""Processes that the code may start, beyond those that its user runs already."""
 _FILE_SIZE = 16 << 20
 _TRY_SECONDS = 10.0
 _BUBBLEWRAP = (
@@ -34,7 +34,7 @@ _UNSHARE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """Isolation of the model's code."""
+    """A way to isolate the model's code."""
 
     tool: str
     """`bwrap` or `unshare`; empty for `supervisor`, which only ends child processes."""
@@ -42,7 +42,7 @@ class Sandbox:
     """User id to run as instead of root; None: the current user."""
 
     def command(self, folder: Path, command: list[str]) -> list[str]:
-        """The command line that runs `command` in `folder`, sandboxed."""
+        """The command line that runs `command` in `folder` inside the sandbox."""
         if self.tool == "bwrap":
             return [*_BUBBLEWRAP, "--bind", str(folder), str(folder), "--chdir", str(folder), *command]
         if self.tool == "unshare":
@@ -51,7 +51,7 @@ class Sandbox:
         return [sys.executable, "-I", "-S", "-c", inspect.getsource(supervisor), str(os.getpid()), *command]
 
     def preexec(self, folder: Path, limits: Mapping[int, int]) -> Callable[[], None]:
-        """The `preexec_fn` of the command: sets user and `limits`, and binds the process to this one."""
+        """Returns the `preexec_fn` of the command, which sets user and `limits`; the command ends with this process."""
         parent = os.getpid()
         if self.user is not None:
             os.chown(folder, self.user, self.user)
@@ -70,7 +70,7 @@ class Sandbox:
                 os.setuid(self.user)
             die_with_parent(parent)
             for kind, limit in limits.items():
-                hard = resource.getrlimit(kind)[1]
+                hard = resource.getrlimit(kind)[1]  # below 0: unlimited
                 allowed = limit if hard < 0 else min(limit, hard)
                 resource.setrlimit(kind, (allowed, allowed))
 
@@ -104,10 +104,11 @@ def best_sandbox() -> Sandbox:
 
 
 def _works(sandbox: Sandbox) -> bool:
+    """Whether a program that writes a file runs in `sandbox` on this machine."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            done = subprocess.run(
+            trial = subprocess.run(
                 sandbox.command(folder, [sys.executable, "-I", "-c", "open('written', 'w')"]),
                 cwd=folder,
                 env=environment(folder),
@@ -120,7 +121,7 @@ def _works(sandbox: Sandbox) -> bool:
             )
         except (OSError, subprocess.SubprocessError):
             return False
-        return done.returncode == 0 and (folder / "written").exists()
+        return trial.returncode == 0 and (folder / "written").exists()
 
 
 def _count_processes(user: int) -> int:

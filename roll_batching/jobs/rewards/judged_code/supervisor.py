@@ -22,7 +22,7 @@ def main(parent: int, command: list[str]) -> int:
     prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the parent ended before prctl, so no signal will come
         return 1
     supervisor = os.getpid()
     child = os.fork()
@@ -44,7 +44,10 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def kill_descendants(group: int) -> None:
-    """Kills process group `group`, and children of this process until none is left."""
+    """Kills process group `group`, then every child of this process until none is left.
+
+    This process is a child subreaper: descendants that lose their parent become its children, so all are reached.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     while True:
@@ -60,11 +63,13 @@ def kill_descendants(group: int) -> None:
 
 
 def _children() -> list[int]:
+    """Ids of the processes whose parent is this one."""
     parent, children = os.getpid(), []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 with open(f"/proc/{name}/stat", "rb") as file:
+                    # "PID (NAME) STATE PARENT ...": split after the last bracket, since a name may have brackets.
                     if int(file.read().rpartition(b")")[2].split()[1]) == parent:
                         children.append(int(name))
     return children
