@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 _EVALUATION, _ANSWERS, _REWARD, _ROUND, _FUNCTION = range(1, 6)
-"""Spawn keys."""
+"""Spawn keys, one per purpose. They start at 1 and must not change: a resumed run would draw other numbers."""
 
 
 def step_seed(seed: int, step: int, part: int = 0) -> int:
@@ -20,7 +20,7 @@ def step_seed(seed: int, step: int, part: int = 0) -> int:
 
 def response_seed(step_seed: int, response: int) -> int:
     """Seed of one response that an engine samples; 31 bits, which every engine accepts."""
-    return _seed_from(step_seed, response) >> 1
+    return _seed_from(step_seed, response) >> 1  # of 32 bits
 
 
 def reward_seed(step_seed: int, response: int) -> int:

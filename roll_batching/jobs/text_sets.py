@@ -1,4 +1,4 @@
-"""Tokenizer of a job, and the sets of texts that it reads: their files, keys, limits and chat template."""
+"""Makes a job's tokenizer, and describes the sets of texts that it reads: files, keys, limits and chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def check_vocabularies(config: JobConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the directory of teacher or critic gives ids to other tokens than `tokenizer`.
+    """Raises ConfigError if the tokenizer in the directory of teacher or critic has other ids than `tokenizer`.
 
     Directories without a tokenizer are not compared.
     """
@@ -54,7 +54,7 @@ def _check(name: str, role: WorkerConfig | None, tokenizer: HFTokenizer, reason:
 
 
 def load_tokenizer(config: JobConfig) -> Tokenizer:
-    """The tokenizer that `config.tokenizer` describes. Raises DataError or ConfigError when it cannot be made."""
+    """Makes the tokenizer that `config.tokenizer` describes. Raises DataError or ConfigError when it cannot be made."""
     settings = config.tokenizer
     if settings.type == "hf":
         if settings.name_or_path is None:
@@ -76,7 +76,7 @@ def load_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def tokenizer_that_fits(config: JobConfig) -> Tokenizer:
-    """The tokenizer of `load_tokenizer`. Raises ConfigError where a model's vocabulary does not hold its tokens."""
+    """Makes the tokenizer, and raises ConfigError if the vocabulary of a model lacks some of its tokens."""
     tokenizer = load_tokenizer(config)
     model = config.actor_train.model_args.architecture
     if model is not None and tokenizer.vocab_size > model.vocab_size:
@@ -96,7 +96,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TextSet(Generic[T]):
-    """One of the sets of texts that a job reads, and its limits."""
+    """One set of texts that a job reads: kind, files, limits, and how chats and images are read."""
 
     kind: type[T]
     paths: PathLike | Sequence[PathLike]
@@ -107,17 +107,17 @@ class TextSet(Generic[T]):
     """Keys of a chat's texts, for messages from texts."""
     images: ImageFields | None = None
     arguments: TemplateArguments = NO_ARGUMENTS
-    """What the chat template gets beside messages."""
+    """Variables that the chat template gets in addition to messages."""
     cache: TokenCountCache | None = None
     """Token counts of earlier starts."""
 
     def cached_counts(self, fingerprint: str) -> TokenCounts | None:
-        """Cached token counts of the texts with this fingerprint, if all of them fit."""
+        """Returns cached token counts of the texts with this fingerprint; None without, or if a text is too long."""
         counts = None if self.cache is None else self.cache.load(fingerprint)
         return None if counts is None or int(counts.tokens.max(initial=0)) > self.fit.max_length else counts
 
     def log_template_notices(self, texts: Iterable[T]) -> None:
-        """Logs which keys of `texts` and the chat template miss each other."""
+        """Logs keys of `texts` that the chat template would read and does not get, or gets and does not read."""
         if self.template is not None:
             records = [text.line for text in texts]
             for notice in self.arguments.notices(records, self.template.variables):
@@ -157,7 +157,7 @@ class TextSet(Generic[T]):
         return remaining
 
     def read(self, faults: Faults, on_bytes_read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
-        """Iterate over the texts; `on_bytes_read` is called with the number of bytes after each read."""
+        """Iterates over the texts; `on_bytes_read` is called with the number of bytes after each read."""
         return iterate_texts(
             self.kind,
             self.paths,
@@ -174,7 +174,7 @@ class TextSet(Generic[T]):
 def text_sets_of(
     config: JobConfig, tokenizer: Tokenizer
 ) -> tuple[TextSet[Any] | None, TextSet[Any] | None, TextSet[Any] | None]:
-    """Corpus, prompts and held-out texts; None for each that `config` does not name.
+    """Returns the sets of corpus, prompts and held-out texts; None for a set that `config` does not name.
 
     Raises DataError for messages without a chat template.
     """
@@ -193,8 +193,8 @@ def text_sets_of(
             ),
             keys=(warmup.prompt, warmup.response) if warmup.messages is None else (warmup.messages,),
         )
-        kind, ways = (Document, {}) if warmup.messages is None else (Conversation, _template_of(data, tokenizer))
-        corpus = TextSet(kind=kind, paths=warmup.file_name, fit=fit, **ways)
+        kind, chat_fields = (Document, {}) if warmup.messages is None else (Conversation, _template_of(data, tokenizer))
+        corpus = TextSet(kind=kind, paths=warmup.file_name, fit=fit, **chat_fields)
     if config.max_steps > 0:
         assert data.file_name is not None and reward is not None  # check_runnable
         fit = Fit(
@@ -215,7 +215,7 @@ def text_sets_of(
 
 
 def _limit(config: JobConfig, length: int, key: str, answer: int = 0) -> dict[str, Any]:
-    """`max_length` and `setting` of training texts: `length`, or less where the cap of a micro-batch is below it.
+    """Returns `max_length` and `setting` of a `Fit` of training texts: `length`, or less if a micro-batch holds less.
 
     A text and `answer` response tokens must fit into one micro-batch: under `oversize: error` a longer one would end
     the job in its first step.
@@ -241,16 +241,16 @@ def _most_ranks_of_a_pack(config: JobConfig) -> int | None:
 
 
 def prompts_of(data: DataArgs, paths: PathLike | Sequence[PathLike], fit: Fit) -> TextSet[Prompt]:
-    """The text set of `paths`. Raises DataError for chats without a chat template."""
-    ways = _template_of(data, fit.tokenizer) if data.messages is not None or data.chat else {}
+    """Makes the text set of the prompts in `paths`. Raises DataError for chats without a chat template."""
+    chat_fields = _template_of(data, fit.tokenizer) if data.messages is not None or data.chat else {}
     images = image_fields(data.images, fit.tokenizer)
-    return TextSet(kind=Prompt, paths=paths, fit=fit, instruction=_instruction(data), images=images, **ways)
+    return TextSet(kind=Prompt, paths=paths, fit=fit, instruction=_instruction(data), images=images, **chat_fields)
 
 
 def _template_of(data: DataArgs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The chat template of a text set, and what it gets beside messages.
+    """Returns the fields `template` and `arguments` of a text set.
 
-    Raises DataError without a template, ConfigError for settings of variables that it does not read.
+    Raises DataError without a template, ConfigError for settings of variables that the template does not read.
     """
     template = ChatTemplate(tokenizer)
     arguments = TemplateArguments(
@@ -280,9 +280,9 @@ def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[TextSet[
     fit = replace(held_out, **_limit(config, held_out.max_length, "sequence_length"))
     form = kind.__name__ + (" of messages" if chat else "")
     cache = TokenCountCache(Path(config.output_dir) / FOLDER, tokenizer, form)
-    ways = _template_of(data, tokenizer) if chat else {}
-    ways |= {"instruction": _instruction(data), "cache": cache, "images": image_fields(data.images, tokenizer)}
-    corpus = TextSet(kind=kind, paths=data.file_name, fit=fit, **ways)
+    chat_fields = _template_of(data, tokenizer) if chat else {}
+    chat_fields |= {"instruction": _instruction(data), "cache": cache, "images": image_fields(data.images, tokenizer)}
+    corpus = TextSet(kind=kind, paths=data.file_name, fit=fit, **chat_fields)
     if data.eval_file_name is None or not config.eval_samples:
         return corpus, None
     return corpus, replace(corpus, paths=data.eval_file_name, fit=held_out, cache=None)

@@ -1,4 +1,4 @@
-"""Worker of a reference on separate devices: log-probs of samples by a frozen copy of the policy."""
+"""Worker of a reference on separate devices: it computes log-probs of samples by a frozen copy of the policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Request:
 
     @property
     def size(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self.samples)
 
 
@@ -67,7 +67,10 @@ class _Reference:
         self.strategy.load(weights.path, verify=self._verify)
 
     def answer(self, request: Request) -> Answer | None:
-        """Log-probs of the samples, planned for the role's layout. Its first replica holds all samples at first."""
+        """Computes the log-probs of the samples; returns them on the first worker, None on the others.
+
+        At first the first replica holds all samples; `run_on` plans and distributes them in the role's layout.
+        """
         import torch.distributed as dist
 
         from roll_batching.jobs.steps.passes import log_prob_pass

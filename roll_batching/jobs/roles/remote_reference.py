@@ -1,4 +1,4 @@
-"""Log-probs of a reference on separate devices, requested by the training ranks once per step."""
+"""Requests log-probs from a reference on separate devices, once per step, on behalf of the training ranks."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ class RemoteReference:
         self._source: Path | None = None
         self._number = 0
         self._rank_ids: list[torch.Tensor] = []
-        """On rank 0: ids of each rank's samples."""
+        """On rank 0: the ids of each training rank's samples, in the last request."""
         self._requested: SampleBatch | None = None
-        """On rank 0: the samples of all ranks."""
+        """On rank 0: the samples of all ranks, in the last request."""
         self._wait_seconds = 0.0
         with consensus(self._group, "starting the reference"):
             if self._client is not None:
                 self._client.start()
 
     def load(self, path: Path) -> None:
-        """Makes `begin` load the weights that `write` of an earlier run saved at `path`."""
+        """Sets the weights that `begin` sends: those that `write` of an earlier run saved at `path`."""
         with consensus(self._group, "the reference of a checkpoint"):
             if not path.is_dir():
                 raise CheckpointError(f"{path} is not there: the run that wrote the checkpoint had no reference")
         self._source = path
 
     def begin(self) -> None:
-        """Sends the reference its weights at the start of RL: those of `load`, or else the policy's."""
+        """Sends weights to the reference at the start of RL: the weights set by `load`, or else the policy's."""
         if self._source is None:
             self.strategy.save(self.folder, optimizer=False)
         with consensus(self._group, "the reference's weights"):
@@ -98,7 +98,7 @@ class RemoteReference:
                 self._client.ask(Request(number=self._number, samples=self._requested, masks=tuple(masks)))
 
     def log_probs(self, local_batch: SampleBatch) -> torch.Tensor:
-        """The requested log-probs of `local_batch`, next_token `[tokens]`. Waits for them."""
+        """Waits for the requested log-probs; returns those of `local_batch`, next_token `[tokens]`."""
         started = time.perf_counter()
         shares: list[torch.Tensor] | None = None
         with consensus(self._group, "reference log-probs", patience=answer_timeout(self.config)):
@@ -110,7 +110,7 @@ class RemoteReference:
         return local[0]  # type: ignore[no-any-return]
 
     def metrics(self) -> Metrics:
-        """Metrics of rank 0: seconds waited since the last call, restarts so far."""
+        """Returns the seconds waited since the last call and, on rank 0, restarts so far."""
         metrics: Metrics = {"reference_wait_seconds": self._wait_seconds}
         self._wait_seconds = 0.0
         return metrics | ({} if self._client is None else {"reference_restarts": self._client.restarts})
@@ -122,7 +122,7 @@ class RemoteReference:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _shares(self, client: RoleClient) -> list[torch.Tensor]:
-        """Log-probs of each rank's samples."""
+        """Waits for the answer, and splits it into the log-probs of each training rank's samples."""
         (answer,) = client.take([self._number])
         samples, self._requested = self._requested, None
         assert samples is not None

@@ -34,13 +34,13 @@ class Request:
     prompts: Sequence[Prompt]
     seed: int
     shown: int
-    """Responses whose texts are returned as well (-1: all)."""
+    """Number of responses whose texts are returned for the sample log; -1: all."""
     held_out: bool = False
-    """Sample as `validation.generating_args` says."""
+    """Whether to sample by `validation.generating_args`, for an evaluation."""
 
     @property
     def size(self) -> int:
-        """Prompts."""
+        """Number of prompts."""
         return len(self.prompts)
 
 
@@ -50,11 +50,11 @@ class Answer:
 
     number: int
     version: int
-    """Of the weights that generated them."""
+    """Version of the weights that generated the responses."""
     seconds: float
-    """Of generating and scoring."""
+    """Seconds of generating and scoring."""
     lengths: np.ndarray
-    """int64 `[n]`."""
+    """int64 `[n]`: tokens of prompt and response."""
     fields: dict[str, np.ndarray]
     """`input_ids`, `response_mask`, `log_probs`, under R3 `routed_experts`: flat, as in a `SampleBatch`."""
     scores: Any
@@ -64,7 +64,7 @@ class Answer:
 
     @property
     def size(self) -> int:
-        """Responses."""
+        """Number of responses."""
         return len(self.lengths)
 
 
@@ -110,7 +110,7 @@ class _Sampler:
         self.version = weights.version
 
     def answer(self, request: Request) -> Answer | None:
-        """Responses with rewards; each replica generates its share of the prompts."""
+        """Generates and scores responses, each replica to its share of the prompts; returns all on the first worker."""
         from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts
 
         started = time.perf_counter()
@@ -138,7 +138,7 @@ class _Sampler:
         )
 
     def _engine_metrics(self, request: Request) -> dict[str, float]:
-        """The engine's metrics since the last rollouts; an evaluation's requests count with the rollouts after it."""
+        """The engine's metrics since the last rollouts. Requests of an evaluation count with the next rollouts."""
         from roll_batching.jobs.engines.client import EngineClient
 
         if request.held_out or not isinstance(self.source, EngineClient):
@@ -147,7 +147,7 @@ class _Sampler:
 
 
 def _gather(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
-    """All replicas' samples, sorted by id, on the first worker; None on the others. Collective."""
+    """Gathers the samples of all replicas, sorted by id, on the first worker; returns None on others. Collective."""
     import torch.distributed as dist
 
     from roll_batching.samples import SampleBatch
@@ -163,6 +163,7 @@ def _gather(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
 
 
 def _engine(config: JobConfig) -> EngineClient:
+    """Makes the client of the job's engine, in a layout of one process."""
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.jobs.engines.client import EngineClient
     from roll_batching.planning import ParallelDims
@@ -171,6 +172,7 @@ def _engine(config: JobConfig) -> EngineClient:
 
 
 def _model(config: JobConfig, temperature: float) -> MegatronInferStrategy:
+    """Makes the model that samples; `load` gives it weights."""
     from roll_batching.strategy import MegatronInferStrategy
 
     role = sampler_worker(config)
@@ -180,7 +182,7 @@ def _model(config: JobConfig, temperature: float) -> MegatronInferStrategy:
 
 
 def sampler_worker(config: JobConfig) -> WorkerConfig:
-    """actor_train's settings, in actor_infer's layout if it has separate devices, else for a single process."""
+    """Settings of the sampler: actor_train's, in actor_infer's layout on separate devices, else for one process."""
     worker = config.actor_train
     if config.own_devices("actor_infer") is not None:
         layout = config.actor_infer.strategy_args.strategy_config

@@ -1,7 +1,7 @@
 """One worker process of a role: it loads weights and answers requests of a `RoleClient`.
 
-The first worker receives the messages and passes them to the others. They answer the pending request with the lowest
-number, each time with the newest weights.
+The first worker receives the messages and passes them to the others. Together the workers always answer the pending
+request with the lowest number, with the newest weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Worker(Protocol):
         """Loads `weights`."""
 
     def answer(self, request: Any) -> Answer | None:
-        """The answer on the first worker; None on the others."""
+        """Answers `request`; returns the answer on the first worker, None on the others."""
 
 
 def serve_requests(connection: Connection, make_worker: Callable[[JobConfig], Worker]) -> None:
@@ -64,7 +64,7 @@ def serve_requests(connection: Connection, make_worker: Callable[[JobConfig], Wo
 
 
 class _Tasks:
-    """The next task, the same on all workers: broadcast by the first one, which has the `connection`."""
+    """Gives all workers the same next task. The first worker, which has the `connection`, broadcasts it."""
 
     def __init__(self, connection: Connection | None) -> None:
         self._inbox = None if connection is None else _Inbox(connection)

@@ -41,7 +41,7 @@ class RolloutPrompt:
     answer: Any = None
     """The line's value under `data_args.response`; None without one."""
     sample: int
-    """Number of the sample in the step: prompt number x group size + number in the group."""
+    """Index of the sample in the step: index of the prompt x group size + index in the group."""
     seed: int
     """Seed for the function's own random numbers; a resumed run passes the same."""
 
@@ -65,10 +65,10 @@ class RolloutClient(Protocol):
 
     @property
     def settings(self) -> GenerationSettings:
-        """The job's sampling settings, those of held-out prompts in an evaluation."""
+        """The job's sampling settings; in an evaluation the settings for held-out prompts."""
 
     def room(self, tokens: Sequence[int]) -> int:
-        """Tokens that may follow `tokens` within the job's sequence_length."""
+        """Number of tokens that may follow `tokens` within the job's sequence_length."""
 
     async def generate(
         self, tokens: Sequence[int], *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
@@ -93,18 +93,18 @@ class RolloutSample:
     loss_mask: Sequence[int | bool]
     """1 for each token that the policy sampled, which is trained on; 0 for others."""
     log_probs: Sequence[float | None]
-    """Of each token, as the client returned them; None or 0 where `loss_mask` is 0."""
+    """Log-prob of each token, as the client returned it; None or 0 where `loss_mask` is 0."""
     reward: float | Sequence[float] | None = None
-    """Reward, or one per turn, which are added. None: the job's reward function scores the text."""
+    """The reward, or a list with one reward per turn, which are added. None: the job's reward function scores."""
     states: Sequence[str | int] | None = None
     """A key of the environment's state before each turn, a run of tokens with `loss_mask` 1: equal for equal states.
     Read by `adv_estimator: gigpo`, which needs one reward per turn as well."""
     finished: bool | None = None
     """Whether the sample ended by itself. None: whether its last token is a stop token."""
     marks: Mapping[str, bool] = field(default_factory=dict)
-    """Booleans by name, whose shares become metrics; only beside a reward."""
+    """Booleans by name, whose shares become metrics; only with a `reward`."""
     prompt_tokens: Sequence[int] | None = None
-    """Token ids of the prompt where a server made them, with its own chat template. None: those of the job's prompt."""
+    """Token ids of the prompt, if a server made them with its own chat template. None: the job's prompt's."""
 
 
 RolloutFunction = Callable[..., Awaitable[RolloutSample]]
@@ -125,17 +125,17 @@ class LoadedRolloutFunction:
     sequence_length: int
     """Most tokens of a prompt and all that follows."""
     has_reward: bool
-    """Whether a reward function of the job scores its samples, so that it returns no reward."""
+    """Whether a reward function of the job scores the samples, so that the function returns no reward."""
     needs_states: bool = False
-    """Whether the advantage estimator compares states, so that it returns one and a reward for each turn."""
+    """Whether the advantage estimator compares states: then the function returns a state and a reward per turn."""
 
     def __call__(self, prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer) -> Awaitable[RolloutSample]:
-        """The awaitable of one sample's rollout."""
+        """Calls the function for one sample, and returns the awaitable."""
         return self.function(prompt, client, tokenizer, **self.arguments)
 
 
 def load_rollout_function(path: str, arguments: Mapping[str, Any]) -> RolloutFunction:
-    """The function `package.module:function`.
+    """Loads the function at `path`, `package.module:function`.
 
     Raises ConfigError when it cannot be imported, is not async, or does not take a prompt, a client, a tokenizer and
     `arguments`.
@@ -148,9 +148,9 @@ def load_rollout_function(path: str, arguments: Mapping[str, Any]) -> RolloutFun
     if inspect.isasyncgenfunction(called):
         raise ConfigError(f"rollout function {path!r} yields: it must return one RolloutSample, without `yield`")
     if not inspect.iscoroutinefunction(called):
-        what = "a class" if inspect.isclass(function) else "not async"
+        kind = "a class" if inspect.isclass(function) else "not async"
         raise ConfigError(
-            f"rollout function {path!r} is {what}: write it as `async def`; run what blocks with `await "
+            f"rollout function {path!r} is {kind}: write it as `async def`; run what blocks with `await "
             "asyncio.to_thread(...)`"
         )
     try:
@@ -175,7 +175,7 @@ class Sampler(Protocol):
         """Parallel layout of the ranks that call `generate`."""
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
-        """Responses to this data-parallel rank's prompts, as of `MegatronInferStrategy.generate`. Collective."""
+        """Samples responses to this data-parallel rank's prompts, as `MegatronInferStrategy.generate`. Collective."""
 
 
 class SeparateSampler(Sampler, Protocol):
@@ -183,7 +183,7 @@ class SeparateSampler(Sampler, Protocol):
 
     @property
     def offload_stats(self) -> OffloadStats:
-        """Bytes and seconds of moving its weights between devices and host so far."""
+        """Bytes of the copy's weights moved between devices and host so far, and the seconds that it took."""
 
     def update(self, version: int) -> None:
         """Copy the weights in training, which are those after `version` RL steps."""

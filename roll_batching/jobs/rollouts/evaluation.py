@@ -1,4 +1,4 @@
-"""Held-out evaluation: sampled responses to prompts that training never sees."""
+"""Held-out evaluation: samples and scores responses to prompts that training never sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_batching.strategy import GenerationSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Evaluates a policy on the first `samples` held-out prompts, which repeat where there are fewer.
+    """Evaluates a policy on the first `samples` held-out prompts, which repeat if there are fewer.
 
     Responses are sampled with `settings`, from another seed at every evaluation.
     """
@@ -36,9 +36,9 @@ class Evaluator:
     """The user's rollout function, which makes the responses. None: the model answers each prompt once."""
 
     def __call__(self, sampler: Sampler, *, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics of one evaluation, and its sample log; `number` selects the seed. Collective, the same on all ranks.
+        """Runs one evaluation; returns metrics (`evaluation_metrics`) and lines of rollouts.jsonl. Collective.
 
-        Metrics: see `evaluation_metrics`. Sample log: lines of rollouts.jsonl.
+        `number` selects the seed. The results are the same on all ranks.
         """
         prompts, seed = self.request(number)
         settings = replace(self.settings, seed=seed)

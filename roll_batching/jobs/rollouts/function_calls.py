@@ -1,4 +1,4 @@
-"""Concurrent calls of a rollout function, in an event loop in a thread, and the tokens that they wait for.
+"""Calls a rollout function for many samples at once, in an event loop in a thread, and collects their requests.
 
 Samples proceed in rounds. A round begins when every unfinished sample waits for its client: then the main thread takes
 all requests (`take`), has the policy sample them together, and answers (`answer`). The requests of a round, their order
@@ -50,11 +50,11 @@ class TokenRequest:
     sample: int
     """Index among this rank's prompts."""
     number: int
-    """Number among the calls of its client."""
+    """Number of the call among the calls of the sample's client, from 1."""
     tokens: list[int]
     max_new_tokens: int
     stop_token_ids: frozenset[int]
-    """Beside those of the job."""
+    """Stop tokens in addition to the job's."""
     future: asyncio.Future[tuple[list[int], list[float]]]
 
 
@@ -80,7 +80,7 @@ class FunctionCalls:
         """Results; complete when `take` has returned no requests."""
         self._messages: queue.SimpleQueue[list[TokenRequest] | DataError] = queue.SimpleQueue()
         self._waiting: dict[int, list[TokenRequest]] = {number: [] for number in range(len(self.prompts))}
-        """Requests of unfinished samples. Read and written in the event loop only, as the following."""
+        """Requests of unfinished samples. This and the next two are used in the event loop's thread only."""
         self._is_sampling = self._closing = False
         self._returned: dict[int, Any] = {}
         """Returned objects by identity, kept so that no identity is used twice."""
@@ -101,7 +101,7 @@ class FunctionCalls:
         self._thread.join(1.0)  # one that blocks is left behind: it ends with the process
 
     def take(self) -> list[TokenRequest]:
-        """The requests of the next round, by sample and call; none when all samples are complete.
+        """Waits for the requests of the next round, by sample and call; returns none when all samples are complete.
 
         Raises DataError, with function, sample and cure, when a call fails, takes too long, or returns an invalid
         sample.
@@ -119,7 +119,7 @@ class FunctionCalls:
         return []  # other replicas may go on
 
     def answer(self, requests: Sequence[TokenRequest], results: Sequence[tuple[list[int], list[float]]]) -> None:
-        """Passes on the tokens and log-probs of `requests`, and starts the next round."""
+        """Passes the sampled tokens and log-probs to the samples that asked for them, and starts the next round."""
         self._since = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the loop has failed meanwhile: `take` raises its error
             self._loop.call_soon_threadsafe(self._deliver, list(requests), list(results))
@@ -160,7 +160,7 @@ class FunctionCalls:
         self._loop.call_later(_BEAT_SECONDS, self._beat_again)
 
     async def _call(self, number: int) -> None:
-        """One sample's call."""
+        """Calls the function for one sample, and checks and keeps its result."""
         client, prompt = _Client(self, number), self.prompts[number]
         try:
             # Copies, for `context = prompt.tokens` that grows in place would otherwise lengthen the sample's prompt.
@@ -210,7 +210,7 @@ class FunctionCalls:
         return sample in self._waiting
 
     def _check_round(self) -> None:
-        """Hands over the requests when every unfinished sample has one."""
+        """Hands the requests to the main thread once every unfinished sample has a request."""
         if self._is_sampling or not all(self._waiting.values()):
             return
         self._is_sampling = True
@@ -263,7 +263,7 @@ class FunctionCalls:
         )
 
     def _blocking_call(self) -> tuple[int | str, str]:
-        """The sample whose call runs in the event loop's thread, and the line of its innermost frame."""
+        """Returns the sample whose call occupies the event loop's thread, and the file and line where it is."""
         frame: FrameType | None = sys._current_frames().get(self._thread.ident or 0)
         if frame is None:
             return "unknown", "its end"
@@ -281,7 +281,7 @@ class _Client:
     def __init__(self, calls: FunctionCalls, number: int) -> None:
         self._all, self._number = calls, number
         self.calls = 0
-        """Calls so far."""
+        """Number of calls so far."""
 
     @property
     def settings(self) -> GenerationSettings:
@@ -289,7 +289,7 @@ class _Client:
         return self._all.settings
 
     def room(self, tokens: Sequence[int]) -> int:
-        """Tokens that may follow `tokens` within the job's sequence_length."""
+        """Number of tokens that may follow `tokens` within the job's sequence_length."""
         return max(0, self._all.function.sequence_length - len(tokens))
 
     async def generate(
@@ -346,11 +346,11 @@ class _Client:
                 f"client.generate: {name} is a {type(values).__name__}: give token ids, as tokenizer.encode makes them"
             )
         ids = values.tolist() if hasattr(values, "tolist") else list(values)
-        for place, token in enumerate(ids):
+        for index, token in enumerate(ids):
             is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
             if not is_integer or not 0 <= token < self._all.vocab_size:
                 raise DataError(
-                    f"client.generate: {name}[{place}] is {printable(repr(token), characters=60)}: give token ids of "
+                    f"client.generate: {name}[{index}] is {printable(repr(token), characters=60)}: give token ids of "
                     f"the model, 0 to {self._all.vocab_size - 1}"
                 )
         return [int(token) for token in ids]

@@ -1,4 +1,4 @@
-"""Rollouts by a rollout function: its calls on the replicas' leaders, and the sampling of all ranks between them."""
+"""Makes rollouts by a rollout function: leaders of replicas call it, and all ranks sample the tokens it asks for."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class _RoundSize:
 
     count: int
     longest: int
-    """Most tokens that one of them may get."""
+    """Most new tokens of a request."""
     stop_token_ids: frozenset[int]
-    """Further stop tokens that all of them have."""
+    """Stop tokens in addition to the job's that all of the requests have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class FunctionSamples:
     prompt_tokens: np.ndarray
     """int64 `[n]`: lengths of the prompts."""
     turns: np.ndarray
-    """int64 `[n]`: generations of the model."""
+    """int64 `[n]`: number of generations of the model in each sample."""
     episodes: list[Episode | None]
     """States and rewards of turns, where the advantage estimator compares states."""
 
@@ -75,7 +75,7 @@ class FunctionRollouts:
     def __init__(self, function: LoadedRolloutFunction, *, patience: float) -> None:
         self.function, self._patience = function, patience
         self._groups: dict[int, tuple[Any, tuple[Any, int] | None]] = {}
-        """A layout's host group, which is kept, and the group of this replica's ranks, by the former's identity."""
+        """By identity of a layout's host group: that group (kept, so the identity stays unique) and `replica_group`."""
 
     def __call__(
         self,
@@ -85,9 +85,9 @@ class FunctionRollouts:
         tokenizer: Tokenizer,
         settings: GenerationSettings,
     ) -> FunctionSamples:
-        """`settings.num_return_sequences` samples for each of this replica's prompts.
+        """Makes `settings.num_return_sequences` samples for each of this replica's prompts.
 
-        `encoded` holds the tokens of `prompts`; its ids are the prompts' numbers in the step.
+        `encoded` holds the tokens of `prompts`; its ids are the indices of the prompts in the step.
 
         Raises RankError, the same on all ranks, when a call fails; the message names function, sample and cure.
         """
@@ -98,9 +98,9 @@ class FunctionRollouts:
             calls: FunctionCalls | None = None
             if layout.is_replica_leader:
                 calls = stack.enter_context(FunctionCalls(function, rollout_prompts, tokenizer, settings))
-            number = 0
-            while self._sample_round(sampler, calls, settings, number, replica):
-                number += 1
+            round_index = 0
+            while self._sample_round(sampler, calls, settings, round_index, replica):
+                round_index += 1
             samples = [] if calls is None else [sample for sample in calls.samples if sample is not None]
         samples = _broadcast(samples, replica)
         with consensus(layout.host_group, "decoding the responses"):  # a tokenizer may lack a token of the model
@@ -125,10 +125,10 @@ class FunctionRollouts:
         sampler: Sampler,
         calls: FunctionCalls | None,
         settings: GenerationSettings,
-        number: int,
+        round_index: int,
         replica: tuple[Any, int] | None,
     ) -> bool:
-        """Samples the tokens that all replicas wait for; False when there are none. Collective."""
+        """Samples the tokens that all replicas wait for; returns False when none waits. Collective."""
         layout, requests = sampler.layout, list[TokenRequest]()
 
         def take() -> tuple[int, _RoundSize] | None:
@@ -140,18 +140,18 @@ class FunctionRollouts:
 
         patience = self._patience + self.function.timeout
         taken = exchange(layout.host_group, "rollout function", take, patience=patience)
-        sizes = dict(one for one in taken if one is not None)
+        sizes = dict(of_replica for of_replica in taken if of_replica is not None)
         asking = [size for size in sizes.values() if size.count]
         if not asking:
             return False
-        first = sum(size.count for rank, size in sizes.items() if rank < layout.dp_rank)
+        first_id = sum(size.count for rank, size in sizes.items() if rank < layout.dp_rank)
         contexts = _broadcast([np.array(request.tokens, dtype=np.int64) for request in requests], replica)
         shared = frozenset.intersection(*(size.stop_token_ids for size in asking))
         generated = sampler.generate(
-            _context_batch(contexts, first),
+            _context_batch(contexts, first_id),
             replace(
                 settings,
-                seed=round_seed(settings.seed, number),
+                seed=round_seed(settings.seed, round_index),
                 num_return_sequences=1,
                 max_new_tokens=max(size.longest for size in asking),
                 stop_token_ids=tuple(sorted({*settings.stop_token_ids, *shared})),
@@ -181,7 +181,7 @@ def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:
 
 
 def _prompts(encoded: SampleBatch, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[RolloutPrompt]:
-    """The prompt of each sample, group by group."""
+    """Makes the prompt of each sample, group by group."""
     group = settings.num_return_sequences
     rows = zip(encoded.ids.tolist(), encoded.to_lists("input_ids"), prompts, strict=True)
     return [
@@ -190,10 +190,10 @@ def _prompts(encoded: SampleBatch, prompts: Sequence[Prompt], settings: Generati
             text=prompt.prompt,
             answer=prompt.answer,
             record=prompt.line,
-            sample=number * group + member,
-            seed=rollout_function_seed(settings.seed, number * group + member),
+            sample=prompt_index * group + member,
+            seed=rollout_function_seed(settings.seed, prompt_index * group + member),
         )
-        for number, row, prompt in rows
+        for prompt_index, row, prompt in rows
         for member in range(group)
     ]
 
@@ -207,23 +207,23 @@ def _size(requests: Sequence[TokenRequest]) -> _RoundSize:
     )
 
 
-def _context_batch(contexts: Sequence[np.ndarray], first: int) -> SampleBatch:
-    """The contexts as prompts, with ids that are unique over all replicas."""
+def _context_batch(contexts: Sequence[np.ndarray], first_id: int) -> SampleBatch:
+    """Makes prompts of the contexts, with consecutive ids, which are unique over all replicas."""
     schema = {"input_ids": FieldSpec("token")}
     if not contexts:
         empty = torch.zeros(0, dtype=torch.int64)
         return SampleBatch(empty, empty, {"input_ids": empty}, schema)
     rows = {"input_ids": [torch.from_numpy(context) for context in contexts]}
-    return SampleBatch.from_lists(rows, schema, ids=torch.arange(first, first + len(contexts)))
+    return SampleBatch.from_lists(rows, schema, ids=torch.arange(first_id, first_id + len(contexts)))
 
 
 def _results(
     generated: SampleBatch, requests: Sequence[TokenRequest], stop_token_ids: frozenset[int]
 ) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probs for each request, cut where that request ends.
+    """Returns tokens and log-probs for each request, cut where that request ends.
 
-    The beginning of a response is a response under fewer tokens or more stop tokens, so requests with different limits
-    can be sampled together.
+    All requests are sampled with the largest limit and the common stop tokens. Cutting is exact: a response under a
+    smaller limit or more stop tokens is the beginning of the response without them.
     """
     results = []
     rows = zip(generated.to_lists("input_ids"), generated.to_lists("log_probs"), requests, strict=True)
@@ -231,14 +231,14 @@ def _results(
         size = len(request.tokens)
         tokens = row[size:].tolist()[: request.max_new_tokens]
         stops = stop_token_ids | request.stop_token_ids
-        end = next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
+        end = next((index + 1 for index, token in enumerate(tokens) if token in stops), len(tokens))
         # Row i of a next_token field belongs to token i + 1.
         results.append((tokens[:end], values[size - 1 : size - 1 + end].tolist()))
     return results
 
 
 def _batch(samples: Sequence[CheckedSample]) -> SampleBatch:
-    """The samples with the fields of rollouts, ids from 0."""
+    """Makes a batch of the samples with the fields of rollouts, ids from 0."""
     if not samples:
         return responses_to_batch([], [])
     tokens, masks, log_probs = [], [], []
@@ -246,6 +246,7 @@ def _batch(samples: Sequence[CheckedSample]) -> SampleBatch:
         before = len(sample.prompt)
         tokens.append(np.concatenate([sample.prompt, sample.tokens]))
         masks.append(np.concatenate([np.zeros(before, dtype=bool), sample.mask]))
+        # Row i of a next_token field belongs to token i + 1, so log-probs begin one row early.
         log_probs.append(np.concatenate([np.zeros(before - 1), sample.log_probs, np.zeros(1)]))
     fields = {
         "input_ids": torch.from_numpy(np.concatenate(tokens)),
@@ -257,7 +258,7 @@ def _batch(samples: Sequence[CheckedSample]) -> SampleBatch:
 
 
 def _completion(prompt: RolloutPrompt, sample: CheckedSample, tokenizer: Tokenizer) -> Completion:
-    """The text of all that followed the prompt, tools' included, and the number of sampled tokens."""
+    """Makes the completion: the text of all that followed the prompt, also of tools, and the sampled tokens' number."""
     tokens = sample.tokens.tolist()
     ended = tokens[-1] in tokenizer.stop_token_ids
     return Completion(
@@ -283,7 +284,7 @@ def _scored(samples: Sequence[CheckedSample]) -> Scored:
 
 
 def _broadcast(values: list[Any], replica: tuple[Any, int] | None) -> list[Any]:
-    """The `values` of the replica's leader, on all of its ranks."""
+    """Returns the `values` of the replica's leader on all ranks of the replica."""
     if replica is None:
         return values
     box: list[Any] = [values]

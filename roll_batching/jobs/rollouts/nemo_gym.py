@@ -45,20 +45,20 @@ _LONGEST_SECONDS = 7 * 86400.0
 _CONFIGURATION_SECONDS = 60.0
 """Limit of a request for the configuration."""
 _MORE_BYTES = 96 << 20
-"""Bytes of a rollout's reply beyond the usual limit: each turn repeats its context, 1 MB of 128k tokens."""
+"""Bytes of a rollout's reply beyond the usual limit: each turn repeats its context, about 1 MB for 128k tokens."""
 _TRAINING_SERVER = "start Gym with responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 
 _servers: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Any]]] = {}
-"""By event loop, which lives for a step, and head server: its configuration, which all samples read."""
+"""By event loop, which lives for a step, and head server's URL: the request for Gym's configuration."""
 
 
 async def rollout(
     prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer, url: str, agent: str | None = None
 ) -> RolloutSample:
-    """The sample that an agent of the NeMo-Gym at `url` makes of the prompt's line.
+    """Has an agent of the NeMo-Gym at `url` make the sample of the prompt's line.
 
     `agent` names the agent for lines without `agent_ref`. Temperature, `top_p` and the limit of tokens are the job's;
-    a line's own `max_output_tokens` holds where it is smaller. Raises SampleFault, with what to change.
+    a line's `max_output_tokens` counts if it is smaller. Raises SampleFault, with what to change.
     """
     line = request_of(prompt, client.settings, agent)
     name = line["agent_ref"]["name"]
@@ -75,7 +75,7 @@ async def rollout(
 
 
 def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str | None = None) -> dict[str, Any]:
-    """The body of `/run` for the prompt's line. Raises SampleFault for a line that Gym cannot use."""
+    """Makes the body of `/run` for the prompt's line. Raises SampleFault for a line that Gym cannot use."""
     line = prompt.record
     parameters = line.get(_PARAMETERS)
     if parameters is None and isinstance(messages := _list(line.get("messages")), list):
@@ -108,7 +108,7 @@ def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str |
 
 
 def _list(value: Any) -> Any:
-    """`value`, or what it is the JSON of."""
+    """Parses a JSON text; other values, and texts that are no JSON, are returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -116,7 +116,7 @@ def _list(value: Any) -> Any:
 
 
 def sample_of(result: Any, where: str) -> RolloutSample:
-    """The sample of an agent's reply: sampled tokens with their log-probs, and between turns masked tokens.
+    """Makes the sample of an agent's reply: sampled tokens with log-probs, and between turns masked tokens.
 
     Turn k + 1 must read all tokens of turn k: then the whole rollout is one sequence, and each of its tokens was
     sampled after those before it. Raises SampleFault for other replies.
@@ -136,7 +136,7 @@ def sample_of(result: Any, where: str) -> RolloutSample:
     context = prompt
     for number, (before, sampled, values) in enumerate(turns, 1):
         _check_history(context, before, number, where)
-        added = before[len(context) :]
+        added = before[len(context) :]  # of tools and environments, since the last turn
         tokens += [*added, *sampled]
         mask += [0] * len(added) + [1] * len(sampled)
         log_probs += [0.0] * len(added) + values
@@ -200,10 +200,10 @@ def _reward(result: Mapping[str, Any], where: str) -> float:
 
 
 async def _configuration(url: str) -> Any:
-    """Gym's configuration, from its head server; asked for once in an event loop."""
+    """Returns Gym's configuration from its head server, which is asked once per event loop."""
     loop = asyncio.get_running_loop()
-    for other in [one for one in _servers if one.is_closed()]:
-        del _servers[other]  # a task refers to its loop, so a weak key would keep both
+    for closed_loop in [other for other in _servers if other.is_closed()]:
+        del _servers[closed_loop]  # a task refers to its loop, so a weak key would keep both
     tasks = _servers.setdefault(loop, {})
     if url not in tasks:
         tasks[url] = loop.create_task(_read_configuration(url))
@@ -223,11 +223,13 @@ def _address(configuration: Any, agent: str, url: str) -> str:
     """URL of `agent` by Gym's configuration: server > type > name > host and port."""
     servers = configuration if isinstance(configuration, dict) else {}
     settings: Any = servers.get(agent)
-    for _ in range(2):
+    for _ in range(2):  # the type, then the name, each of which has one entry
         settings = next(iter(settings.values()), None) if isinstance(settings, dict) else None
     if not isinstance(settings, dict) or not settings.get("host") or not settings.get("port"):
         known = sorted(
-            str(name) for name, one in servers.items() if isinstance(one, dict) and "responses_api_agents" in one
+            str(name)
+            for name, server in servers.items()
+            if isinstance(server, dict) and "responses_api_agents" in server
         )
         raise SampleFault(
             f"NeMo-Gym at {url} runs no agent {agent!r}, but {', '.join(known) or 'none'}: start Gym with its "
@@ -245,7 +247,7 @@ def _is_address(url: str) -> bool:
 
 
 async def _ask(url: str, call: Call | str, where: str, cure: str, seconds: float) -> Any:
-    """The reply to a request of at most `seconds`, which is repeated if the server fails. Raises SampleFault."""
+    """Sends a request of at most `seconds`, again if the server fails; returns the reply. Raises SampleFault."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             async with open_session(seconds) as session:

@@ -1,4 +1,4 @@
-"""The prompts of an RL job: those of every step, and the check that rewards can score every line of them."""
+"""Draws the prompts of every RL step, and checks that rewards can score every line of the data files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Prompts = PromptStream | MixedStream[Prompt]
 
 
 def prompt_stream(config: JobConfig, inputs: JobInputs) -> Prompts:
-    """Iterator over the prompts of each step or generation batch, the same on all ranks."""
+    """Returns an iterator over the prompts of each step or generation batch, the same on all ranks."""
     assert inputs.prompts is not None and inputs.reward is not None
     domains = prompts_by_domain(config, inputs.prompts, inputs.reward)
     if domains is None:
@@ -38,7 +38,7 @@ def prompts_by_domain(
 ) -> dict[str, list[Prompt]] | None:
     """The prompts of each domain in `domain_interleave_probs`, or None without this key.
 
-    Raises DataError when one of them has no prompts.
+    Raises DataError when a domain has no prompts.
     """
     shares = config.actor_train.data_args.domain_interleave_probs
     if shares is None:
@@ -62,16 +62,16 @@ def prompts_by_domain(
 logger = logging.getLogger(__name__)
 
 _LEAST_SHARE = 256
-"""Lines below which a further rank does not help."""
+"""A further rank takes part per so many lines: for fewer, starting its reward costs more than it saves."""
 _CURE = "Correct the line, or remove it."
 
 
 def check_lines(config: JobConfig, inputs: JobInputs, group: Any) -> None:
-    """Each rank asks its rewards about a share of the training and held-out prompts. Collective.
+    """Checks that rewards can score the training and held-out prompts, a share on each rank. Collective.
 
-    Raises DataError, the same on all ranks, naming every line that cannot be scored; where `reward_failure` is not
-    `error`, rank 0 logs it. Raises RankError where a check takes too long or ends its process. The processes of
-    rewards that were asked keep running.
+    Raises DataError, the same on all ranks, naming every line that cannot be scored; if `reward_failure` is not
+    `error`, rank 0 logs these lines instead. Raises RankError when a check takes too long or ends its process. The
+    processes of rewards that were asked keep running.
     """
     if inputs.reward is None or not inputs.reward.domains:
         return

@@ -49,11 +49,11 @@ class Rollouts:
     scored: Scored | None = None
     """Rewards that a rollout function returned; None where the reward function scores."""
     turns: np.ndarray
-    """int64 `[n]`: generations of the model in each response."""
+    """int64 `[n]`: number of generations of the model in each response."""
     episodes: list[Episode | None]
     """States and rewards of turns, where the advantage estimator compares states; else None for each response."""
     prompt_tokens: np.ndarray
-    """int64 `[n]`."""
+    """int64 `[n]`: tokens of the prompt of each response."""
     seed: int
     """Seed of the step."""
     group_size: int
@@ -75,7 +75,7 @@ def generate_rollouts(
     prompt_length: int,
     function: FunctionRollouts | None = None,
 ) -> Rollouts:
-    """Sample `settings.num_return_sequences` responses to each prompt. Collective.
+    """Samples `settings.num_return_sequences` responses to each prompt. Collective.
 
     `prompts` are all prompts of the step, the same on every rank; Karmarkar-Karp gives each data-parallel rank
     the same number of them, of about the same cost. `settings.seed` is the seed of the step. With a `function`, the
@@ -130,9 +130,9 @@ def _generate(
     tokenizer: Tokenizer,
     settings: GenerationSettings,
 ) -> SampleBatch:
-    """Responses of `sampler` to this rank's prompts, with the fields of their images. Collective.
+    """Has `sampler` answer this rank's prompts; adds the fields of their images. Collective.
 
-    Images are read here, so that no rank reads those of another's prompts.
+    Images are read here, so that each rank reads the images of its own prompts only.
     """
     with consensus(sampler.layout.host_group, "the images of prompts"):
         encoded = with_images(encoded, prompts, tokenizer)
@@ -140,7 +140,7 @@ def _generate(
 
 
 def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion]:
-    """The responses of `batch` as text; `prompts` holds the prompt of each."""
+    """Returns the responses of `batch` as text; `prompts` holds the prompt of each response."""
     samples = zip(batch.to_lists("input_ids"), batch.to_lists("response_mask"), prompts, strict=True)
     completions = []
     for ids, mask, prompt in samples:
@@ -161,7 +161,7 @@ def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tok
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """Rewards and lengths of responses, ascending by id. `score_rollouts` gives all ranks' on every rank."""
+    """Rewards, lengths and times of responses, ascending by id; from `score_rollouts` those of all ranks."""
 
     ids: np.ndarray
     """int64 `[n]`, ascending."""
@@ -184,15 +184,15 @@ class StepScores:
     lengths: np.ndarray
     """int64 `[n]`: tokens of prompt and response."""
     generate_seconds: np.ndarray
-    """float64 `[n]`: seconds in which its replica sampled all of its responses."""
+    """float64 `[n]`: seconds in which the response's replica sampled all of the replica's responses."""
     reward_seconds: np.ndarray
-    """float64 `[n]`: seconds in which its replica scored all of its responses."""
+    """float64 `[n]`: seconds in which the response's replica scored all of the replica's responses."""
     sample_log: list[dict[str, Any]]
     """Lines of rollouts.jsonl, for the responses selected by `rollout_samples`."""
 
     @classmethod
     def concat(cls, parts: Sequence[StepScores]) -> StepScores:
-        """The responses of all parts, ascending by id; a mark that a part lacks is False there."""
+        """Joins the responses of all parts, ascending by id; a mark that a part lacks is False there."""
         order = np.argsort(np.concatenate([part.ids for part in parts]))
         names = sorted({name for part in parts for name in part.marks})
 
@@ -208,7 +208,7 @@ class StepScores:
         return cls(**columns)
 
     def add_mean_seconds(self, other: StepScores) -> StepScores:
-        """These scores, with the mean seconds of `other` added: the step sampled and scored both."""
+        """Adds the mean seconds of `other` to these scores, for a step that sampled and scored both."""
         return replace(
             self,
             generate_seconds=self.generate_seconds + other.generate_seconds.mean(),
@@ -222,9 +222,9 @@ class StepScores:
 
 
 def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
-    """Start `reward` on the ranks that score, and end it on others.
+    """Starts `reward` on the ranks that score, and ends it on others.
 
-    Collective; raises RankError, the same on all ranks, when one cannot.
+    Collective; raises RankError, the same on all ranks, when a rank cannot start it.
     """
     with consensus(layout.host_group, "starting the reward", patience=reward.limits.start + _MARGIN):
         if layout.is_replica_leader:
@@ -234,7 +234,7 @@ def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
 
 
 def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0) -> StepScores:
-    """Score every response once, on the leader of its replica; the scores of all on every rank. Collective.
+    """Scores each response on the leader of its replica; returns the scores of all on every rank. Collective.
 
     `sample_log` holds `shown` responses (-1: all), spread evenly over the step.
 
@@ -268,7 +268,10 @@ def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, 
 
 
 def _impute_failed(scores: StepScores, group_size: int) -> np.ndarray:
-    """Rewards, float64 `[n]`: failed ones become their group's mean, or their domain's if the whole group failed."""
+    """Returns rewards, float64 `[n]`, with failed ones replaced by the mean of their group.
+
+    If the whole group failed, by the mean of their domain, and if that failed, too, by 0.
+    """
     rewards, failed = scores.rewards, scores.failed
     succeeded = np.where(failed, 0.0, rewards).reshape(-1, group_size)
     others = (~failed).reshape(-1, group_size).sum(1)
@@ -281,7 +284,7 @@ def _impute_failed(scores: StepScores, group_size: int) -> np.ndarray:
 
 
 def _score_local(rollouts: Rollouts, reward: RewardPool, shown: int) -> tuple[StepScores, list[str]]:
-    """Scores of this replica's responses, and the first failure, if any."""
+    """Scores this replica's responses; returns the scores, and a list with the first failure, if any."""
     started = time.perf_counter()
     scored = rollouts.scored
     if scored is None:
@@ -312,8 +315,9 @@ def _column(values: Sequence[Any]) -> np.ndarray:
 
 
 def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]]:
-    """Lines of rollouts.jsonl for this replica's responses among `shown` of the step's."""
+    """Lines of rollouts.jsonl for those of the step's `shown` responses that this replica has."""
     total = rollouts.total_responses
+    # Ids spread evenly over the step, computed alike on all replicas.
     selected = np.arange(total) if shown < 0 else np.arange(min(shown, total)) * total // max(1, min(shown, total))
     ids = rollouts.batch.ids.tolist()
     lines = []
@@ -339,7 +343,7 @@ def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str
 
 
 def with_scores(batch: SampleBatch, scores: StepScores, advantages: np.ndarray) -> SampleBatch:
-    """`batch` with `advantages` and `rewards`; its `log_probs` become `rollout_log_probs`."""
+    """Adds `advantages` and `rewards` to `batch`, and renames `log_probs` to `rollout_log_probs`."""
     local = batch.ids.numpy()
     fields = {
         "advantages": torch.from_numpy(advantages[local]).float(),

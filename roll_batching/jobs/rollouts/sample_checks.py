@@ -1,4 +1,4 @@
-"""Checks of the samples that rollout functions return."""
+"""Checks the samples that rollout functions return."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LARGEST_LOG_PROB = 1e-3
 _LEAST_LOG_PROB = -3e38
 """Lower ones are -inf in fp32, in which batches hold them."""
 _LONGEST_STATE = 32
-"""Characters of a key of a state that is passed between ranks as it is; longer ones as digests."""
+"""Longest key of a state that is passed between ranks unchanged; longer keys are replaced by digests."""
 _LARGEST_DECIMAL = 1 << 64
-"""Keys of states from here on are written in hexadecimal."""
+"""Integer keys of states from this number on are written in hexadecimal."""
 _FEWEST_REPEATED = 2
 """Tokens of a prompt that is recognised when a sample repeats it: one token may be a coincidence."""
 
@@ -62,14 +62,14 @@ def check_sample(
     stop_token_ids: Sequence[int],
     calls: int,
 ) -> CheckedSample:
-    """`result` of `function` for `prompt` as plain arrays. Raises SampleFault."""
+    """Checks `result`, which `function` returned for `prompt`; returns it as plain arrays. Raises SampleFault."""
     if not isinstance(result, RolloutSample):
-        what = printable(repr(result), characters=60) if result is None else f"a {type(result).__name__}"
+        kind = printable(repr(result), characters=60) if result is None else f"a {type(result).__name__}"
         more = ": it is called once for each sample" if isinstance(result, (list, tuple, dict)) else ""
-        raise SampleFault(f"it returned {what}; return one roll_batching.jobs.rollouts.RolloutSample{more}")
+        raise SampleFault(f"it returned {kind}; return one roll_batching.jobs.rollouts.RolloutSample{more}")
     tokens = _tokens("tokens", result.tokens, vocab_size)
-    served = result.prompt_tokens is not None
-    before = _tokens("prompt_tokens", result.prompt_tokens if served else prompt.tokens, vocab_size)
+    is_served = result.prompt_tokens is not None
+    before = _tokens("prompt_tokens", result.prompt_tokens if is_served else prompt.tokens, vocab_size)
     mask = _mask(result.loss_mask, len(tokens))
     log_probs = _log_probs(result.log_probs, mask)
     size, limit = len(before) + len(tokens), function.sequence_length
@@ -184,7 +184,7 @@ def _score(result: RolloutSample, function: LoadedRolloutFunction) -> Score | No
 
 
 def _episode(result: RolloutSample, mask: np.ndarray) -> Episode:
-    """The turns of a sample whose rewards are checked; long keys of states become digests."""
+    """Checks states and rewards of a sample's turns, one per turn; long keys of states become digests."""
     why = "adv_estimator: gigpo compares turns in equal states"
     turns = _runs(mask)
     if result.states is None:
@@ -203,11 +203,11 @@ def _runs(mask: np.ndarray) -> int:
     return int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
 
 
-def _of_turns(name: str, given: Any, turns: int, why: str) -> list[Any]:
-    """The field `name` as a list with one value per turn."""
-    if not _is_sequence(given):
-        raise SampleFault(f"{name} is {excerpt_of(given)}, and {why}: give a list with one value per turn")
-    values = _as_list(name, given)
+def _of_turns(name: str, value: Any, turns: int, why: str) -> list[Any]:
+    """Returns the `value` of the field `name` as a list with one item per turn. Raises SampleFault."""
+    if not _is_sequence(value):
+        raise SampleFault(f"{name} is {excerpt_of(value)}, and {why}: give a list with one value per turn")
+    values = _as_list(name, value)
     if len(values) != turns:
         raise SampleFault(
             f"{name} has {len(values)} values, and loss_mask has {turns} turns, runs of 1: give one value per turn, "
@@ -217,9 +217,9 @@ def _of_turns(name: str, given: Any, turns: int, why: str) -> list[Any]:
 
 
 def _state_key(state: Any) -> str:
-    """A short text of a state's key; a text and an integer are never equal."""
+    """A short text for a state's key; keys of a text and of an integer are never equal."""
     if isinstance(state, str):
-        text = repr(state)
+        text = repr(state)  # with quotes, which an integer has not
     else:  # Python refuses to write integers of more than 4,300 digits in decimal
         text = str(int(state)) if abs(int(state)) < _LARGEST_DECIMAL else f"{int(state):#x}"
     return text if len(text) <= _LONGEST_STATE else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Columns of metrics.jsonl: optimizer steps joined by their kind, rollouts, and tokens under other batching modes."""
+"""Makes columns of metrics.jsonl: of optimizer steps, of rollouts, and of tokens under other batching modes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _RESERVED = ("step", "phase")
 
 
 def update_metrics(updates: Sequence[tuple[Plan, StepResult]]) -> Metrics:
-    """Metrics of one or several optimizer steps, each joined over the steps by its kind.
+    """Joins the metrics of one or several optimizer steps, each over the steps by its kind.
 
-    The loss's own metrics among them: a `Mean` is one over all steps' tokens, a `Max` the largest of all.
+    They include the loss's own metrics: a `Mean` is taken over the tokens of all steps, a `Max` over all steps.
     """
     step_metrics = join_parts(_step_metrics(plan, result) for plan, result in updates)
     loss_metrics = join_parts(result.joined_metrics for _, result in updates)
@@ -134,7 +134,7 @@ def merge_metrics(*parts: Metrics) -> Metrics:
 
 
 def offload_metrics(before: OffloadStats, after: OffloadStats) -> Metrics:
-    """Bytes and seconds of moving states to the host and back between two readings, on the rank that records."""
+    """Bytes moved between devices and host from `before` to `after`, and their seconds, on the rank that records."""
     return {"offload_bytes": after.bytes - before.bytes, "offload_seconds": after.seconds - before.seconds}
 
 
@@ -142,9 +142,9 @@ def offload_metrics(before: OffloadStats, after: OffloadStats) -> Metrics:
 
 
 class ModeComparison:
-    """Computed tokens of a mini-batch in each mode, under the settings that `role` has for that mode.
+    """Counts the tokens that each batching mode would compute, under the settings that `role` has for that mode.
 
-    A mode without a cap takes that of the mode that runs.
+    A mode without a cap takes the cap of the mode that runs.
     """
 
     def __init__(self, role: WorkerConfig, dims: ParallelDims, *, sequence_length: int) -> None:

@@ -32,12 +32,14 @@ def check_capabilities(job: JobConfig, device: torch.device) -> None:
 
 
 def _trained(job: JobConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    """Names and settings of the roles that train."""
     yield "actor_train", job.actor_train
     if job.critic is not None and uses_critic(job):
         yield "critic", job.critic
 
 
 def _problems(role: WorkerConfig, device: torch.device) -> list[str]:
+    """Why the model of `role` cannot be built and trained on `device`."""
     megatron = role.strategy_args.strategy_config
     fields = MegatronConfig.model_fields
     if device.type == "cpu" and all(getattr(megatron, key) == fields[key].default for key in _KERNEL_KEYS):

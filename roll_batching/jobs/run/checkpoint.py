@@ -87,9 +87,9 @@ class JobCheckpoints:
         self.strategy = strategy
         self.verify = config.verify_checkpoint
         self._job: Digests | None = None
-        """Digests of this job, on rank 0."""
+        """On rank 0: digests of this job."""
         self._changed: list[str] = []
-        """Clauses on what differs from the job that wrote the checkpoint, on rank 0."""
+        """On rank 0: differences from the job that wrote the checkpoint, as clauses of a sentence."""
         self.save_steps = config.save_steps
         self.save_total_limit = config.save_total_limit
         self.async_save = config.async_save
@@ -114,7 +114,7 @@ class JobCheckpoints:
 
     @property
     def resume_after(self) -> tuple[str, int] | None:
-        """Phase and step of the last row to keep; None where the run starts new or from another run's checkpoint."""
+        """Phase and step of the last row to keep; None if the run starts anew, or from another run's checkpoint."""
         point = self._resumed_in_folder()
         return None if point is None else (point.phase, point.step)
 
@@ -145,9 +145,9 @@ class JobCheckpoints:
         reference: Reference | None = None,
         critic: MegatronTrainStrategy | None = None,
     ) -> int:
-        """Restore models, optimizers, data position and random numbers; returns the completed steps of `phase`.
+        """Restores models, optimizers, data position and random numbers; returns the completed steps of `phase`.
 
-        Does nothing and returns 0 when the run does not resume inside this phase. Called when everything that draws
+        Does nothing and returns 0 when the run does not resume inside this phase. Call it when everything that draws
         random numbers is built and the phase's optimizer is new. Collective. Raises CheckpointError when the checkpoint
         is beyond `last`, the phase's number of steps.
         """
@@ -297,13 +297,13 @@ class JobCheckpoints:
 
 
 def _place(path: Path) -> tuple[int, int] | None:
-    """Phase and step of a checkpoint by its name; None for any other path, such as a partial checkpoint."""
+    """Order of the phase, and step, of a checkpoint by its name; None for other paths, such as partial checkpoints."""
     match = _NAME.fullmatch(path.name)
     return (PHASES.index(match[1]), int(match[2])) if match and (path / _RECORD).is_file() else None
 
 
 def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
-    """The checkpoint of `resume_from_checkpoint`; None with `true` when the run has none yet."""
+    """Finds the checkpoint of `resume_from_checkpoint`; None for `true` when the run has no checkpoint yet."""
     setting = config.resume_from_checkpoint
     place = folder if setting is True else Path(str(setting))
     point = saved_point(place)
@@ -330,7 +330,7 @@ def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
 
 
 def saved_point(path: Path) -> SavedPoint | None:
-    """The checkpoint at `path`, or the latest in that run's folder or folder of checkpoints; None without any."""
+    """Reads the checkpoint at `path`, or the latest in that folder of a run or of checkpoints; None without any."""
     if (path / _RECORD).is_file():
         return _read(path)
     folders = (folder for folder in (path, path / FOLDER) if folder.is_dir())

@@ -45,7 +45,7 @@ class JobContext:
         self.sampling = sampling_of(config, inputs.tokenizer)
         dp_size = config.dp_size(int(os.environ.get("WORLD_SIZE", "1")))
         self.texts_per_step = config.mini_batch_size(dp_size) // (2 if config.task == "dpo" else 1)
-        """sft and dpo: texts or pairs of an optimizer step over all ranks."""
+        """sft, dpo and kto: number of texts or pairs of an optimizer step, over all ranks."""
         if config.is_supervised:
             self.schedule = supervised_schedule_of(config, len(inputs.corpus or ()), self.texts_per_step)
         else:
@@ -74,8 +74,8 @@ class JobContext:
 
         `training` has the phase's number of optimizer steps.
 
-        Called when everything is built and loaded: only then files of an earlier run are moved away, so that a job
-        which fails before changes nothing.
+        Call it when everything is built and loaded: only then files of an earlier run are moved away, so that a job
+        that fails earlier changes nothing.
         """
         if not self._folder_is_open:
             with consensus(self.strategy.layout.host_group, "opening the run's folder"):
@@ -114,7 +114,7 @@ class JobContext:
         plan: Plan,
         sample_log: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record a finished step, as `RunRecorder.step`; `plan` is that of its last optimizer step. Collective.
+        """Records a finished step, as `RunRecorder.step`; `plan`: of its last optimizer step. Collective.
 
         Raises RankError, the same on all ranks, when the recording rank cannot write.
         """

@@ -1,9 +1,9 @@
-"""Lock of a run's folder (`output_dir/exp_name`), and the files that an earlier run of the same name left in it.
+"""Locks a run's folder (`output_dir/exp_name`), and moves files that an earlier run of the same name left in it.
 
 One run at a time writes into the folder. It holds a kernel lock (flock) on one file there, which the kernel releases
-when the processes are gone: first an exclusive lock, which proves that no other run is there, then a shared one, which
-the launcher and rank 0 of the same run hold together. So the folder is locked while either lives. (`filelock` has
-exclusive locks only.)
+when the processes are gone: first an exclusive lock, which proves that no other run is there, then a shared lock, which
+the launcher and rank 0 of the same run hold together. So the folder is locked while one of the two lives. (`filelock`
+has exclusive locks only.)
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LOCK = ".lock"
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, *, temporary: bool = False) -> Iterator[dict[str, str]]:
-    """Lock `folder` for this run; creates it. Yields environment variables that let rank 0 share the lock.
+    """Creates `folder` and locks it for this run. Yields environment variables that let rank 0 share the lock.
 
-    `temporary`: remove it at the end, if it is empty then.
-    Raises RollBatchingError when another run has locked it, naming that run, or when it cannot be written to.
+    `temporary`: the folder is removed at the end, if it is empty then. Raises RollBatchingError, naming the other run,
+    when another run has locked it, or when it cannot be written to.
     """
     path = str(folder.resolve())
     lock = _open_lock(folder, shared=os.environ.get(LOCKED_FOLDER) == path)
@@ -58,7 +58,7 @@ def lock_folder(folder: Path, *, temporary: bool = False) -> Iterator[dict[str, 
 
 
 def _open_lock(folder: Path, *, shared: bool) -> int:
-    """Descriptor of the lock file, locked; `shared` as in `_acquire`."""
+    """Opens and locks the lock file; returns its descriptor. `shared` as in `_acquire`."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def read_lock(folder: Path) -> tuple[str, str]:
 
 
 class _ForkGuard:
-    """Closes a lock file in forked processes: one that outlives its parent would keep the lock."""
+    """Closes a lock file in forked processes: a fork that outlives its parent would keep the lock."""
 
     def __init__(self, lock: int) -> None:
         self.lock: int | None = lock
@@ -101,7 +101,10 @@ class _ForkGuard:
 
 
 def _acquire(lock: int, folder: Path, *, shared: bool) -> None:
-    """Lock the file; `shared`: together with the launcher of the same run, which holds a shared lock."""
+    """Locks the file, and adds this process to its text, for the error of another run.
+
+    `shared`: together with the launcher of the same run, which holds a shared lock.
+    """
     try:
         if not shared:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,6 +128,7 @@ def _acquire(lock: int, folder: Path, *, shared: bool) -> None:
 
 
 def _holders(lock: int) -> str:
+    """The processes that hold the lock, by the text of the file."""
     holders = []
     for line in os.pread(lock, 4096, 0).decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):

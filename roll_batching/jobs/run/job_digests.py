@@ -1,4 +1,4 @@
-"""Digests of what decides how a job continues: saved in checkpoints, compared on resuming."""
+"""Computes digests of all that decides how a job continues; checkpoints save them, and resuming compares them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = {
     *("save_steps", "save_total_limit", "async_save", "export_model", "rollout_samples", "logging_steps"),
     *("track_with", "tracker_kwargs", "tokenizer"),
 }
-"""Keys that do not change how a run continues, or whose referents are compared instead."""
+"""Keys that do not change how a run continues, or whose files are compared instead (tokenizer)."""
 _OF_A_MACHINE = {"output_dir", "system_envs", "track_with", "tracker_kwargs"}
 _PATHS = ("file_name", "eval_file_name", "vocabulary_file", "name_or_path")
 """Keys, and last parts of keys, that may differ between machines; `JobContext` compares the files' contents."""
@@ -38,7 +38,7 @@ _HEX = 16
 def digests_of(
     config: JobConfig, inputs: JobInputs, teacher: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
-    """Digests of everything but its weights that decides how the job continues; `teacher` as `teacher_digests`."""
+    """Digests of all but the weights that decides how the job continues; `teacher`: from `teacher_digests`."""
     texts = {"learnt texts": inputs.corpus, "prompts": inputs.prompts, "held-out data": inputs.heldout}
     texts["held-out data"] = texts["held-out data"] or inputs.validation
     rewards = reward_of(config)
@@ -86,7 +86,7 @@ def check_tokenizer(saved: Digests, tokenizer: Tokenizer, path: Path) -> None:
         )
 
 
-def changes(saved: Digests, own: Digests) -> list[str]:
+def changes(saved: Digests, current: Digests) -> list[str]:
     """Allowed differences from the job that wrote a checkpoint, as clauses of a sentence."""
     clauses = []
     for part, clause in (
@@ -99,7 +99,7 @@ def changes(saved: Digests, own: Digests) -> list[str]:
     ):
         if part not in saved:  # an earlier version's
             continue
-        before, now = saved[part], own[part]
+        before, now = saved[part], current[part]
         names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if names:
             rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -108,15 +108,15 @@ def changes(saved: Digests, own: Digests) -> list[str]:
 
 
 def _code_digests(paths: Iterable[str]) -> dict[str, str]:
-    """Digests of the files of functions, by `package.module:function`; missing ones are left out.
+    """Digests of the files of functions, by `package.module:function`; missing files are left out.
 
-    They are located without an import: reward functions are imported by their own processes only.
+    Files are located without an import: reward functions are imported by their own processes only.
     """
     digests = {}
     for path in paths:
         module = path.partition(":")[0].split(".")
-        for place in sys.path:
-            base = Path(place or ".", *module)
+        for folder in sys.path:
+            base = Path(folder or ".", *module)  # "" stands for the working directory
             candidates = (base.with_suffix(".py"), base / "__init__.py")
             file = next(filter(Path.is_file, candidates), None)
             if file is not None:

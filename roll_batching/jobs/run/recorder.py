@@ -61,11 +61,11 @@ class RunRecorder:
         self._sample_log = RolloutsFile(self.folder)
 
     def open(self, previous: PreviousRun, resume_after: tuple[str, int] | None) -> None:
-        """Open the files. `previous` takes those of an earlier run that would be overwritten.
+        """Opens the files. Files of an earlier run that would be overwritten go to `previous`.
 
-        `resume_after`, (phase, step), keeps the rows up to there, and copies a file before it loses rows; without it
-        the files of an earlier run of this name are moved. Raises RollBatchingError when a file cannot be read or
-        written.
+        With `resume_after`, (phase, step), the rows up to there stay, and a file is copied before it loses rows;
+        without it the files of an earlier run of this name are moved. Raises RollBatchingError when a file cannot be
+        read or written.
         """
         if not self._enabled:
             return
@@ -122,7 +122,7 @@ class RunRecorder:
         plan: Plan,
         sample_log: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record a finished step: metrics, values for the progress display, its last plan, lines of rollouts.jsonl."""
+        """Records a finished step: metrics, plan, lines of rollouts.jsonl; `shown` goes to the progress display."""
         if self._enabled:
             self._sample_log.add({"step": step, **line} for line in sample_log)
             write_plan(self.folder, plan, phase=self._phase, step=step)

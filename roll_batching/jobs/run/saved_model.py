@@ -1,4 +1,4 @@
-"""The model of a checkpoint on one process, for `generate`, `eval` and `export`; the export at the end of a job."""
+"""Loads the model of a checkpoint on one process, for `generate`, `eval` and `export`; exports a job's final model."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class SavedModel:
     strategy: MegatronInferStrategy
 
     def sampling(self, tokenizer: Tokenizer, *, held_out: bool = False, **changes: Any) -> GenerationSettings:
-        """The job's sampling settings with `changes`, except those of None.
+        """The job's sampling settings with `changes`, without changes that are None.
 
-        Those of rollouts with one response per prompt, or of `held_out` evaluation.
+        The settings are those of rollouts, with one response per prompt, or those of `held_out` evaluation.
         """
         changes = {name: value for name, value in changes.items() if value is not None}
         settings = sampling_of(self.config, tokenizer, held_out=held_out)
@@ -56,7 +56,7 @@ class SavedModel:
     def answers(
         self, prompts: Sequence[Prompt], tokenizer: Tokenizer, settings: GenerationSettings
     ) -> Iterator[Rollouts]:
-        """Responses to `prompts`, in their order, one batch of prompts after the other."""
+        """Yields the responses to `prompts` in their order, batch after batch."""
         function = function_rollouts_of(self.config)
         for start in range(0, len(prompts), _BATCH_SIZE):
             seed = answers_seed(settings.seed, start)
@@ -73,9 +73,9 @@ class SavedModel:
     def evaluate(
         self, prompts: PromptDataset, tokenizer: Tokenizer, settings: GenerationSettings, *, samples: int, shown: int
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics and sample log of the evaluation after the checkpoint's step, on `samples` of `prompts`.
+        """Repeats the evaluation after the checkpoint's step, on `samples` prompts; returns metrics and sample log.
 
-        The same responses as in the run, if it had one data-parallel rank. Raises ConfigError when the job has no
+        The responses are those of the run, if it had one data-parallel rank. Raises ConfigError when the job has no
         reward, and the errors of `score_rollouts`.
         """
         reward = reward_of(self.config)
@@ -102,7 +102,7 @@ class SavedModel:
 
 
 def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True) -> SavedModel:
-    """The model of a run's last checkpoint, or of the checkpoint `run`, in a layout of one process.
+    """Loads the model of a run's last checkpoint, or of the checkpoint `run`, in a layout of one process.
 
     `pretrain` is the model directory that the run started from, if it has moved since. `runs` False: the model is only
     exported, so a user's own attention backend is not loaded. Raises CheckpointError when there is no checkpoint, and
@@ -121,7 +121,7 @@ def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True
 
 
 def check_room(model: SavedModel, prompts: Sequence[Prompt], max_new_tokens: int, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where a prompt and `max_new_tokens` exceed the model's positions and the run's sequences."""
+    """Raises ConfigError when a prompt with `max_new_tokens` is longer than the model's positions and the run allow."""
     architecture = model.config.actor_train.model_args.architecture
     positions = 0 if architecture is None else architecture.max_position_embeddings
     room = max(positions, model.config.sequence_length or 0) - int(token_counts(prompts, tokenizer).max(initial=0))
@@ -134,6 +134,7 @@ def check_room(model: SavedModel, prompts: Sequence[Prompt], max_new_tokens: int
 
 
 def _missing(run: Path) -> str:
+    """The error that `run` has no checkpoint, with the reason and the cure."""
     if not run.is_dir():
         return f"{run} is not a folder: name a run's folder, or a checkpoint in it"
     if (run / MODEL).is_dir():
@@ -144,9 +145,9 @@ def _missing(run: Path) -> str:
 
 
 def tokenizer_of(model: SavedModel, pretrain: str | None = None) -> Tokenizer:
-    """The run's tokenizer; that of `pretrain` where the run took its model directory's.
+    """Loads the run's tokenizer, from `pretrain` if the run took it from its model directory.
 
-    Raises CheckpointError when its vocabulary differs from that of the training.
+    Raises CheckpointError when the vocabulary differs from the one in training.
     """
     settings = model.config.tokenizer
     if pretrain is not None and settings.name_or_path == model.config.actor_train.model_args.model_name_or_path:

@@ -1,4 +1,4 @@
-"""What jobs run by `run_on`: passes for log-probs, fields of their results, and failures on all ranks together."""
+"""Helpers for passes of a model over a step's samples: log-probs, result fields, and errors on all ranks alike."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def log_prob_pass(model: MegatronInferStrategy, masks: Sequence[str] | None, *, 
 
 
 def add_results(batch: SampleBatch, results: SampleBatch, names: Mapping[str, str]) -> SampleBatch:
-    """`batch` with fields of `results`, samples in the same order; `names` maps their names to new ones."""
+    """Adds fields of `results` to `batch`, with samples in the same order; `names` maps field names to new names."""
     fields = {new: results[name] for name, new in names.items()}
     return batch.with_fields(fields, {new: results.schema[name] for name, new in names.items()})
 
 
 def ordered_table(model: MegatronInferStrategy, batch: SampleBatch) -> LengthTable:
-    """The table by id, so that plans and members do not depend on which rank generated which sample. Collective."""
+    """Gathers the length table, sorted by id: plans must not depend on which rank generated a sample. Collective."""
     table = model.gather_table(batch)
     return table.select(np.argsort(table.ids))
 
@@ -50,7 +50,7 @@ def agree_on_each(strategy: MegatronInferStrategy, plans: Iterator[T]) -> Iterat
 
 @contextlib.contextmanager
 def prefix_errors(role: str) -> Iterator[None]:
-    """Begin errors of this package with `role`: "the model's outputs" alone could be those of any model."""
+    """Prefixes errors of this package with `role`: "the model's outputs" alone could be of any model."""
     try:
         yield
     except RollBatchingError as error:

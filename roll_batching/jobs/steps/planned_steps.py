@@ -32,7 +32,7 @@ class StepSource(Stateful, Protocol):
     """Whether the last step returned was the last of the data; the same on all ranks."""
 
     def __next__(self) -> tuple[SampleBatch, Plan]:
-        """This rank's samples, before `distribute`, and the plan of all ranks' samples. Collective."""
+        """Returns this rank's samples, not yet distributed, and the plan over all ranks' samples. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,12 @@ class Encoder:
         return 2 if self.pairs else 1
 
     def encode(self, texts: Sequence[Any], ids: Any = None) -> SampleBatch:
-        """`texts`, at least one, with the sample ids `ids` (of pairs: see `encode_pairs`)."""
+        """Encodes `texts`, at least one, as samples with the ids `ids` (of pairs: see `encode_pairs`)."""
         encode: Any = encode_pairs if self.pairs else encode_judged if self.judged else encode_documents
         return encode(texts, self.tokenizer, max_length=self.max_length, ids=ids)
 
     def count_tokens(self, texts: Sequence[Any]) -> Ints:
-        """The tokens of the samples that `encode` makes: int64[n], of pairs int64[n, 2]."""
+        """Counts the tokens of the samples that `encode` would make: int64[n], of pairs int64[n, 2]."""
         try:
             return token_counts(texts, self.tokenizer)
         except Exception:
@@ -67,37 +67,38 @@ class Encoder:
             raise
 
     def encode_share(self, texts: Sequence[Any], dp_rank: int, dp_size: int) -> SampleBatch:
-        """This rank's contiguous share of at least one text, empty on surplus ranks. Ids are places in `texts`."""
+        """Encodes this rank's contiguous share of `texts`, empty on surplus ranks. Ids are indices in `texts`."""
         share = rank_slice(len(texts), dp_rank, dp_size)
         if share.start == share.stop:
             return self.encode(texts[:1]).select([])  # an empty batch with the right fields
         return self.encode(texts[share], torch.arange(share.start, share.stop))
 
     def encode_mismatched(self, texts: Sequence[Any], dp_rank: int, dp_size: int) -> SampleBatch | None:
-        """Each prompt of this rank's share with the answer to the text before it, cut to `max_length`; ids as there.
+        """Encodes each prompt of this rank's share with the answer of the text before it, for KTO's reference point.
 
-        For the reference point of KTO. None for other texts.
+        Samples are cut to `max_length`, with ids as in `encode_share`. None for texts that are not judged.
         """
         if not self.judged:
             return None
         from roll_batching.losses.fine_tuning import mismatch_local  # other jobs need none
 
         share = rank_slice(len(texts), dp_rank, dp_size)
-        # The text before the share too: its response goes to the share's first prompt. The first text takes the last's.
-        places = [(share.start - 1) % len(texts), *range(share.start, share.stop)]
-        encoded = self.encode([texts[place] for place in places], torch.tensor([len(texts), *places[1:]]))
-        if len(places) == 1:  # more ranks than texts
+        # Also the text before the share: its answer goes to the share's first prompt. Before the first comes the last.
+        indices = [(share.start - 1) % len(texts), *range(share.start, share.stop)]
+        # The text before gets an id that no other has; it is dropped at the end.
+        encoded = self.encode([texts[index] for index in indices], torch.tensor([len(texts), *indices[1:]]))
+        if len(indices) == 1:  # more ranks than texts
             return encoded.only(("input_ids", "response_mask")).select([])
-        return _cut(mismatch_local(encoded).select(range(1, len(places))), self.max_length)
+        return _cut(mismatch_local(encoded).select(range(1, len(indices))), self.max_length)
 
     def renumber_pairs(self, local_batch: SampleBatch) -> SampleBatch:
-        """`local_batch` with `pair` derived from the samples' ids, which were renumbered over all ranks."""
+        """Sets the field `pair` anew from the samples' ids, which were renumbered over all ranks."""
         if not self.pairs:
             return local_batch
         return local_batch.with_fields({"pair": local_batch.ids // 2}, {"pair": local_batch.schema["pair"]})
 
     def group_ids(self, table: LengthTable) -> Ints | None:
-        """Groups that share a micro-batch, int64[n]: the two samples of each pair; None for texts."""
+        """Returns the pair of each sample, int64[n], as its group, which shares a micro-batch; None for texts."""
         return table.ids // self.samples_per_text if self.pairs else None
 
 
@@ -132,7 +133,7 @@ class PlannedSteps:
         """Position after the last step returned; the stream itself is one step further."""
         self._shares = self._prefetch_shares()
         self.mismatched: SampleBatch | None = None
-        """Of the last step returned: see `Encoder.encode_mismatched`."""
+        """Mismatched samples of the last step returned; see `Encoder.encode_mismatched`."""
 
     def __next__(self) -> tuple[SampleBatch, Plan]:
         try:
@@ -145,7 +146,7 @@ class PlannedSteps:
         return local_batch, plan_texts(local_batch, self.encoder, self.strategy)
 
     def _prefetch_shares(self) -> Generator[tuple[SampleBatch, SampleBatch | None, dict[str, Any]]]:
-        """This rank's share of every step, read and encoded while the step before it trains."""
+        """Yields this rank's share of every step, read and encoded while the step before it trains."""
         layout, stream, encoder = self.strategy.layout, self._stream, self.encoder
         rank = layout.dp_rank, layout.dp_size
         return prefetch_items(
@@ -167,7 +168,7 @@ class PlannedSteps:
 def plan_texts(
     local_batch: SampleBatch, encoder: Encoder, strategy: MegatronInferStrategy, *, forward: bool = False
 ) -> Plan:
-    """The plan of all ranks' samples; `forward` for a pass without gradient. Collective."""
+    """Plans the samples of all ranks; `forward`: for a pass without gradient. Collective."""
     table = strategy.gather_table(local_batch)
     group_ids = encoder.group_ids(table)
     return agree_on_plan(strategy, lambda: strategy.plan(table, forward=forward, group_ids=group_ids))

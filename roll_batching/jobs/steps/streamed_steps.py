@@ -1,4 +1,4 @@
-"""Optimizer steps of a load-balanced stream: each rank forms its micro-batches, fillers make their numbers equal."""
+"""Optimizer steps of a load-balanced stream: each rank forms micro-batches, and fillers make their numbers equal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StreamedSteps:
         encoder: encodes texts as samples; a pair stays in one micro-batch.
         strategy: gives the plans' constraints.
         stream: the section `train` of the configuration.
-        token_counts: of all texts, as `texts.fit.token_counts`; counted here where None.
+        token_counts: of all texts, as `texts.fit.token_counts`; None: they are counted here.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class StreamedSteps:
         self.strategy, self.encoder, self.stream = strategy, encoder, stream
         self.ended = False
         self._positions: list[dict[str, Any]] = []
-        """Of all data-parallel ranks, after the last step returned."""
+        """Positions of all data-parallel ranks after the last step returned."""
         self._next_positions: list[dict[str, Any]] = []
-        """Where the next step starts: `_positions`, or loaded ones; empty at the beginning of the data."""
+        """Positions where the next step starts: `_positions`, or loaded ones; empty at the beginning of the data."""
         layout, policy, constraints = strategy.layout, stream.train_policy, strategy.constraints()
         encoded = _EncodedTexts(texts, encoder)
         self._example = encoder.encode(texts[:1])
@@ -126,7 +126,7 @@ class StreamedSteps:
         return SampleBatch.from_lists(columns, self._example.schema)
 
     def _plan_bins(self, bins: list[list[list[int]]], table: LengthTable) -> Plan:
-        """The micro-batches as formed, plus fillers where a rank has fewer or the pipeline schedule needs more."""
+        """Makes a plan of the micro-batches as they are, plus fillers where a rank has fewer than are needed."""
         constraints = self.strategy.constraints()
         count = legal_count(max(map(len, bins)), constraints)
         filled = [[*rank, *([] for _ in range(count - len(rank)))] for rank in bins]
@@ -173,7 +173,7 @@ def _identity(step: Any) -> Any:
 
 
 def _require_mode(strategy: MegatronInferStrategy, packed: bool) -> None:
-    """Raises LayoutError where the model takes other micro-batches than the stream forms."""
+    """Raises LayoutError when the model takes another kind of micro-batches than the stream forms."""
     mode, required = strategy.batching.train.mode, "packed" if packed else "dynamic"
     if mode == required:
         return
@@ -185,7 +185,7 @@ def _require_mode(strategy: MegatronInferStrategy, packed: bool) -> None:
 
 
 def _gather_token_counts(texts: _EncodedTexts, token_counts: Ints | None, strategy: MegatronInferStrategy) -> Ints:
-    """Tokens of every text, int64[n]; int64[n, 2] of pairs. Collective.
+    """Gathers the tokens of every text, int64[n]; of pairs int64[n, 2]. Collective.
 
     Each data-parallel rank contributes every dp_size-th text, from `token_counts` or by counting.
     """

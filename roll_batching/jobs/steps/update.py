@@ -1,4 +1,4 @@
-"""From scored rollouts to optimizer steps: mini-batches, one plan each, old log-probs, training.
+"""Trains on scored rollouts: draws mini-batches, plans each, adds old log-probs, and makes optimizer steps.
 
 The members of a mini-batch are drawn at random, by id, before anything is balanced: they depend on the seed and not on
 the parallel layout. One plan per mini-batch, made while the mini-batch before it trains, places the samples on the
@@ -46,21 +46,21 @@ class RemoteLogProbs(Protocol):
     """A frozen model in other processes, which computes log-probs in parallel. Methods are collective."""
 
     def ask(self, local_batch: SampleBatch, masks: Sequence[str], /) -> None:
-        """Request log-probs of the samples of all ranks, on the tokens of `masks`."""
+        """Requests log-probs of the samples of all ranks, on the tokens that the fields `masks` select."""
 
     def log_probs(self, local_batch: SampleBatch, /) -> torch.Tensor:
-        """The requested log-probs of `local_batch`: next_token `[tokens]`. Waits for them."""
+        """Waits for the requested log-probs; returns those of `local_batch`, next_token `[tokens]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
-    """The samples of one optimizer step, and the plan of those with a gradient (of one sample, where none has)."""
+    """The samples of one optimizer step, and the plan of the samples with a gradient (if none has, of one sample)."""
 
     epoch: int
     members: LengthTable
     """All samples of the mini-batch, on all ranks."""
     plan: Plan
-    """Over a subset of `members`."""
+    """Plan over those of `members` that are computed."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class MiniBatchPlanner:
     idle_ids: Ints | None = None
     """Samples without a gradient, which are not computed."""
     home_rank: Ints | None = None
-    """int64 [n]: the rank of each sample, among whose samples its mini-batch is drawn; None: among all."""
+    """int64 [n]: the rank that each sample stays on; a mini-batch takes a share of each rank. None: drawn over all."""
 
     def plan(self, table: LengthTable, epochs: range) -> Generator[MiniBatch]:
-        """The mini-batches of `epochs` over the samples of `table`, each made while the one before it is used."""
+        """Yields the mini-batches of `epochs` over `table`; each is made while the one before it is used."""
         return prefetch_items(batch for epoch in epochs for batch in self._plan_epoch(table, epoch))
 
     def plan_forward(self, model: MegatronInferStrategy, table: LengthTable) -> Plan:
-        """The plan of a pass of `model`, in the same layout, without gradient."""
+        """Plans a pass of `model`, in the same layout, without gradient."""
         return model.plan(table, forward=True, home_rank=self.home_rank)
 
     def _plan_epoch(self, table: LengthTable, epoch: int) -> Iterator[MiniBatch]:
@@ -147,7 +147,8 @@ def train_on_rollouts(
     planner = MiniBatchPlanner(strategy, mini_batch_size, seed, idle_ids, home_rank)
     if remote_reference is not None:
         remote_reference.ask(local_batch, spec.masks)
-    # Recorded experts decide what samples share, so epochs other than that of the recording packs are planned after it.
+    # Samples share a prefix only where their experts are the same. So with recorded experts, only the epoch whose plans
+    # record them is planned now (under logprob_plan: train the first, otherwise none), and the others afterwards.
     first_epochs = range(int(strategy.batching.logprob_plan == "train") if router_replay else epochs)
     planned = planner.plan(table, first_epochs)
     with_old, batches = _add_old_log_probs(
@@ -195,8 +196,8 @@ def _add_old_log_probs(
     if source == "own":
         plans = iter([agree_on_plan(strategy, lambda: planner.plan_forward(strategy, table))])
     else:
-        batches, again = itertools.tee(batches)
-        first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, again)
+        batches, read_ahead = itertools.tee(batches)
+        first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, read_ahead)
         plans = (batch.plan for batch in first_epoch)  # the plans of training: the first ratio is exactly 1
     results = run_on(strategy, local_batch, log_prob_pass(strategy, masks, experts=experts), plans=plans)
     names = {"log_probs": OLD} | ({ROUTED_EXPERTS: ROUTED_EXPERTS} if experts else {})
@@ -212,7 +213,7 @@ def _add_fields(
     remote_reference: RemoteLogProbs | None,
     add_custom_fields: Callable[[SampleBatch], SampleBatch] | None,
 ) -> SampleBatch:
-    """`with_old` plus reference log-probs (local or remote) and what `add_custom_fields` adds."""
+    """Adds reference log-probs (local or remote) and the fields of `add_custom_fields` to `with_old`."""
     experts = with_old.fields.get(ROUTED_EXPERTS)
     # Recorded experts are left out meanwhile: other models, such as the reference and a critic, route for themselves.
     batch = with_old if experts is None else with_old.without(ROUTED_EXPERTS)
@@ -231,7 +232,7 @@ def _add_fields(
 def _train(
     planner: MiniBatchPlanner, local_batch: SampleBatch, loss: Any, batches: Iterator[MiniBatch]
 ) -> Iterator[tuple[Plan, StepResult]]:
-    """Plan and result of an optimizer step for each of `batches`."""
+    """Makes an optimizer step for each of `batches`; yields its plan and result."""
     strategy, prepare = planner.strategy, loss_spec(loss).prepare
     prepared = local_batch if prepare is None else prepare(local_batch, strategy.layout, planner.seed)
     for batch in batches:
@@ -253,9 +254,9 @@ def with_reference_log_probs(
     masks: Sequence[str],
     plan: Callable[[], Plan] | None = None,
 ) -> SampleBatch:
-    """`local_batch`, in the layout of `strategy`, with `ref_log_probs`. Collective.
+    """Adds `ref_log_probs` to `local_batch`, which is in the layout of `strategy`. Collective.
 
-    `plan` makes the plan if both have one layout; by default one for passes without gradient.
+    `plan` makes the plan if both models have one layout; otherwise, and by default, `run_on` makes it.
     """
     with prefix_errors("reference"):
         plans = None
@@ -268,7 +269,7 @@ def with_reference_log_probs(
 def with_reference_point(
     strategy: MegatronInferStrategy, reference: MegatronInferStrategy, local_batch: SampleBatch, mismatched: SampleBatch
 ) -> SampleBatch:
-    """`local_batch` with `reference_point` of KTO, by the current policy over `mismatched` of all ranks. Collective."""
+    """Adds KTO's `reference_point` to `local_batch`, by the current policy over all ranks' `mismatched`. Collective."""
     from roll_batching.losses.fine_tuning import reference_point  # other jobs need none
 
     masks = ("response_mask",)
@@ -282,6 +283,6 @@ def with_reference_point(
 def with_values(
     critic: MegatronInferStrategy, local_batch: SampleBatch, name: str, masks: Sequence[str]
 ) -> SampleBatch:
-    """`local_batch` with the critic's values under `name`, on a plan for passes without gradient. Collective."""
+    """Adds the critic's values to `local_batch` under `name`, on a plan for passes without gradient. Collective."""
     run: Pass = lambda samples, plan: critic.forward(samples, plan, needs=(VALUES,), masks=masks)  # noqa: E731
     return add_results(local_batch, run_on(critic, local_batch, run), {VALUES: name})

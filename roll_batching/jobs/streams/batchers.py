@@ -1,8 +1,9 @@
-"""Online batchers for samples that arrive one by one: micro-batches of one row per data-parallel rank, even in L^2.
+"""Online batchers for samples that arrive one by one: each micro-batch has a row per data-parallel rank.
 
-They are TRL's: a fixed number of samples per micro-batch, or a token budget per row. Differences: a micro-batch that
-closes is divided again, all of its samples at once; remaining samples at the end are yielded too; a sample above the
-budget follows `oversize`; and the batcher of a budget can look ahead over several micro-batches.
+Rows are even in the sum of squared lengths. The batchers are TRL's: a fixed number of samples per micro-batch, or a
+token budget per row. Differences: a micro-batch that closes is divided again, all of its samples at once; remaining
+samples at the end are yielded too; a sample above the budget follows `oversize`; and the batcher of a budget can look
+ahead over several micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ S = TypeVar("S")
 OversizePolicy = Literal["error", "alone"]
 
 EVEN_ENOUGH = 0.02
-"""Imbalance at which no sample is given back for the next micro-batch."""
+"""Imbalance up to which no sample is given back for the next micro-batch."""
 FULL_ENOUGH = 0.98
 """Share of the token budget at which a micro-batch closes: the rest is room to even out the rows."""
 MIN_FILL = 0.95
@@ -44,7 +45,7 @@ class BatcherMetrics:
     _held: int = 0
 
     def add(self, rows: Sequence[Sequence[int]], held: int) -> None:
-        """Count a micro-batch of row lengths; `held`: micro-batches that its samples waited through, summed."""
+        """Counts a micro-batch; `rows`: lengths by row, `held`: sum over samples of micro-batches waited through."""
         self.micro_batches += 1
         self.samples += sum(map(len, rows))
         self.tokens += sum(map(sum, rows))
@@ -242,7 +243,7 @@ class TokenBudgetBatcher(_Batcher[S]):
         return self.is_fresh is None or self.is_fresh(entry.sample)
 
     def _gather(self, arriving: Iterator[_Waiting[S]], waiting: deque[_Waiting[S]]) -> bool:
-        """Read until the window is full; False at the end of the samples."""
+        """Reads samples until the window is full; returns False at the end of the samples."""
         room, needed = self._room, self.num_processes * self.window
         total = sum(map(self._row_tokens, waiting))
         while total < room and (total <= FULL_ENOUGH * room or len(waiting) < needed):
@@ -258,11 +259,11 @@ class TokenBudgetBatcher(_Batcher[S]):
         return self.num_processes * self.window * self.token_budget
 
     def _row_tokens(self, entry: _Waiting[S]) -> int:
-        """Tokens of a row's budget that the sample takes: all of it where it is longer."""
+        """Tokens of a row's budget that the sample takes; a longer sample takes the whole budget."""
         return min(entry.length, self.token_budget)
 
     def _form_window(self, waiting: deque[_Waiting[S]]) -> list[list[list[_Waiting[S]]]]:
-        """Micro-batches from the oldest waiting samples; takes fewer samples if that evens out the rows."""
+        """Forms micro-batches from the oldest waiting samples, of fewer samples if that evens out the rows."""
         candidates = list(waiting)
         totals = list(accumulate(map(self._row_tokens, candidates)))
         best, best_imbalance, min_tokens = None, float("inf"), 0.0
@@ -282,7 +283,7 @@ class TokenBudgetBatcher(_Batcher[S]):
         return best
 
     def _form_rest(self, waiting: deque[_Waiting[S]]) -> list[list[list[_Waiting[S]]]]:
-        """All remaining samples, in as few micro-batches as can hold them."""
+        """Forms micro-batches of all remaining samples, as few as can hold them."""
         remaining = list(waiting)
         waiting.clear()
         for count in range(1, len(remaining) + 1):

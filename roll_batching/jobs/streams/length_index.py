@@ -1,4 +1,4 @@
-"""Lengths of all samples of a dataset, measured once and cached in a file."""
+"""Measures the lengths of all samples of a dataset once, and caches them in a file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class IndexedDataset(Protocol):
 
 
 def length_of(sample: Any, key: str) -> int:
-    """Tokens of a sequence: the length of `sample[key]`, or of `sample` where it is not a mapping.
+    """Number of tokens of a sequence: the length of `sample[key]`, or of `sample` if it is not a mapping.
 
-    Raises DataError where neither has a length.
+    Raises DataError if that has no length.
     """
     try:
         if isinstance(sample, Mapping):
@@ -51,7 +51,7 @@ def fingerprint_of(dataset: Any) -> str | None:
 
 
 def read_sample(dataset: IndexedDataset, index: int) -> Any:
-    """The sample. Any exception of the dataset becomes a DataError that names the sample."""
+    """Reads the sample `index`. Any exception of the dataset becomes a DataError that names the sample."""
     try:
         return dataset[index]
     except Exception as error:
@@ -61,12 +61,12 @@ def read_sample(dataset: IndexedDataset, index: int) -> Any:
 def load_or_measure_lengths(
     dataset: IndexedDataset, measure: Callable[[Any], int], *, cache: Path | None = None, on_error: OnError = "raise"
 ) -> Ints:
-    """Lengths of all samples, int64[n]; 0 for one that cannot be read, under "skip".
+    """Returns the lengths of all samples, int64[n]; under "skip", 0 for a sample that cannot be read.
 
-    With `cache`, a file, lengths come from there if it fits this dataset: its fingerprint, its number of samples, and
-    the lengths of some samples, measured again. Otherwise they are written there.
+    Lengths come from the file `cache` if it fits this dataset: in fingerprint, number of samples, and the lengths of
+    some samples, measured again. Otherwise they are measured, and written there.
 
-    Raises DataError, naming the sample, for one that cannot be read or has no tokens.
+    Raises DataError, naming the sample, if a sample cannot be read or has no tokens.
     """
     cached = _read_cache(dataset, measure, cache) if cache is not None else None
     if cached is not None:

@@ -1,7 +1,8 @@
 """Datasets of cosmos-rl's load-balanced batching: a shard of a dataset, and the micro-batches of optimizer steps.
 
 Both are `IterableDataset`s for a DataLoader with `batch_size=None` and any number of workers. The stream does not
-depend on that number: every worker forms all micro-batches, from lengths alone, and reads the samples of its own steps.
+depend on the number of workers: every worker forms all micro-batches, from lengths alone, and reads the samples of its
+own steps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 BatchingStrategy = Literal["prefer_closest", "prefer_first"]
 _SHARD_STREAM = 5
+"""Marks the random numbers of this purpose; see `jobs.seeds`."""
 
 
 class ShardedIterableDataset(IterableDataset[Any]):
@@ -83,7 +85,7 @@ class StepBatches(list[list[Any]]):
 
 
 class LoadBalancedDataset(IterableDataset[StepBatches]):
-    """A rank's samples as micro-batches up to a token cap: each iteration yields those of one optimizer step.
+    """Forms micro-batches up to a token cap of a rank's samples; each iteration yields those of one optimizer step.
 
     A sample is a sequence, or k sequences that share a micro-batch, such as the two of a pair.
 
@@ -166,11 +168,11 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
         )
         self._epoch, self._to_skip = 0, 0
         self._position: dict[str, Any] | None = None
-        """After the last step returned; None: at the beginning of the epoch."""
+        """Position after the last step returned; None: at the beginning of the epoch."""
         self._loaded = False
         """Whether the next iteration starts at `_position`."""
         self._steps = 0
-        """Steps before it, since the loader started: step k belongs to worker k % workers."""
+        """Steps before `_position`, since the loader started: step k belongs to worker k % workers."""
 
     def _length_of(self, sample: Any) -> int:
         return length_of(sample, self.length_key)
@@ -247,7 +249,7 @@ class _Steps(Iterator[StepBatches]):
         dataset._steps, dataset._loaded = 0, False
 
     def _form_step(self) -> list[list[int]]:
-        """Indices of the next step's samples."""
+        """Forms the next step; returns the indices of its samples, by micro-batch."""
         batcher = self._dataset._pool_batcher
         step: list[list[int]] = []
         while len(step) < self._dataset.accumulate_steps:

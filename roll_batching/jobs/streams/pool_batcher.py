@@ -1,4 +1,4 @@
-"""Micro-batches of one data-parallel rank from a pool of samples: a function of lengths, seed and position alone.
+"""Forms micro-batches of one data-parallel rank from a pool of samples, by lengths, seed and position alone.
 
 The choice of a micro-batch from the pool follows cosmos-rl's strategies.
 """
@@ -26,10 +26,10 @@ def require_strategy(strategy: str) -> None:
 
 
 def choose(slots: Ints, cap: int, strategy: PoolStrategy) -> Ints:
-    """Indices in the pool of the next micro-batch's samples, in the order in which they join.
+    """Chooses the next micro-batch; returns its samples' indices in the pool, in the order in which they join.
 
     The oldest sample (index 0) begins. `prefer_closest` adds the sample that keeps rows x longest smallest; among
-    equals the one nearest in length to the longest, then the oldest. `prefer_first` takes the oldest among equals.
+    equals the sample nearest in length to the longest, then the oldest. `prefer_first` takes the oldest among equals.
     `packed` adds every sample that still fits, the oldest first, and counts the sum.
 
     Args:
@@ -53,25 +53,26 @@ def take(waiting: Ints, slots: Ints, count: int, cap: int, strategy: PoolStrateg
 
 @compiled
 def _take(waiting: Ints, slots: Ints, count: int, cap: int, mode: int, taken: Ints) -> int:
-    number = _choose(slots[:count], cap, mode, taken)
+    num_taken = _choose(slots[:count], cap, mode, taken)
     gone = np.zeros(count, dtype=np.uint8)
-    for k in range(number):
-        place = taken[k]
-        gone[place] = 1
-        taken[k] = waiting[place]
+    for k in range(num_taken):
+        index = taken[k]  # in the pool; becomes the index in the dataset
+        gone[index] = 1
+        taken[k] = waiting[index]
     left = 0
-    for place in range(count):
-        if not gone[place]:
-            waiting[left], slots[left] = waiting[place], slots[place]
+    for index in range(count):
+        if not gone[index]:
+            waiting[left], slots[left] = waiting[index], slots[index]
             left += 1
-    return number
+    return num_taken
 
 
 @compiled
 def _choose(slots: Ints, cap: int, mode: int, places: Ints) -> int:
+    """Writes the chosen indices to `places`; returns their number. `mode`: index in `PoolStrategy`."""
     count = len(slots)
     number = 0
-    if mode == 2:
+    if mode == 2:  # packed
         # One pass is enough: the batch only grows, so a sample that did not fit cannot fit later.
         total = 0
         for place in range(count):
@@ -89,7 +90,7 @@ def _choose(slots: Ints, cap: int, mode: int, places: Ints) -> int:
                 continue
             length = slots[place]
             after = max(longest, length)
-            away = abs(length - longest) if mode == 0 else 0
+            away = abs(length - longest) if mode == 0 else 0  # prefer_closest
             if best < 0 or after < grown or (after == grown and away < distance):
                 best, grown, distance = place, after, away
         if grown * (number + 1) > cap:
@@ -105,6 +106,7 @@ def _choose(slots: Ints, cap: int, mode: int, places: Ints) -> int:
 
 
 _STREAM = 4
+"""Marks the random numbers of this purpose; see `jobs.seeds`."""
 _IDENTITY = ("seed", "rank", "size", "samples", "lengths", "dataset")
 _DIFFERENCE = {
     "seed": "another seed",
@@ -181,6 +183,7 @@ class PoolBatcher:
         self._waiting_slots = np.empty(pool_size, dtype=np.int64)
         self._taken = np.empty(pool_size, dtype=np.int64)
         with compiled_once("pool"):
+            # Compiles it before the first batch.
             take(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64), 1, 1, strategy, np.zeros(1, dtype=np.int64))
 
     @property
@@ -194,13 +197,13 @@ class PoolBatcher:
         return not (self.infinite or self._count or self._cursor < self._order.size)
 
     def next_batch(self) -> Ints:
-        """Indices of the next micro-batch's samples, int64; empty when the data has ended."""
+        """Forms the next micro-batch; returns its samples' indices, int64, none when the data has ended."""
         self._fill()
         if not self._count:
             return self._taken[:0].copy()
-        number = take(self._waiting, self._waiting_slots, self._count, self._cap, self.strategy, self._taken)
-        self._count -= number
-        return self._taken[:number].copy()
+        num_taken = take(self._waiting, self._waiting_slots, self._count, self._cap, self.strategy, self._taken)
+        self._count -= num_taken
+        return self._taken[:num_taken].copy()
 
     def _fill(self) -> None:
         room = self.pool_size
@@ -321,7 +324,10 @@ def _share(slots: Ints, seed: int, rank: int, size: int, epoch: int) -> Ints:
 
 
 def _unread(slots: Ints, states: Sequence[Mapping[str, Any]], last: int) -> Ints:
-    """Samples that ranks at `states` have not returned, of epochs up to `last`: pools first, then by rank. int64."""
+    """Returns the samples, int64, that ranks at `states` have not returned in epochs up to `last`.
+
+    The pools come first, then the rest of each rank's share.
+    """
     pools = [np.array(saved["pool"], dtype=np.int64) for saved in states]
     rest = []
     for saved in states:
@@ -336,7 +342,7 @@ def _unread(slots: Ints, states: Sequence[Mapping[str, Any]], last: int) -> Ints
 
 
 def _slots(lengths: Ints, multiple: int, *, packed: bool) -> tuple[Ints, int]:
-    """(aligned tokens of each sample, int64[n], 0 for samples left out; rows of that length per sample).
+    """Returns the aligned tokens of each sample (int64[n], 0: left out), and how many rows of them a sample takes.
 
     Sequences that share a micro-batch count their sum in a pack; in a rectangle each has a row as long as the longest.
     """

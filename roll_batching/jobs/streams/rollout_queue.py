@@ -1,8 +1,8 @@
 """FIFO queue of scored rollouts with a staleness limit and a timeout, and tensors or plans of batched rollouts.
 
-The queue is any with `get(timeout=...)` that raises `queue.Empty`: of `queue` for threads, of `multiprocessing` for
-processes. Give it a `maxsize`, so that a producer that is faster than training waits instead of filling memory with
-samples that are too old when their turn comes.
+The queue is any object with `get(timeout=...)` that raises `queue.Empty`: of `queue` for threads, of
+`multiprocessing` for processes. Give it a `maxsize`, so that a producer that is faster than training waits instead of
+filling memory with samples that are too old when their turn comes.
 
 Batchers divide micro-batches into one row per data-parallel rank. `DataCollatorForRollout` makes TRL's padded rectangle
 of them, for loops that scatter row i to rank i. `rollout_step` makes the samples and the plan of an optimizer step.
@@ -45,7 +45,7 @@ class SampleQueue(Protocol):
     """The common interface of `queue.Queue` and `multiprocessing.Queue`."""
 
     def get(self, block: bool = ..., timeout: float | None = ...) -> Any:
-        """The oldest item. Raises `queue.Empty` after `timeout` seconds without any."""
+        """Removes and returns the oldest item. Raises `queue.Empty` after `timeout` seconds without an item."""
         ...
 
     def qsize(self) -> int:
@@ -60,14 +60,14 @@ class RolloutSample:
     input_ids: list[int]
     """Prompt and response."""
     completion_mask: list[int]
-    """1 for the tokens of the loss, one per token."""
+    """One value per token: 1 for a token of the loss, else 0."""
     old_log_probs: list[float]
-    """One per token, under the weights that sampled it; values of the prompt are not read."""
+    """One log-prob per token, under the weights that sampled it; values of the prompt are not read."""
     advantage: float
     group_id: int
-    """Number of its prompt."""
+    """Number of the prompt, the same for all responses to it."""
     model_version: int
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled the response."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ class QueueMetrics:
     _staleness_max: int = 0
 
     def add(self, staleness: int, samples: int = 1) -> None:
-        """Count samples taken, `staleness` weight versions old."""
+        """Counts `samples` taken samples that are `staleness` weight versions old."""
         self.taken += samples
         self._staleness_sum += staleness * samples
         self._staleness_max = max(self._staleness_max, staleness)
@@ -220,7 +220,7 @@ class DataCollatorForRollout:
     num_processes: int = 1
 
     def __call__(self, examples: Sequence[Rows]) -> dict[str, Any]:
-        """The tensors of the one micro-batch in `examples`; its number of tokens is the denominator."""
+        """Packs the single micro-batch in `examples` into tensors; its number of tokens is the denominator."""
         if len(examples) != 1:
             raise DataError(
                 f"{len(examples)} micro-batches in one call: use batch_size=1, or collate_fn=collator.step with "
@@ -229,7 +229,7 @@ class DataCollatorForRollout:
         return self.step(examples)[0]
 
     def step(self, micro_batches: Sequence[Rows]) -> list[dict[str, Any]]:
-        """The tensors of every micro-batch of an optimizer step, with the number of tokens of all as denominator.
+        """Packs every micro-batch of an optimizer step into tensors, with the tokens of all as denominator.
 
         The loss of a step, summed over micro-batches and ranks, is then a mean over its tokens under any division.
         """
@@ -276,7 +276,7 @@ class DataCollatorForRollout:
 def rollout_step(
     micro_batches: Sequence[Rows], constraints: PlanConstraints, *, cost: Any = None
 ) -> tuple[SampleBatch, Plan]:
-    """The samples of an optimizer step, and the plan in which rank i computes row i of every micro-batch.
+    """Makes the samples of an optimizer step, and the plan in which rank i computes row i of every micro-batch.
 
     Ids count the samples from 0. A rank passes `plan.shard(batch, rank)` to `train_step`, whose loss is divided by the
     counts of the whole step. Fields: input_ids, response_mask and old_log_probs (one value per token),
@@ -301,9 +301,9 @@ def rollout_step(
         },
         {"input_ids": "token", "response_mask": "token", "old_log_probs": "token", "advantages": "sample"},
     )
-    numbers = iter(range(len(samples)))
-    by_step = [[[next(numbers) for _ in row] for row in rows] for rows in micro_batches]
-    bins = [[rows[rank] for rows in by_step] for rank in range(constraints.dp_size)]
+    ids = iter(range(len(samples)))  # in the order of `samples`: by micro-batch, then by row
+    rows_of_ids = [[[next(ids) for _ in row] for row in rows] for rows in micro_batches]
+    bins = [[rows[rank] for rows in rows_of_ids] for rank in range(constraints.dp_size)]
     return batch, Plan.from_bins(bins, batch.lengths.numpy(), constraints, cost=cost)
 
 

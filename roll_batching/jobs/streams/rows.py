@@ -1,7 +1,7 @@
-"""Rows of a micro-batch, one per data-parallel rank, of about equal attention cost.
+"""Divides a micro-batch into rows, one per data-parallel rank, of about equal attention cost.
 
-The cost of a row is the sum of its squared lengths. The division is the planner's, which for few samples comes within a
-thousandth of equal rows, where dealing longest-first leaves several.
+The cost of a row is the sum of its squared lengths. The planner makes the division. For few samples its rows differ by
+a thousandth of their cost; those of dealing longest-first differ by several thousandths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LengthOf(Protocol):
 
 
 def tokens_of(sample: Any) -> int:
-    """Tokens of a sample: the length of its `input_ids` (key or attribute), else of the sample itself."""
+    """Number of tokens of a sample: the length of its `input_ids` (key or attribute), else of the sample itself."""
     if isinstance(sample, Mapping):
         return len(sample["input_ids"])
     return len(getattr(sample, "input_ids", sample))
@@ -39,7 +39,7 @@ def imbalance(rows: Sequence[Sequence[int]]) -> float:
 
 
 def balance_by_squared_length(samples: Sequence[S], rows: int, length_of: LengthOf = tokens_of) -> list[list[S]]:
-    """Deal samples to `rows` rows, longest first, each to the row with the smallest sum of L^2.
+    """Deals samples to `rows` rows, longest first, each to the row with the smallest sum of squared lengths.
 
     Equal lengths keep their order, equal rows are taken in order. TRL's rule, the baseline of the benchmarks.
     """
@@ -54,7 +54,7 @@ def balance_by_squared_length(samples: Sequence[S], rows: int, length_of: Length
 
 
 def even_rows(samples: Sequence[S], rows: int, length_of: LengthOf = tokens_of) -> list[list[S]]:
-    """Divide samples into `rows` rows, by the planner or longest first, whichever is more even. No cap."""
+    """Divides samples into `rows` rows without a cap: by the planner or longest first, whichever is more even."""
     dealt = balance_by_squared_length(samples, rows, length_of)
     planned = divide_into_rows(samples, rows, token_budget=sum(map(length_of, samples)), length_of=length_of)
     assert planned is not None, "a single row may hold all samples"
@@ -69,9 +69,10 @@ def divide_into_rows(
     micro_batches: int = 1,
     length_of: LengthOf = tokens_of,
 ) -> list[list[list[S]]] | None:
-    """Micro-batches of `rows` even rows each, no row above `token_budget`; None if `micro_batches` are too few.
+    """Divides samples into micro-batches of `rows` even rows, none above `token_budget`.
 
-    A sample above the budget has its own row. With at least `rows * micro_batches` samples no row is empty.
+    Returns None if `micro_batches` are too few. A sample above the budget has its own row. With at least
+    `rows * micro_batches` samples no row is empty.
     """
     constraints = PlanConstraints(
         dp_size=rows,
@@ -97,9 +98,10 @@ def row_lengths(rows: Sequence[Sequence[S]], length_of: LengthOf = tokens_of) ->
 
 
 def serpentine(micro_batches: Sequence[list[list[S]]], length_of: LengthOf = tokens_of) -> list[list[list[S]]]:
-    """Order a step's micro-batches for a pipeline: small ones first and last, while it fills and drains.
+    """Orders a step's micro-batches for a pipeline: small ones first and last, while it fills and drains.
 
-    The size of a micro-batch is its largest row's sum of squared lengths; every second one ascends, the others descend.
+    The size of a micro-batch is the largest sum of squared lengths of its rows. By size, every second micro-batch goes
+    to the ascending beginning, the others to the descending end.
     """
     loads = [max(sum(n * n for n in row) for row in row_lengths(rows, length_of)) for rows in micro_batches]
     return [micro_batches[k] for k in small_at_ends(np.array(loads, dtype=np.int64))]

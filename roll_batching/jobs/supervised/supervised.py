@@ -1,4 +1,4 @@
-"""Supervised phases: the warm-up of a GRPO job, and the one phase of an SFT or DPO job."""
+"""Runs supervised phases: the warm-up of a GRPO job, and the single phase of an SFT, DPO or KTO job."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class _Phase:
     name: str
     """Name in rows and checkpoints."""
     training: TrainingArgs
-    """`max_steps` is the phase's."""
+    """Training arguments; their `max_steps` is the phase's number of optimizer steps."""
     loss: Any
     steps: StepSource
 
 
 def warm_up(context: JobContext) -> None:
-    """Run the section `warmup`; does nothing when the resumed checkpoint is of a later phase. Collective."""
+    """Runs the section `warmup`; does nothing when the resumed checkpoint is of a later phase. Collective."""
     warmup, strategy, corpus = context.config.warmup, context.strategy, context.inputs.corpus
     assert warmup is not None and corpus is not None
     if context.checkpoints.is_past(WARMUP):
@@ -53,7 +53,7 @@ def warm_up(context: JobContext) -> None:
 
 
 def train_on_texts(context: JobContext, loss: Any) -> None:
-    """Run the phase of a job whose task is `sft`, `dpo` or `kto`. Collective."""
+    """Runs the phase of a job whose task is `sft`, `dpo` or `kto`. Collective."""
     config, inputs, strategy = context.config, context.inputs, context.strategy
     assert inputs.corpus is not None
     encoder = _encoder(context)
@@ -79,7 +79,7 @@ def _encoder(context: JobContext) -> Encoder:
 
 
 def _train(context: JobContext, phase: _Phase) -> None:
-    """Run all steps. With held-out texts the first row also holds their loss before any update."""
+    """Runs all steps of `phase`. With held-out texts the first row also has their loss before any update."""
     strategy, last = context.strategy, phase.training.max_steps
     strategy.start_phase(phase.training)
     reference = make_reference(context.config, strategy) if phase.name != WARMUP else None
@@ -98,12 +98,12 @@ def _train(context: JobContext, phase: _Phase) -> None:
         evaluated = validation(0) if step == 1 and validation is not None else {}
         update = _step(context, phase, reference, teacher)
         is_last = step == last or phase.steps.ended
-        every = context.config.eval_steps
-        if validation is not None and not evaluated and (is_last or (every and step % every == 0)):
+        interval = context.config.eval_steps
+        if validation is not None and not evaluated and (is_last or (interval and step % interval == 0)):
             evaluated = validation(step)
         skipped = {"reward": None, "skipped_steps": strategy.skipped_steps}
-        taught = {} if teacher is None else teacher.metrics()
-        metrics = merge_metrics(update_metrics([update]), skipped, evaluated, taught)
+        teacher_metrics = {} if teacher is None else teacher.metrics()
+        metrics = merge_metrics(update_metrics([update]), skipped, evaluated, teacher_metrics)
         metrics["seconds"] = time.perf_counter() - started
         shown = {
             "loss": metrics["loss"],
@@ -137,8 +137,8 @@ class _Validation:
         texts: at least one, the same on every rank.
         encoder: encodes texts as samples.
         strategy: the model in training.
-        reference: computes `ref_log_probs`, once, where the loss reads them.
-        teacher: names likely tokens, once, where the loss reads them.
+        reference: computes `ref_log_probs`, once; None if the loss does not read them.
+        teacher: adds its likely tokens, once; None if the loss does not read them.
         loss: a loss object.
     """
 
@@ -165,9 +165,9 @@ class _Validation:
         self._reference, self._local = reference, local_batch
 
     def __call__(self, updates: int) -> Metrics:
-        """Metrics after `updates` optimizer steps: `eval_loss`, the loss's own, `eval_samples`. Collective."""
+        """Evaluates after `updates` steps; returns `eval_loss`, the loss's metrics, `eval_samples`. Collective."""
         local_batch = self._local
-        if self._mismatched is not None and self._reference is not None:  # the point moves with the policy
+        if self._mismatched is not None and self._reference is not None:  # KTO's point moves with the policy
             local_batch = with_reference_point(self.strategy, self._reference, local_batch, self._mismatched)
         metrics = self.strategy.evaluate(distribute(local_batch, self._plan), self._plan, self.loss)
         named = {f"eval_{name}": value for name, value in metrics.items()}

@@ -1,6 +1,6 @@
-"""Chats through the tokenizer's chat template: as a prompt, or as a conversation with its trained tokens.
+"""Renders chats by the tokenizer's chat template: as a prompt, or as a conversation with its trained tokens.
 
-A template reads variables beside the messages, such as tools; they come from the job and from records.
+A template reads further variables than the messages, such as tools; they come from the job and from records.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TemplateArguments:
     columns: Mapping[str, str] = field(default_factory=dict)
     """By variable, the key of a record with its value."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """For all records."""
+    """By variable, its value for all records."""
 
     def check(self, variables: frozenset[str]) -> None:
         """Raises ConfigError for a variable of the settings that is not among the template's `variables`."""
@@ -85,7 +85,7 @@ class TemplateArguments:
                     )
 
     def of(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The variables of a record. Raises DataError for tools that are no list of objects, and the like."""
+        """Returns the variables of a record. Raises DataError for tools that are no list of objects, and the like."""
         of_record = record.get(KWARGS)
         if of_record is not None and not isinstance(of_record, Mapping):
             raise DataError(f"{KWARGS!r} must be an object of variables of the chat template, got {_kind(of_record)}")
@@ -95,8 +95,8 @@ class TemplateArguments:
         return variables if tools is None or tools == [] else {**variables, TOOLS: _tools(tools, str(self.tools))}
 
     def notices(self, records: Iterable[Mapping[str, Any]], variables: frozenset[str]) -> list[str]:
-        """Keys of `records` that the template's `variables` would take and do not get, and values that none takes."""
-        held, record_variables = set[str](), set[str]()
+        """Returns notices about keys that the template would read and does not get, or gets and does not read."""
+        held, record_variables = set[str](), set[str]()  # keys with a value, and variables in the records' `KWARGS`
         for record in records:
             held |= {name for name, value in record.items() if value is not None}
             record_variables |= set(record.get(KWARGS) or ())
@@ -178,7 +178,7 @@ class ChatTemplate:
         """Names that the template reads, beside the messages."""
 
     def prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] = _NONE) -> str:
-        """The text before the assistant's next turn. Raises DataError if it spoke last, or the template fails."""
+        """Renders a prompt for the assistant's next turn. Raises DataError if it spoke last, or the template fails."""
         if messages[-1]["role"] == ASSISTANT:
             raise DataError("the last message is the assistant's: end the prompt with a message of another role")
         return self._text(messages, variables, open_turn=True)
@@ -186,7 +186,7 @@ class ChatTemplate:
     def conversation(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = _NONE
     ) -> tuple[list[int], list[bool]]:
-        """The tokens of a whole conversation, and a mask of the assistant's, which are trained.
+        """Returns the tokens of a whole conversation, and a mask of the assistant's tokens, which are trained.
 
         Where the template marks the assistant's turns (`{% generation %}`), these are the turns. Otherwise a turn is
         the difference between the conversation that ends with it and the prompt before it, up to its last stop token.
@@ -194,7 +194,7 @@ class ChatTemplate:
 
         Args:
             messages: of the conversation.
-            variables: what the template reads beside them, such as `tools`.
+            variables: further variables of the template, such as `tools`.
 
         Raises:
             DataError: without a turn of the assistant; and, without markers, when the template's text or tokens of the
@@ -204,8 +204,9 @@ class ChatTemplate:
             raise DataError("no message is the assistant's: there is no token to train")
         split = self._by_markers if self._has_markers else self._by_prefixes
         tokens, mask = split(messages, variables)
-        for place in [place for place in range(1, len(tokens)) if mask[place - 1] and not mask[place]]:
-            mask[place] = tokens[place] in self._stops and tokens[place - 1] not in self._stops
+        # A stop token right after a turn belongs to the turn, unless the turn ends with a stop token itself.
+        for index in [index for index in range(1, len(tokens)) if mask[index - 1] and not mask[index]]:
+            mask[index] = tokens[index] in self._stops and tokens[index - 1] not in self._stops
         if mask[-1] and tokens[-1] not in self._stops:
             opening = self._openings[bool(messages[-1].get("tool_calls"))]
             return tokens + opening, mask + [True] * len(opening)
@@ -215,8 +216,8 @@ class ChatTemplate:
         """Whether a turn of a `conversation` trains no stop token."""
         stops = [marked and token in self._stops for token, marked in zip(tokens, mask, strict=True)]
         # A template may mark a turn in several parts, and end one with two stop tokens: neither count alone will do.
-        parts = itertools.groupby(range(len(stops)), key=lambda place: mask[place])
-        ended_parts = sum(marked and any(stops[place] for place in places) for marked, places in parts)
+        parts = itertools.groupby(range(len(stops)), key=lambda index: mask[index])
+        ended_parts = sum(marked and any(stops[index] for index in indices) for marked, indices in parts)
         speakers = [role for role, _ in itertools.groupby(message["role"] for message in messages)]
         turns = sum(message["role"] == ASSISTANT for message in messages)
         return sum(stops) < turns or ended_parts < speakers.count(ASSISTANT)
@@ -227,10 +228,11 @@ class ChatTemplate:
 
     @cached_property
     def _openings(self) -> dict[bool, list[int]]:
-        """The stop token that opens the message after a turn, without and with a call of a tool; empty for none."""
+        """By whether a turn calls a tool, the stop token that opens the message after it; empty for none."""
         return {calls: self._opening(*followers) for calls, followers in _FOLLOWERS.items()}
 
     def _opening(self, turn: Message, follower: Message) -> list[int]:
+        """The stop token with which the template opens `follower` after `turn`; empty for none."""
         before: list[Message] = [{"role": "user", "content": "a"}, turn]
         try:
             text, longer = self._text(before, _NONE), self._text([*before, follower], _NONE)
@@ -261,7 +263,7 @@ class ChatTemplate:
             if not (whole.startswith(after) and after.startswith(before)):
                 raise DataError(self._difference(messages[:number], variables, before, after))
             start, end = self._length(before, tokens, number), self._length(after, tokens, number)
-            stops = [place for place in range(start, end) if tokens[place] in self._stops]
+            stops = [index for index in range(start, end) if tokens[index] in self._stops]
             end = stops[-1] + 1 if stops else end  # the template's text after it, such as a newline, is not trained
             mask[start:end] = [True] * (end - start)
         return tokens, mask
@@ -297,6 +299,7 @@ class ChatTemplate:
         return text
 
     def _apply(self, messages: Sequence[Message], variables: Mapping[str, Any], **options: Any) -> Any:
+        """Applies the template, with arguments of calls as objects or, where it fails or prints them, as texts."""
         read = {name: value for name, value in variables.items() if name in self.variables}
         conversions = (_as_text,) if self._prints_arguments else (_as_object, _as_text)
         errors: list[str] = []
@@ -325,7 +328,7 @@ def _calls(message: Message) -> list[Any]:
 
 
 def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """`message` with converted arguments of its calls.
+    """Converts the arguments of the calls in `message`.
 
     Most templates iterate over objects, or write them as JSON themselves; DeepSeek's join texts.
     """

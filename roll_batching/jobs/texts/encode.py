@@ -19,7 +19,7 @@ from roll_batching.samples.fields import FieldSpec
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
-    """Prompts as a batch with `input_ids` (token, int64), in order; `with_images` adds the fields of their images.
+    """Encodes prompts as a batch with `input_ids` (token, int64), in order; `with_images` adds fields of images.
 
     Args:
         prompts: at least one.
@@ -46,10 +46,10 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
 def encode_documents(
     documents: Sequence[Document | Conversation], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
 ) -> SampleBatch:
-    """Documents as a batch of prompt, response and end token; conversations through the chat template.
+    """Encodes documents as prompt, response and end token; conversations through the chat template.
 
     Fields: `input_ids` (token, int64) and `response_mask` (token, bool: true on trained tokens, the response and the
-    end token; in a conversation the assistant's turns). With an `ImageTokenizer` also those of images.
+    end token; in a conversation the assistant's turns). With an `ImageTokenizer` also the fields of images.
 
     Args:
         documents: at least one.
@@ -76,7 +76,7 @@ def encode_documents(
 
 
 def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
-    """Pairs as a batch of two samples each: the prompt with the chosen answer, then with the rejected one.
+    """Encodes each pair as two samples: the prompt with the chosen answer, then with the rejected answer.
 
     Fields: those of `encode_documents`, with `response_mask` true on the answers only; `pair` (sample, int64: id of
     the pair) and `chosen` (sample, bool). The sample ids of pair p are 2p and 2p + 1.
@@ -99,9 +99,9 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_length: int
 
 
 def encode_judged(items: Sequence[Judged], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
-    """Judged answers as a batch: as `encode_documents`, with `response_mask` true on the answers only.
+    """Encodes judged answers as `encode_documents`, with `response_mask` true on the answers only.
 
-    Fields beside those: `desirable` (sample, bool).
+    It adds the field `desirable` (sample, bool).
     """
     batch = _encode_answers(items, tokenizer, max_length, ids)
     verdicts = torch.tensor([item.desirable for item in items])
@@ -109,7 +109,7 @@ def encode_judged(items: Sequence[Judged], tokenizer: Tokenizer, *, max_length: 
 
 
 def _encode_answers(items: Sequence[Pair | Judged], tokenizer: Tokenizer, max_length: int, ids: Any) -> SampleBatch:
-    """The documents of `items`; in chats only the last turn counts."""
+    """Encodes prompt and answers of `items` as documents; in chats `response_mask` is true on the last turn only."""
     documents = [document for item in items for document in documents_of(item)]
     batch = encode_documents(documents, tokenizer, max_length=max_length, ids=ids)
     if not any(item.chat for item in items):
@@ -121,19 +121,19 @@ def _encode_answers(items: Sequence[Pair | Judged], tokenizer: Tokenizer, max_le
 
 
 def _last_turn(mask: torch.Tensor) -> torch.Tensor:
-    """`mask`, bool[L], with only its last run of true values."""
-    places = mask.nonzero().flatten()
-    gaps = (places[1:] != places[:-1] + 1).nonzero().flatten()
+    """Returns `mask`, bool[L], with only its last run of true values."""
+    positions = mask.nonzero().flatten()
+    gaps = (positions[1:] != positions[:-1] + 1).nonzero().flatten()
     first = int(gaps[-1]) + 1 if gaps.numel() else 0
-    last = torch.zeros_like(mask)
-    last[places[first:]] = True
-    return last
+    last_run = torch.zeros_like(mask)
+    last_run[positions[first:]] = True
+    return last_run
 
 
 def _encode_with_mask(
     document: Document | Conversation, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of a document, and a mask of the trained ones."""
+    """Returns the tokens of a document, and a mask of the trained tokens."""
     if isinstance(document, Conversation):
         assert template is not None
         try:
@@ -146,12 +146,12 @@ def _encode_with_mask(
     if not prompt:
         raise DataError(f"{document.source}: the prompt has no tokens: give it text that this tokenizer encodes.")
     if isinstance(tokenizer, ImageTokenizer):
-        tokenizer.expand(response, ())  # no image
+        tokenizer.expand(response, ())  # raises if the response holds tokens of images
     return prompt + response, [False] * len(prompt) + [True] * len(response)
 
 
 def _expand(tokens: list[int], item: Prompt | Document | Conversation, tokenizer: Tokenizer) -> list[int]:
-    """`tokens` of `item` with one token for each merged patch of its images."""
+    """Repeats the image tokens in `tokens` of `item`: one token for each merged patch of its images."""
     if not isinstance(tokenizer, ImageTokenizer):
         return tokens
     try:

@@ -1,4 +1,4 @@
-"""Batches drawn from a dataset epoch after epoch, with a position that can be saved and restored."""
+"""Draws batches from a dataset epoch after epoch, with a position that can be saved and restored."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.texts.texts import Prompt, T, TextDataset
 
 _ORDER_STREAM = 1
+"""Marks the random numbers of this purpose; see `jobs.seeds`."""
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -84,14 +85,14 @@ class EpochStream(Iterator[list[T]], Generic[T]):
         current = self.state_dict()
         if missing := sorted(current.keys() - state.keys()):
             raise DataError(f"The saved data position lacks {', '.join(missing)}: load a whole one.")
-        for key, what, cure in (
+        for key, difference, cure in (
             ("fingerprint", "other texts", "resume with the same data"),
             ("seed", "another seed", f"set seed: {state['seed']}"),
             ("shuffle", "another order", f"set shuffle to {state['shuffle']}"),
         ):
             if state[key] != current[key]:
                 raise DataError(
-                    f"The saved data position belongs to {what} ({key} {state[key]}, here {current[key]}): "
+                    f"The saved data position belongs to {difference} ({key} {state[key]}, here {current[key]}): "
                     f"{cure}, or start a new run under another exp_name"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
@@ -109,33 +110,34 @@ class PromptStream(EpochStream[Prompt]):
 
 
 class MixedStream(Iterator[list[T]], Generic[T]):
-    """Batches with a fixed number of items of each domain, each from its own `EpochStream`.
+    """Draws batches with a fixed number of items of each domain, which has its own `EpochStream`.
 
     Items of one domain are spread evenly over the batch, so that every part of it has about the same mixture.
 
     Args:
-        domains: the items of each, by name.
-        counts: items of each in a batch, by the same names, at least 1.
-        seed: of their orders.
+        domains: by name, the items of the domain.
+        counts: by name, the number of its items in a batch, at least 1.
+        seed: of the orders.
     """
 
     def __init__(self, domains: Mapping[str, TextDataset[T]], counts: Mapping[str, int], *, seed: int = 0) -> None:
         self._streams = {name: EpochStream(domains[name], count, seed=seed) for name, count in counts.items()}
+        # Each domain's items are put at equal distances in [0, 1]; sorting all by place mixes the domains.
         places = [(np.arange(count) + 0.5) / count for count in counts.values()]
         self._spread = np.argsort(np.concatenate(places), kind="stable").tolist()
 
     def __next__(self) -> list[T]:
         drawn = [item for stream in self._streams.values() for item in next(stream)]
-        return [drawn[place] for place in self._spread]
+        return [drawn[index] for index in self._spread]
 
     def state_dict(self) -> dict[str, Any]:
         """The position of every domain."""
         return {"domains": {name: stream.state_dict() for name, stream in self._streams.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. Batches may hold other numbers than when it was saved.
+        """Goes to a saved position. The numbers of items in a batch may have changed since.
 
-        Raises `DataError` when it belongs to other domains, texts or seeds.
+        Raises `DataError` when the position belongs to other domains, texts or seeds.
         """
         saved = state.get("domains", {})
         if saved.keys() != self._streams.keys():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from roll_batching.errors import DataError
 
 _SHOWN = 4
-"""Places shown for one kind of fault in one file."""
+"""Number of places that the message lists for one kind of fault in one file."""
 _SHOWN_CHARACTERS = 40
 
 
@@ -41,7 +41,7 @@ class Faults:
     def add(
         self, source: str, what: str, cure: str, *, tokens: int = 0, characters: frozenset[str] = frozenset()
     ) -> None:
-        """Add the fault `what` at `source`, `file` or `file:line`.
+        """Adds the fault `what` at `source`, which is `file` or `file:line`.
 
         `tokens` is the length of a text that is too long, `characters` are unknown to the tokenizer: the message names
         the greatest length and all characters.

@@ -1,4 +1,4 @@
-"""Token counts of texts, cached in files, and checks that texts fit and that the tokenizer knows their characters."""
+"""Counts the tokens of texts, caches the counts in files, and checks that texts fit and can be encoded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 FOLDER = "token_counts"
 """Folder of the cache, in the job's `output_dir`."""
 _VERSION = 2
-"""Raise it when texts are encoded otherwise here, or the files have another format."""
+"""Increase it when the encoding of texts here or the format of the files changes: old files are then not used."""
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of texts, and how many of the texts train turns without a stop token."""
+    """Numbers of tokens of texts, and how many of the texts train turns without a stop token."""
 
     tokens: Ints
     """int64[n], end tokens included; of pairs int64[n, 2]."""
@@ -58,7 +58,7 @@ class TokenCountCache:
         return any(self.folder.glob(f"{self._prefix}-*.npz"))
 
     def load(self, fingerprint: str) -> TokenCounts | None:
-        """The counts of the texts with this fingerprint; None if they are not cached."""
+        """Reads the counts of the texts with this fingerprint; None if they are not cached."""
         try:
             with np.load(self._file(fingerprint), allow_pickle=False) as file:
                 return TokenCounts(np.asarray(file["counts"], dtype=np.int64), int(file["without_stop"]))
@@ -106,14 +106,14 @@ class Fit:
     keys: tuple[str, ...]
     """Keys of the texts in a line: two, one for conversations, three for pairs."""
     leaves_out: bool = False
-    """Whether longer texts are left out instead of a fault."""
+    """Whether longer texts are left out; otherwise they are faults."""
     reward_fault: Callable[[Prompt], str] = lambda prompt: ""
     """Returns the fault of a prompt without a reward; empty for others."""
 
     def check(self, items: Sequence[Text], faults: Faults) -> TokenCounts:
-        """Add the faults of `items` to `faults`, with file, line, key and cure.
+        """Adds the faults of `items` to `faults`, with file, line, key and cure.
 
-        Returns the counts of `items`; meaningless if there are faults.
+        Returns the token counts of `items`, which are meaningless if there are faults.
         """
         counts = [
             self._check_batch(items[start : start + BATCH_SIZE], faults) for start in range(0, len(items), BATCH_SIZE)
@@ -165,7 +165,7 @@ class Fit:
 
 
 def token_counts(items: Sequence[Text], tokenizer: Tokenizer) -> Ints:
-    """Tokens of each text, end token included: int64[n]; of the two answers of each pair: int64[n, 2].
+    """Counts the tokens of each text, end token included: int64[n]; of pairs, of both answers: int64[n, 2].
 
     Raises the errors of the tokenizer or chat template, which do not name the text.
     """
@@ -175,13 +175,13 @@ def token_counts(items: Sequence[Text], tokenizer: Tokenizer) -> Ints:
 
 
 def join_counts(counts: Sequence[TokenCounts]) -> TokenCounts:
-    """The counts of several lists of texts, as of one."""
+    """Joins the counts of several lists of texts."""
     tokens = np.concatenate([part.tokens for part in counts]) if counts else np.zeros(0, dtype=np.int64)
     return TokenCounts(tokens, sum(part.without_stop for part in counts))
 
 
 def _merge_pairs(counts: Ints, items: Sequence[Text]) -> TokenCounts:
-    """From int64[m, 3] of `_count_tokens` to the counts of `items`."""
+    """Turns the result of `_count_tokens`, int64[m, 3] by document, into the counts of `items`."""
     totals, lacks = counts[:, :2].sum(axis=1), counts[:, 2]
     if not isinstance(items[0], Pair):
         return TokenCounts(totals, int(lacks.sum()))
@@ -189,9 +189,9 @@ def _merge_pairs(counts: Ints, items: Sequence[Text]) -> TokenCounts:
 
 
 def _count_tokens(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
-    """Tokens of prompt and response, and whether a turn lacks its stop token: int64[n, 3].
+    """Counts tokens of prompt and response, and whether a turn lacks its stop token: int64[n, 3].
 
-    Of a conversation all tokens, and 0.
+    A conversation counts as a prompt, with 0 for the response.
     """
     if isinstance(items[0], Conversation):
         template = ChatTemplate(tokenizer)
@@ -212,7 +212,7 @@ def _count_tokens(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
 def _expanded_lengths(
     sequences: Sequence[Sequence[int]], images: Sequence[Sequence[ImageReference]], tokenizer: Tokenizer
 ) -> list[int]:
-    """The tokens of each sequence, with those of its `images`, which are read whole."""
+    """Counts the tokens of each sequence with the tokens of its `images`, which are read whole."""
     if not isinstance(tokenizer, ImageTokenizer):
         return [len(tokens) for tokens in sequences]
     counts = iter(tokenizer.processor.count_tokens([image for of_text in images for image in of_text], decode=True))
@@ -223,7 +223,7 @@ def _expanded_lengths(
 
 
 def tokens_of(text: str, tokenizer: Tokenizer, key: str) -> list[int]:
-    """The tokens of `text`. Any exception of the tokenizer becomes a DataError that names `key`."""
+    """Encodes `text`. Any exception of the tokenizer becomes a DataError that names `key`."""
     try:
         return tokenizer.encode(text)
     except UnknownCharacterError as error:

@@ -1,4 +1,4 @@
-"""Images of a record: their files or bytes, and their places in its text."""
+"""Reads which images a record has: their files or bytes, and their places in its text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ACCEPTED_FORMS = (
     "`bytes` or `path`."
 )
 _IMAGE_KEYS = ("bytes", "url", "path")
-"""Keys of an object that stands for an image; the first one counts, since a path beside bytes is a mere name."""
+"""Keys of an object that stands for an image; the first one present counts: a path with bytes is a mere name."""
 
 
 class ImageError(Fault):
@@ -53,7 +53,7 @@ class ImageReference:
         return printable(self.name, characters=_SHOWN)
 
     def digest(self) -> str:
-        """Digest of the bytes; of a file its name and size, so that ranks need not read all files."""
+        """Digest of the bytes; for a file, its name and size instead, so that ranks need not read all files."""
         if self.path is None:
             return hashlib.sha256(self.data).hexdigest()
         try:
@@ -65,7 +65,7 @@ class ImageReference:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFields:
-    """Images of the records of a data file."""
+    """Where the records of a data file have images, and what stands for an image in a text."""
 
     key: str
     """Key of a record's images: a list, or one image."""
@@ -73,10 +73,10 @@ class ImageFields:
     """Text of an image in a prompt that is not a chat."""
 
     def take(self, record: dict[str, Any], messages: str | None, folder: Path) -> tuple[ImageReference, ...]:
-        """The images of `record` and of the messages under `messages`; replaced there by what can be written as JSON.
+        """Returns the images of `record`, also of its messages, and replaces them there by data for JSON.
 
-        An image inside the messages becomes the part `{"type": "image", "image": number}`, whose number is its place in
-        the result. Raises ImageError.
+        `messages`: key of the messages. An image in them becomes the part `{"type": "image", "image": index}`, with its
+        index in the result; under the images' key their names remain. Raises ImageError.
         """
         column = record.pop(self.key, None)
         values = [] if column is None else column if isinstance(column, list) else [column]
@@ -94,9 +94,9 @@ class ImageFields:
     def place(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[ImageReference]
     ) -> tuple[list[dict[str, Any]], tuple[ImageReference, ...]]:
-        """Messages with a part `{"type": "image"}` for every image, and the images in this order.
+        """Returns messages with a part `{"type": "image"}` for every image, and the images in this order.
 
-        `<image>` in a text, and a part without a number, stand for the next image of the record. Raises ImageError.
+        `<image>` in a text, and a part without an index, stand for the next image of the record. Raises ImageError.
         """
         inline = {part["image"] for message in messages for part in _parts_of(message) if "image" in part}
         following = iter([image for index, image in enumerate(images) if index not in inline])
@@ -122,7 +122,7 @@ class ImageFields:
         return written, tuple(used)
 
     def write(self, prompt: str, images: Sequence[ImageReference]) -> str:
-        """`prompt` with the text of an image for every `<image>`. Raises ImageError unless there are as many images."""
+        """Replaces every `<image>` in `prompt` by an image's text. Raises ImageError for another number of images."""
         following = iter(images)
         for _ in range(prompt.count(MARKER)):
             _next(following, len(images))
@@ -154,7 +154,7 @@ def _parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _messages_at(record: dict[str, Any], key: str) -> Any:
-    """The list of messages under `key`, in `record` itself: JSON text there becomes a list."""
+    """Returns the list of messages under `key`; if it is JSON text, replaces the text in `record` by the list."""
     holder: Any = record
     *above, last = [key] if key in record else key.split(".")
     for part in above:
@@ -170,7 +170,10 @@ def _messages_at(record: dict[str, Any], key: str) -> Any:
 
 
 def _part(part: Any, images: list[ImageReference], folder: Path) -> dict[str, Any]:
-    """A part of a message as `{"type": "text", "text": ...}` or `{"type": "image", "image": number}`."""
+    """Converts a part of a message to `{"type": "text", "text": ...}` or `{"type": "image", "image": index}`.
+
+    An image in the part is appended to `images`.
+    """
     cure = 'A part is {"type": "text", "text": "..."} or {"type": "image"}, with the image under `image` or not.'
     if not isinstance(part, dict):
         raise ImageError(f"a part of a message is {type(part).__name__}", cure)
@@ -192,7 +195,7 @@ def _part(part: Any, images: list[ImageReference], folder: Path) -> dict[str, An
 
 
 def _reference(value: Any, place: str, folder: Path) -> ImageReference:
-    """The image in `value`: bytes, `data:` URL, bare base64 or path, tried in this order. Raises ImageError."""
+    """Reads the image in `value`: bytes, `data:` URL, bare base64 or path, tried in this order. Raises ImageError."""
     if isinstance(value, dict):
         if value and not value.keys() & {*_IMAGE_KEYS}:
             keys = printable(", ".join(map(repr, value)), characters=_SHOWN)

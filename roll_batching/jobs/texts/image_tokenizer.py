@@ -92,9 +92,9 @@ class ImageProcessor:
         return json.dumps(values | {"limits": self.limits}, sort_keys=True, default=str)
 
     def num_tokens(self, image: ImageReference, *, decode: bool = False) -> int:
-        """Tokens of an image. Reads its size alone, or with `decode` all that `encode` reads. Raises ImageError.
+        """Counts the tokens of an image. Reads its size alone, or with `decode` the whole image. Raises ImageError.
 
-        They do not depend on the EXIF orientation: height and width are treated alike.
+        The number does not depend on the EXIF orientation: height and width are treated alike.
         """
         with _opened(image) as opened:
             width, height = opened.size
@@ -107,14 +107,14 @@ class ImageProcessor:
         return int(patches) // self.merge_size**2
 
     def count_tokens(self, images: Sequence[ImageReference], *, decode: bool = False) -> list[int]:
-        """The tokens of each image, as `num_tokens`; threads read several at once. Raises ImageError."""
+        """Counts the tokens of each image, as `num_tokens`; threads read several images at once. Raises ImageError."""
         if len(images) < 2:
             return [self.num_tokens(image, decode=decode) for image in images]
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
             return list(pool.map(partial(self.num_tokens, decode=decode), images))
 
     def encode(self, images: Sequence[ImageReference]) -> tuple[np.ndarray, np.ndarray]:
-        """Patches, uint8 `[patches, 3 * patch_size**2]`, and grids, int64 `[images, 3]`, of all `images`.
+        """Returns patches, uint8 `[patches, 3 * patch_size**2]`, and grids, int64 `[images, 3]`, of all `images`.
 
         Patches are in the order of transformers' `pixel_values`, without the repeated frame. Raises ImageError.
         """
@@ -131,7 +131,7 @@ class ImageProcessor:
 
 
 def _upright(opened: Any) -> Any:
-    """The image with its pixels, turned as EXIF says."""
+    """Reads the image's pixels, and turns it as EXIF says."""
     from PIL import ImageOps
 
     opened.load()
@@ -140,7 +140,7 @@ def _upright(opened: Any) -> Any:
 
 @contextmanager
 def _opened(image: ImageReference) -> Iterator[Any]:
-    """The image, whose pixels are not read yet. Raises ImageError, also for errors in the block."""
+    """Opens the image without reading its pixels. Raises ImageError, also for errors in the block."""
     import PIL.Image
 
     source: Any = image.path if image.path is not None else io.BytesIO(image.data)
@@ -236,7 +236,7 @@ class ImageTokenizer(HFTokenizer):
         return {**super().parts, "images": digest_of(self.processor.settings)}
 
     def expand(self, tokens: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """`tokens` with the image token of each image repeated as `counts` says.
+        """Repeats the image token of each image in `tokens` as often as `counts` says.
 
         Raises DataError for another number of images, and for the token of videos.
         """
@@ -255,14 +255,14 @@ class ImageTokenizer(HFTokenizer):
 
 
 def image_fields(key: str | None, tokenizer: Tokenizer) -> ImageFields | None:
-    """How images of records under `key` are read; None without images."""
+    """Makes the reader of images under `key` of records; None without images."""
     if key is None or not isinstance(tokenizer, ImageTokenizer):
         return None
     return ImageFields(key=key, text=tokenizer.image_text)
 
 
 def with_images(batch: SampleBatch, items: Sequence[Any], tokenizer: Tokenizer) -> SampleBatch:
-    """`batch` with the fields of the images of `items`, one sample each; unchanged for other tokenizers.
+    """Adds the fields of the images of `items`, one item per sample, to `batch`; for an `ImageTokenizer` only.
 
     Raises DataError, naming file and line, for an image that cannot be read or has another size than before.
     """
@@ -274,7 +274,7 @@ def with_images(batch: SampleBatch, items: Sequence[Any], tokenizer: Tokenizer) 
             encoded.append(tokenizer.processor.encode(item.images))
         except ImageError as error:
             raise DataError(f"{item.source}: {error.what}. {error.cure}") from None
-    none = tokenizer.processor.encode(())  # a rank may have no sample
+    none = tokenizer.processor.encode(())  # empty arrays, as a rank may have no sample to concatenate
     pixels, grids = ([torch.from_numpy(part) for part in parts] for parts in zip(*encoded, none, strict=True))
     fields = {
         PATCHES: torch.tensor([len(rows) for rows, _ in encoded], dtype=torch.int64),
@@ -286,7 +286,7 @@ def with_images(batch: SampleBatch, items: Sequence[Any], tokenizer: Tokenizer) 
 
 
 def with_images_of(responses: SampleBatch, prompts: SampleBatch, group_size: int) -> SampleBatch:
-    """`responses`, `group_size` in a row to each of `prompts`, with the images of their prompts."""
+    """Adds the images of `prompts` to their `responses`, of which each prompt has `group_size` consecutive ones."""
     if PIXELS not in prompts:
         return responses
     fields = {name: _repeat(prompts, name, group_size).to(responses.device) for name in IMAGE_SCHEMA}
@@ -294,7 +294,7 @@ def with_images_of(responses: SampleBatch, prompts: SampleBatch, group_size: int
 
 
 def _repeat(prompts: SampleBatch, name: str, count: int) -> torch.Tensor:
-    """The field `name` with the rows of each prompt `count` times in a row."""
+    """Returns the field `name` with the rows of each prompt repeated `count` times."""
     rows = [row for row in prompts.to_lists(name) for _ in range(count)]
     if not rows:
         return torch.as_tensor(prompts[name])

@@ -35,7 +35,7 @@ class Table:
     is_array: bool = False
 
     def rows(self, on_bytes_read: Callable[[int], None] = lambda size: None) -> Iterator[Any]:
-        """The rows as plain data, without null keys of messages and tools. `on_bytes_read` is called with bytes read.
+        """Yields the rows as plain data, without null keys of messages and tools; `on_bytes_read` gets bytes read.
 
         Raises Fault: without pyarrow, for a folder of several splits, for an invalid file.
         """
@@ -135,14 +135,15 @@ _ONE_OBJECT = "Each line is one JSON object, or the whole file a JSON array of t
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a data file: the texts of the requested keys, and its place as `file:line`."""
+    """One line of a data file, with the texts of the requested keys."""
 
     texts: tuple[str, ...]
     line: dict[str, Any]
-    """All of it as it stands in the file, with names in place of images."""
+    """The whole line as the file has it, with names in place of images."""
     source: str
+    """Place of the line, as `file:line`."""
     images: tuple[ImageReference, ...] = ()
-    """In the order of the key; then those in messages."""
+    """Images under the key of images, then images in messages."""
 
 
 def as_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -159,7 +160,7 @@ def iterate_records(
     chat: bool = False,
     images: ImageFields | None = None,
 ) -> Iterator[Record]:
-    """The records of data files, one file after the other: objects with a text under each of `keys`.
+    """Yields the records of data files, file after file: objects with a text under each of `keys`.
 
     A file is JSON Lines, or a table (`table_of`) whose rows count as lines.
 
@@ -210,7 +211,7 @@ def _records_of(
 
 
 def _open(path: Path) -> io.BufferedReader[io.FileIO]:
-    """The open file, positioned after a byte order mark."""
+    """Opens the file, and skips a byte order mark. Raises Fault for a file that cannot be JSON Lines."""
     kind = os.stat(path).st_mode  # before opening: opening a pipe blocks until a process writes to it
     if stat.S_ISDIR(kind):
         raise Fault("cannot be read: it is a folder", "Name the file in it.")
@@ -228,7 +229,7 @@ def _open(path: Path) -> io.BufferedReader[io.FileIO]:
 
 
 def _lines(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
-    """Numbers and lines that are not blank."""
+    """Yields number and bytes of each line that is not blank."""
     number = unreported = 0
     with _open(path) as file:
         try:
@@ -266,7 +267,7 @@ def _parse(line: bytes) -> Any:
 def _to_record(
     value: Any, keys: Sequence[str], chat: bool, images: ImageFields | None, path: Path, number: int
 ) -> Record:
-    """The record with the texts under `keys`, the other keys, and its images."""
+    """Makes the record of a line: checks the texts under `keys`, and takes its images. Raises Fault."""
     if not isinstance(value, dict):
         raise Fault(f"a JSON object is needed, got {type(value).__name__}", _ONE_OBJECT)
     taken: tuple[ImageReference, ...] = ()
@@ -317,7 +318,7 @@ def value_at(line: Mapping[str, Any], key: str) -> Any:
 
 
 def _nested_input(value: dict[str, Any], key: str) -> Any:
-    """Messages of the Responses API's input at the dotted `key`, with texts as contents."""
+    """Returns the messages of the Responses API's input at the dotted `key`, with texts as contents."""
     nested: Any = value
     for part in key.split("."):
         nested = _value(nested if isinstance(nested, dict) else {}, part)
@@ -327,7 +328,7 @@ def _nested_input(value: dict[str, Any], key: str) -> Any:
 
 
 def _with_text(item: Any) -> Any:
-    """`item` with its text parts joined, if its content is a list of them."""
+    """Joins the text parts of a message's content, if it is a list of text parts."""
     parts = item.get("content") if isinstance(item, dict) else None
     if isinstance(parts, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         return {**item, "content": "".join(part["text"] for part in parts)}
@@ -337,9 +338,9 @@ def _with_text(item: Any) -> Any:
 def _value(value: dict[str, Any], key: str) -> Any:
     if key not in value:
         keys = ascii(", ".join(value))[1:-1]
-        shown = keys if len(keys) <= 80 else f"{keys[:77]}..."
+        keys = keys if len(keys) <= 80 else f"{keys[:77]}..."
         raise Fault(
-            f"key {key!r} is missing; the line has {shown or 'no keys'}",
+            f"key {key!r} is missing; the line has {keys or 'no keys'}",
             "The configuration names the keys of a file beside its file_name (prompt, response).",
         )
     return value[key]

@@ -22,9 +22,9 @@ class Prompt:
 
     prompt: str
     answer: Any = None
-    """None for a line without one."""
+    """The line's answer; None for a line without an answer."""
     line: dict[str, Any] = field(default_factory=dict)
-    """Its line of the data file."""
+    """The prompt's line of the data file."""
     source: str = "memory"
     """Origin, as `file:line`."""
     images: tuple[ImageReference, ...] = ()
@@ -44,18 +44,18 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A supervised sample of several turns: the loss covers the assistant's."""
+    """A supervised sample of several turns: the loss covers the assistant's turns."""
 
     messages: tuple[Message, ...]
     line: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
     images: tuple[ImageReference, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template reads beside the messages, such as `tools`."""
+    """Variables of the chat template other than the messages, such as `tools`."""
 
     @property
     def prompt(self) -> str:
-        """Its messages as JSON, for fingerprints and errors."""
+        """The messages as JSON, for fingerprints and errors."""
         return json.dumps(self.messages, ensure_ascii=False)
 
 
@@ -72,12 +72,12 @@ class Pair:
     line: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """As those of a conversation."""
+    """Variables of the chat template, as of a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An answer that is desirable or not, without another one beside it."""
+    """A single answer to a prompt, and whether it is desirable."""
 
     prompt: str
     """The text, or the messages as JSON."""
@@ -88,7 +88,7 @@ class Judged:
     line: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """As those of a conversation."""
+    """Variables of the chat template, as of a conversation."""
 
 
 Text = Prompt | Document | Conversation | Pair | Judged
@@ -96,7 +96,7 @@ T = TypeVar("T", bound=Text)
 
 
 def documents_of(item: Text) -> list[Any]:
-    """The prompt with each answer of a pair or judged answer, chosen before rejected; another text alone."""
+    """Splits a pair or judged answer into the prompt with each answer, chosen first; returns other texts alone."""
     if not isinstance(item, Pair | Judged):
         return [item]
     answers = (item.chosen, item.rejected) if isinstance(item, Pair) else (item.response,)
@@ -107,7 +107,7 @@ def documents_of(item: Text) -> list[Any]:
 
 
 def second_text(item: Text) -> str:
-    """Text after the prompt: answer, response, or both of a pair as JSON; empty for a conversation."""
+    """Returns the text after the prompt: answer, response, or both of a pair as JSON; empty for a conversation."""
     if isinstance(item, Conversation):
         return ""
     if isinstance(item, Pair):
@@ -157,10 +157,10 @@ class Instruction:
         return tuple(key for key in (self.query, self.system) if key is not None)
 
     def chat(self, record: Record, keys: Sequence[str], *, answered: bool) -> Record:
-        """`record`, read with `keys` and then these keys, with the chat's messages as JSON for its first text.
+        """Replaces the first text of `record`, which was read with `keys` and then `self.keys`, by messages as JSON.
 
-        The messages end before the assistant's turn; with `answered` its turn is the second text. The first text is
-        empty if the user's turn is.
+        The messages end before the assistant's turn; if `answered`, they include it, the record's second text. The
+        result is empty if the user's turn is.
         """
         (prompt, *answers), chat_texts = record.texts[: len(keys)], record.texts[len(keys) :]
         texts = dict(zip(self.keys, chat_texts, strict=True))
@@ -185,7 +185,7 @@ def iterate_texts(
     images: ImageFields | None = None,
     arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> Iterator[T]:
-    """Yield the texts of data files as items of `kind`, in order.
+    """Yields the texts of data files as items of `kind`, in order.
 
     | kind         | first key | second key                  | third key           |
     |--------------|-----------|-----------------------------|---------------------|
@@ -203,7 +203,7 @@ def iterate_texts(
         template: the first key holds messages; they become a prompt's or document's text, and stay messages elsewhere.
         instruction: the first key holds the text of the user's turn, a conversation's second key the assistant's.
         images: prompts, documents and conversations have images.
-        arguments: what the chat template reads besides messages.
+        arguments: variables of the chat template other than messages.
     """
     chat = instruction is None and (kind is Conversation or template is not None)
     chat_keys = () if instruction is None else instruction.keys
@@ -229,9 +229,9 @@ def iterate_texts(
         except DataError as error:
             faults.add(record.source, str(error), "Remove the line, or correct it.")
             continue
-        first, line, shown = record.texts[0], record.line, {"images": record.images} if record.images else {}
+        first, line, image_field = record.texts[0], record.line, {"images": record.images} if record.images else {}
         if kind is Conversation:
-            yield make(tuple(json.loads(first)), line, record.source, **shown, variables=variables)
+            yield make(tuple(json.loads(first)), line, record.source, **image_field, variables=variables)
         elif kind is Pair or kind is Judged:
             if _check_answers(record, keys, label, faults):
                 verdict = (line[label],) if label else ()
@@ -243,13 +243,13 @@ def iterate_texts(
                 faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or correct it.")
                 continue
             second = value_at(line, answer) if kind is Prompt else record.texts[1]
-            yield make(first, second, line, record.source, **shown)
+            yield make(first, second, line, record.source, **image_field)
 
 
 def _place_images(record: Record, images: ImageFields, *, chat: bool, answered: bool) -> Record:
-    """`record` with its images in the order of their places in the first text; `answered`: the last is learnt.
+    """Puts the images of `record` into the order of their places in its first text, and writes them there.
 
-    Raises ImageError.
+    `answered`: the last text is a response, which must hold no image. Raises ImageError.
     """
     if not chat:
         if answered and MARKER in record.texts[-1]:

@@ -1,4 +1,4 @@
-"""Tokenizers: the protocol that jobs use, a character tokenizer, and Hugging Face's."""
+"""Tokenizers: the protocol that jobs use, a tokenizer of characters, and one of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class CharTokenizer:
     def from_file(cls, path: str | Path, eos: str, pad: str | None = None) -> CharTokenizer:
         """Read the vocabulary from a UTF-8 text file; trailing line ends are removed.
 
-        Raises `DataError` for a file that cannot be read, and all of the constructor.
+        Raises `DataError` for a file that cannot be read, and the errors of the constructor.
         """
         if Path(path).exists() and not Path(path).is_file():  # opening a pipe blocks
             raise DataError(f"The vocabulary file {path} cannot be read: it is not a regular file")
@@ -99,7 +99,7 @@ class CharTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Characters of the vocabulary."""
+        """Number of characters in the vocabulary."""
         return len(self._vocabulary)
 
     @property
@@ -120,7 +120,7 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`.
 
-        Raises `UnknownCharacterError` naming the first that is unknown or reserved, its position and the text.
+        Raises `UnknownCharacterError` naming the first unknown or reserved character, its position and the text.
         """
         if not self._plain.issuperset(text):
             raise self._unknown(text)
@@ -128,10 +128,10 @@ class CharTokenizer:
 
     def _unknown(self, text: str) -> UnknownCharacterError:
         position, character = next((p, c) for p, c in enumerate(text) if c not in self._plain)
-        why = self._reserved.get(character)
-        why = f"is reserved (it {why})" if why else "is not in the vocabulary"
-        shown = ascii(text if len(text) <= 60 else f"{text[:57]}...")
-        message = f"Character {ascii(character)} at position {position} of {shown} {why}"
+        use = self._reserved.get(character)
+        reason = f"is reserved (it {use})" if use else "is not in the vocabulary"
+        excerpt = ascii(text if len(text) <= 60 else f"{text[:57]}...")
+        message = f"Character {ascii(character)} at position {position} of {excerpt} {reason}"
         return UnknownCharacterError(message, frozenset(text) - self._plain)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -204,12 +204,12 @@ class HFTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, including added ones."""
+        """Number of tokens in the vocabulary, including added tokens."""
         return len(self.tokenizer)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of rules (of a Python tokenizer: vocabulary), chat template, end token and library version."""
+        """Digest of rules (or, of a Python tokenizer, vocabulary), chat template, end token and library version."""
         import transformers
 
         tokenizer = self.tokenizer
@@ -245,7 +245,7 @@ class HFTokenizer:
 
 
 def digest_of(*values: Any) -> str:
-    """Digest of the texts of `values`."""
+    """Digest of the `repr` of `values`."""
     return hashlib.sha256(repr(values).encode("utf-8", "surrogatepass")).hexdigest()
 
 
