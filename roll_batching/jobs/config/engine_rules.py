@@ -150,7 +150,7 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
         if not url.startswith(("http://", "https://")):
             yield Problem(path, f"has {url!r}; write http://host:port")
     if len(set(urls)) < len(urls):
-        yield Problem(path, "names a server twice: name each once")
+        yield Problem(path, "names a server twice; name each once")
     if role.engine_args.command == []:
         yield Problem(("actor_infer", "engine_args", "command"), "is empty; leave it out, or name a program")
     if role.engine_args.update_weights_from == "distributed":
