@@ -143,7 +143,9 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
     name = role.strategy_args.strategy_name
     urls = role.engine_args.urls
     if urls and name not in SERVED:
-        yield Problem(path, f"is read by sglang and vllm, and actor_infer.strategy_args.strategy_name is {name}")
+        yield Problem(
+            path, f"is read by sglang and vllm, and actor_infer.strategy_args.strategy_name is {name}; leave it out"
+        )
     elif urls and job.actor_train.model_args.model_name_or_path is None:
         yield Problem(path, "needs a model that starts from a model directory (pretrain), which engines read")
     for url in urls:

@@ -165,18 +165,22 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
     if model.hybrid is not None and (misfit := mamba_misfit(model.hybrid, tp, cp)) is not None:
         yield Problem((*path, "hybrid", "mamba_num_groups"), misfit)
     if model.ffn_width % tp:
-        yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
+        yield Problem(
+            (*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks; use fewer ranks"
+        )
     experts = layout.expert_model_parallel_size
     where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
     if experts > 1 and model.moe is None:
         yield Problem(where, f"is {experts}, but the model has no mixture of experts (architecture.moe); use 1")
     elif model.moe is not None and model.moe.num_experts % experts:
-        yield Problem(where, f"{model.moe.num_experts} experts do not divide among EP = {experts} ranks")
+        yield Problem(
+            where, f"{model.moe.num_experts} experts do not divide among EP = {experts} ranks; use fewer ranks"
+        )
     if model.moe is not None and tp > 1 and not layout.sequence_parallel:
         where = (name, "strategy_args", "strategy_config", "sequence_parallel")
         yield Problem(where, "is false; Megatron trains experts with tensor parallelism only with it; set it to true")
     if model.moe is not None and model.moe.router_topk > model.moe.num_experts:
-        yield Problem((*path, "moe", "router_topk"), f"is more than the {model.moe.num_experts} experts")
+        yield Problem((*path, "moe", "router_topk"), f"is more than the {model.moe.num_experts} experts; lower it")
 
 
 # ---- device

@@ -144,7 +144,7 @@ def image_problems(job: JobKeys) -> Iterator[Problem]:
         return
     low, high = data.image_min_pixels, data.image_max_pixels
     if low is not None and high is not None and low > high:
-        yield Problem((*_DATA, "image_min_pixels"), f"is {low}, above image_max_pixels = {high}")
+        yield Problem((*_DATA, "image_min_pixels"), f"is {low}, above image_max_pixels = {high}; lower it")
     model = job.actor_train.model_args
     if model.model_name_or_path is None:
         text = "needs the image processor of a model directory: set pretrain to one of Qwen2.5-VL, or leave it out"

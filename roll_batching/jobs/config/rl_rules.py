@@ -22,13 +22,17 @@ def reward_shaping_problems(job: JobKeys) -> Iterator[Problem]:
         for key in ("source", "target"):
             low, high = getattr(scaling, f"{key}_min"), getattr(scaling, f"{key}_max")
             if not (math.isfinite(low) and math.isfinite(high) and low < high):
-                yield Problem(("reward_scaling", f"{key}_min"), f"is {low}, not below {key}_max {high}")
+                yield Problem(("reward_scaling", f"{key}_min"), f"is {low}, not below {key}_max {high}; lower it")
     if buffer is not None:
         longest = buffer.response_length or job.response_length
         if longest is not None and buffer.length > longest:
-            yield Problem(("overlong_buffer", "length"), f"is {buffer.length}, more than the {longest} of a response")
+            yield Problem(
+                ("overlong_buffer", "length"), f"is {buffer.length}, more than the {longest} of a response; lower it"
+            )
         if not math.isfinite(buffer.penalty):
-            yield Problem(("overlong_buffer", "penalty"), f"is {buffer.penalty}, no number to subtract")
+            yield Problem(
+                ("overlong_buffer", "penalty"), f"is {buffer.penalty}, no number to subtract; write a finite one"
+            )
 
 
 # ---- groups
@@ -67,7 +71,9 @@ def gigpo_problems(job: JobKeys) -> Iterator[Problem]:
     if not compares_states(job.adv_estimator) or job.task != "grpo" or not job.max_steps:
         return
     if not job.episode_reward_weight and not job.step_reward_weight:
-        yield Problem(("step_reward_weight",), "is 0 beside episode_reward_weight: 0, which leaves no advantage")
+        yield Problem(
+            ("step_reward_weight",), "is 0 beside episode_reward_weight: 0, which leaves no advantage; raise one"
+        )
 
 
 # ---- differences between trainer and engine
@@ -141,7 +147,7 @@ def length_problems(job: JobKeys) -> Iterator[Problem]:
         tokens = getattr(job, role).generating_args.max_new_tokens
         if tokens is not None and response is not None and tokens > response:
             path = (role, "generating_args", "max_new_tokens")
-            yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
+            yield Problem(path, f"is {tokens}, more than the job's response_length {response}; lower it")
     tokens = job.actor_infer.generating_args.max_new_tokens
     limit, new_tokens = job.actor_infer.generating_args.max_tokens_in_cache, tokens or response
     layout = sampling_role(job).strategy_args.strategy_config

@@ -147,8 +147,7 @@ def train_on_rollouts(
     planner = MiniBatchPlanner(strategy, mini_batch_size, seed, idle_ids, home_rank)
     if remote_reference is not None:
         remote_reference.ask(local_batch, spec.masks)
-    # Samples share a prefix only where their experts are the same. So with recorded experts, only the epoch whose plans
-    # record them is planned now (under logprob_plan: train the first, otherwise none), and the others afterwards.
+    # Recorded experts decide which samples share a prefix: only the epoch that records them is planned before that.
     first_epochs = range(int(strategy.batching.logprob_plan == "train") if router_replay else epochs)
     planned = planner.plan(table, first_epochs)
     with_old, batches = _add_old_log_probs(
