@@ -22,7 +22,10 @@ def reward_shaping_problems(job: JobKeys) -> Iterator[Problem]:
         for key in ("source", "target"):
             low, high = getattr(scaling, f"{key}_min"), getattr(scaling, f"{key}_max")
             if not (math.isfinite(low) and math.isfinite(high) and low < high):
-                yield Problem(("reward_scaling", f"{key}_min"), f"is {low}, not below {key}_max {high}; lower it")
+                yield Problem(
+                    ("reward_scaling", f"{key}_min"),
+                    f"is {low}, not below {key}_max {high}; set finite numbers, this the smaller",
+                )
     if buffer is not None:
         longest = buffer.response_length or job.response_length
         if longest is not None and buffer.length > longest:
