@@ -19,14 +19,14 @@ EQUAL = "equal"
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One run against the first: for loss, gradient and each metric that changed, how."""
+    """How a run differs from the first one: in loss, in gradient, and in each metric that changed."""
 
     changed: str
     """What the run changed."""
     loss: str = EQUAL
     gradient: str = EQUAL
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """By name, those that changed."""
+    """By name of a metric that changed, the difference as text."""
     error: str | None = None
     """Why the run has no result."""
     hint: str = ""

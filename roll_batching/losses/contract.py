@@ -38,7 +38,7 @@ from roll_batching.errors import LossError
 from roll_batching.samples import SampleBatch
 
 VALUES = "values"
-"""What a model with a value head computes, and no other model."""
+"""The output of a model with a value head (a critic); other models do not compute it."""
 CANDIDATES = "candidate_log_probs"
 """Log-probs of the tokens that a field names at each position."""
 NEEDS = frozenset({"log_probs", "entropy", "logits", VALUES, CANDIDATES})
@@ -106,7 +106,7 @@ class LossSpec:
 
     @property
     def prepare_hint(self) -> str:
-        """End of an error about a missing field: `prepare` may add it, and only jobs call it by themselves."""
+        """End of an error about a missing field: says to call `prepare`, which may add it. Only jobs call it alone."""
         if self.prepare is None:
             return ""
         return (
@@ -129,7 +129,7 @@ class LossSpec:
 
 
 def head_count(number: int) -> str:
-    """Name of the count of labels of head `number`, from 1 on, among `StepCounts.tokens`."""
+    """The key of `StepCounts.tokens` under which the labels of head `number` (from 1 on) are counted."""
     return f"mtp_{number}"
 
 

@@ -79,7 +79,7 @@ def _gather_selected(is_selected: np.ndarray, tokens: _Tokens, layout: ParallelL
 
 
 def _mark(batch: SampleBatch, selected: np.ndarray) -> SampleBatch:
-    """`batch` with the field `held_back`, set for the tokens `selected` [n, 3] that are in it."""
+    """`batch` with the field `held_back`: true at those of its tokens that `selected` names, [n, 3] as gathered."""
     marks = torch.zeros(batch.num_tokens, dtype=torch.bool)
     rows, is_here = batch.find(torch.from_numpy(selected[:, 1].astype(np.int64)))
     positions = torch.from_numpy(selected[:, 2].astype(np.int64))
@@ -113,7 +113,7 @@ class KlCovLoss(KlCovSettings, PolicyGradient):
         """Marks the penalised tokens, equal on every rank. Collective."""
         tokens, count = _covariances(batch, counted_positions(batch), layout)
         most = max(int(self.share * count), 1)
-        # The largest of all ranks are among the largest of each.
+        # Each of the `most` largest of all ranks is among the `most` largest of its own rank.
         largest_here = np.zeros(len(tokens.values), dtype=bool)
         largest_here[np.argsort(-tokens.values, kind="stable")[:most]] = True
         candidates = _gather_selected(largest_here, tokens, layout)

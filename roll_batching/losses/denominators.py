@@ -67,7 +67,7 @@ def require_counts(counts: StepCounts, spec: LossSpec) -> None:
     """Raises `LossError` unless `counts` has valid numbers for all masks and sums of a loss."""
     if not isinstance(counts, StepCounts):
         raise LossError(f"counts is {type(counts).__name__}: pass what strategy.count(batch, loss) returns")
-    heads = [head_count(number) for number in range(1, spec.heads + 1)]
+    heads = [head_count(head) for head in range(1, spec.heads + 1)]
     missing = [
         *(name for name in [*spec.masks, *heads] if name not in counts.tokens or name not in counts.sequences),
         *(name for name in spec.sums if name not in counts.sums),
@@ -79,10 +79,10 @@ def require_counts(counts: StepCounts, spec: LossSpec) -> None:
         )
 
     wrong = [
-        f"{name}={number!r}"
+        f"{name}={count!r}"
         for part, lowest in ((counts.tokens, 0), (counts.sequences, 0), (counts.sums, -math.inf))
-        for name, number in part.items()
-        if not (isinstance(number, Real) and math.isfinite(number) and number >= lowest)
+        for name, count in part.items()
+        if not (isinstance(count, Real) and math.isfinite(count) and count >= lowest)
     ]
     if wrong:
         raise LossError(f"counts holds {', '.join(wrong)}: pass what strategy.count(batch, loss) returns")
@@ -96,11 +96,11 @@ def local_counts(
     rows: torch.Tensor | None = None,
     heads: int = 0,
 ) -> StepCounts:
-    """Counts over the samples of `local`, this data-parallel rank's part of the mini-batch, or those at `rows`.
+    """Counts positions and sequences of `local`, this data-parallel rank's part of the mini-batch.
 
-    `used_lengths` maps ids of truncated samples to their remaining tokens. `counted_positions` defines which positions
-    count. Labels of head k are those of the first mask without the first k of each sample. Raises `DataError` for
-    fields that are missing or not numeric.
+    `rows` selects samples (default: all); `used_lengths` maps ids of truncated samples to their remaining tokens.
+    `counted_positions` defines which positions count. Head k has the labels of the first mask except the first k of
+    each sample. Raises `DataError` for fields that are missing or not numeric.
     """
     used = local.lengths.clone()
     for identity, length in (used_lengths or {}).items():
@@ -118,11 +118,11 @@ def local_counts(
         if first is None:
             first, first_counted = per_sample, counted
         tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
-    for number in range(1, heads + 1):
+    for head in range(1, heads + 1):
         assert first_counted is not None  # a loss has a mask
-        per_sample = _counted(first_counted, begins + predicted.clamp(max=number), begins + predicted)
-        tokens[head_count(number)] = int(per_sample.sum())
-        sequences[head_count(number)] = int((per_sample > 0).sum())
+        per_sample = _counted(first_counted, begins + predicted.clamp(max=head), begins + predicted)
+        tokens[head_count(head)] = int(per_sample.sum())
+        sequences[head_count(head)] = int((per_sample > 0).sum())
     for name in sums:
         require_field(local, name, "the loss's `sums`", "token", "next_token", "sample")
         if local.schema[name].per_token:

@@ -92,7 +92,7 @@ class DistillLoss(DistillSettings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The student's outputs that the loss reads: log-probs of the teacher's tokens, with terms more."""
+        """Outputs of the student that the loss reads: log-probs of the teacher's tokens; other terms need more."""
         needs = {CANDIDATES} | ({"log_probs"} if self.weight != 1 else set())
         reads_rest = self.zero_outside_topk and self.objective != "forward_kl"
         return frozenset(needs | ({"entropy"} if reads_rest else set()))
@@ -134,7 +134,7 @@ class DistillLoss(DistillSettings):
         return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token), dict(metrics))
 
     def _over_vocabulary(self, teacher: torch.Tensor, student: torch.Tensor, tokens: TokenView) -> torch.Tensor:
-        """[tokens] divergence with q over the whole vocabulary, of which `own` are the teacher's tokens."""
+        """[tokens] divergence with q over the whole vocabulary; `student` holds log q at the teacher's tokens."""
         q = student.exp()
         forward = _forward(teacher.exp(), teacher, student)
         if self.objective == "forward_kl":

@@ -76,19 +76,19 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def with_gradient(
-    value: torch.Tensor, how: KlGradient, *, other: torch.Tensor, sampled: torch.Tensor, ratio: torch.Tensor
+    value: torch.Tensor, kind: KlGradient, *, other: torch.Tensor, sampled: torch.Tensor, ratio: torch.Tensor
 ) -> torch.Tensor:
-    """`value`, an estimate of the divergence between `sampled` and `other`, with the gradient `how`.
+    """`value`, an estimate of the divergence between `sampled` and `other`, with the gradient that `kind` names.
 
     `ratio` is p / p_old of the tokens; "importance" multiplies the value by it.
     """
-    if how == "straight_through":
+    if kind == "straight_through":
         # Value of the estimator, gradient of k2: its own value cancels.
         quadratic = k2(bounded(other - sampled), torch.zeros_like(sampled))
         return quadratic - quadratic.detach() + value.detach()
-    if how == "score_function":  # the factor is 1, its gradient that of log p
+    if kind == "score_function":  # the factor is 1, its gradient that of log p
         return value * (sampled - sampled.detach()).exp()
-    return value * ratio if how == "importance" else value
+    return value * ratio if kind == "importance" else value
 
 
 # ---- aggregation

@@ -31,7 +31,7 @@ def check_temperature(value: Any) -> float:
 
 
 def only_counted(values: torch.Tensor, pack: PackedBatch, tokens: torch.Tensor | None = None) -> torch.Tensor:
-    """`values` [tokens, ...] with 0 where only other samples, which share the position, count it.
+    """Sets `values` [tokens, ...] to 0 where no mask counts them, if samples of the pack share positions.
 
     `tokens` are the indices of `values` in the unshared layout; None: all of them.
     """
@@ -51,9 +51,9 @@ class HeadContext:
     """Real vocabulary; None counts every column of the head."""
     temperature: float = 1.0
     temperature_field: str | None = None
-    """A sample field that divides each sample's logits in `log_probs`, beside `temperature`."""
+    """A sample field that divides each sample's logits in `log_probs`, in addition to `temperature`."""
     value_head: bool = False
-    """Whether the output is a critic's values [1, tokens / cp, 1], the only thing to be had then."""
+    """Whether the model is a critic: its output is values [1, tokens / cp, 1], and it has no log-probs."""
 
     def require(self, needs: Collection[str], whose: str) -> None:
         """Raises `LossError` where the model does not compute `needs`; `whose` starts the message."""
@@ -63,7 +63,7 @@ class HeadContext:
             raise LossError(f"{whose} needs values, and this model has no value head: set model_args.value_head")
 
     def results(self, output: torch.Tensor, pack: PackedBatch, chunk: Any, names: Sequence[str]) -> torch.Tensor:
-        """[tokens, names] of the names that `require` allows, in pack order; 0 in a filler."""
+        """[tokens, names]: the outputs `names`, which `require` allows, in pack order; 0 in a filler."""
         idle = not pack.samples
         if self.value_head:
             return self.values(output, pack, idle=idle)[:, None]
@@ -123,8 +123,8 @@ class HeadContext:
     ) -> torch.Tensor:
         """Log-probs [tokens / cp] of `labels` at local `rows`, 0 elsewhere, without temperature.
 
-        For further hidden states [1, tokens / cp (/ tp), hidden] before the deferred head, whose weight gets no
-        gradient with `detach`.
+        `hidden` [1, tokens / cp (/ tp), hidden] are the states that a prediction head hands to the deferred head. With
+        `detach` the deferred head's weight gets no gradient.
         """
         gpt = gpt_of(chunk)
         weight = head_weight(gpt).detach() if detach else head_weight(gpt)
@@ -152,13 +152,13 @@ class HeadContext:
         from roll_batching.losses.vocabulary import top_log_probs
 
         source, weight = self._source(output, chunk)
-        size = self.layout.tp_size * (source if weight is None else weight).shape[-1 if weight is None else 0]
+        shard = source.shape[-1] if weight is None else weight.shape[0]
         log_probs, ids = top_log_probs(
             source,
             k,
             weight=weight,
             rows=pack.head_tokens if pack.samples else pack.head_tokens[:0],
-            vocab_size=self.vocab_size or size,
+            vocab_size=self.vocab_size or self.layout.tp_size * shard,
             temperature=self.temperature,
             tp_group=self.layout.tp_group,
         )
@@ -187,7 +187,7 @@ class HeadContext:
         return logits.masked_fill(padded, torch.finfo(logits.dtype).min / 2)
 
     def vocabulary_of(self, logits: torch.Tensor) -> Vocabulary:
-        """The vocabulary of which the result of `logits` has this rank's columns."""
+        """The `Vocabulary` that reduces over the columns of `logits`, a result of the method `logits`."""
         from roll_batching.losses.vocabulary import Vocabulary  # few losses read logits
 
         shard = logits.shape[-1]
@@ -196,9 +196,10 @@ class HeadContext:
     def statistics_of(
         self, logits: torch.Tensor, pack: PackedBatch, *, gather_cp: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs, entropies) of the result of `logits`: local positions, or with `gather_cp` all [tokens].
+        """(log-probs, entropies) at this rank's positions, or with `gather_cp` at all [tokens].
 
-        Local positions are those of the pack, where shared ones are once.
+        `logits` is a result of the method `logits`, already divided by the temperature. Local positions are those of
+        the pack, in which a position that samples share appears once.
         """
         values, entropies = self._token_log_probs(logits, pack.labels, None, pack.head_tokens, True, temperature=1.0)
         assert entropies is not None  # requested above

@@ -32,7 +32,7 @@ class MTPLosses:
     def of(
         cls, outputs: torch.Tensor, pack: PackedBatch, chunk: Any, head: HeadContext, spec: LossSpec, counts: StepCounts
     ) -> MTPLosses:
-        """Compute them from the heads' hidden states, [1, heads x tokens / cp (/ tp), hidden]; 0 for a filler."""
+        """Computes them from the heads' hidden states, [1, heads x tokens / cp (/ tp), hidden]; 0 for a filler."""
         gpt = gpt_of(chunk)
         scale, total = gpt.config.mtp_loss_scaling_factor / spec.heads, []
         metrics: dict[str, Metric] = {}
@@ -40,10 +40,10 @@ class MTPLosses:
             inputs = pack.params.mtp_inputs
             labels, rows = inputs.tokens[number], inputs.rows[number - 1]
             values = head.label_log_probs(hidden, labels, rows, chunk, detach=gpt.detach_heads)
-            # Gathered, so that every context-parallel rank has the whole loss, as of the main one.
+            # Gathered, so that every context-parallel rank has the whole loss, like that of the main head.
             entropy = -(head.gather(values, pack) if pack.samples else values).sum()
             count = max(counts.tokens[head_count(number)], 1)
-            # With a factor of 0 as well: overlapped gradient reduction waits for every parameter.
+            # Added with a factor of 0, too: overlapped gradient reduction waits for every parameter.
             total.append(entropy * (scale / count) if scale else entropy.nan_to_num(0, 0, 0) * 0)
             if pack.samples and pack.params.cp_rank == 0:
                 labelled = torch.full_like(entropy, inputs.counts[number - 1])

@@ -128,7 +128,7 @@ class PolicyGradient(PolicyGradientSettings):
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * tokens.entropy
         if self.kl_coef:
-            # Beside the surrogate, not in the reward: the reference pulls on tokens without an advantage, too.
+            # Added to the loss and not to the reward: the reference pulls on tokens without an advantage, too.
             divergence, more = self._divergence(policy)
             per_token, metrics = per_token + self.kl_coef * divergence, metrics | more
         if self.sample_weights is not None:
@@ -155,7 +155,7 @@ class PolicyGradient(PolicyGradientSettings):
 
 
 def engine_weights(
-    tokens: TokenView, old: torch.Tensor, how: EngineCorrection, lowest: float, cap: float
+    tokens: TokenView, old: torch.Tensor, correction: EngineCorrection, lowest: float, cap: float
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """[tokens] weights p_trainer / p_engine without gradient, and their metrics; `old` are the trainer's log-probs.
 
@@ -165,10 +165,10 @@ def engine_weights(
     log_ratio = (old - tokens["rollout_log_probs"]).detach()
     ratio = bounded(log_ratio).exp()
     compared = ratio
-    if how == "mask_sequences":
+    if correction == "mask_sequences":
         compared = tokens.expand(tokens.segment_mean(bounded(log_ratio))).exp()
     outside = (compared < lowest) | (compared > cap)
-    weight = ratio.clamp(lowest, cap) if how == "truncate" else torch.where(outside, 0.0, ratio)
+    weight = ratio.clamp(lowest, cap) if correction == "truncate" else torch.where(outside, 0.0, ratio)
     return weight, {
         "engine_ratio": tokens.mean_metric(ratio),
         "engine_ratio_bounded": tokens.mean_metric((log_ratio.abs() > LOG_RATIO_BOUND).float()),

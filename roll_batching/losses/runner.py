@@ -82,7 +82,7 @@ class MicroBatchRecord:
     ) -> None:
         self.loss, self.metrics, self._ids = loss.detach().clone(), metrics, ids
         self.is_counted = is_counted
-        """Whether loss and metrics enter the step's; not on ranks that computed the same as the first of the pack."""
+        """Whether loss and metrics enter those of the step; false on ranks that repeat the first CP rank's result."""
         self._bad = None if per_sample is None else ~torch.isfinite(per_sample.detach())
         """[samples] bool: samples whose loss, or gradient with respect to log-probs or values, is not finite."""
 
@@ -117,7 +117,7 @@ class LossRunner:
         ranks, so that all can raise the error together."""
 
     def _counts_pack(self, pack: PackedBatch) -> bool:
-        """Whether this rank's loss of a pack counts: that of the first context-parallel rank, or a part of it."""
+        """Whether this rank's loss of a pack counts: on the first CP rank, or on all if each computes a part."""
         is_part = self._spec.by_sequence and not self._spec.gather_cp
         return is_part or pack.params.cp_rank == 0
 
@@ -190,7 +190,7 @@ class LossRunner:
         return failure
 
     def _kinds_hint(self, error: Exception, pack: PackedBatch) -> str:
-        """End of an error where a loss combines tensors of as many values as a pack has samples, and tokens."""
+        """End of an error of a loss that seems to combine values per sample and per token; otherwise empty."""
         sizes, fields = set(re.findall(r"\d+", str(error))), [n for n, k in pack.kinds.items() if k == "sample"]
         if self._spec.by_sequence or not fields or not {str(pack.samples), str(len(pack.segment_ids))} <= sizes:
             return ""
@@ -202,13 +202,13 @@ class LossRunner:
     def _by_token(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
-        needs, log_probs, entropy, values, several = self._spec.needs, None, None, None, None
+        needs, log_probs, entropy, values, label_and_candidates = self._spec.needs, None, None, None, None
         logits = vocabulary = None
         if self._spec.candidates is not None:
-            several, entropy = self._head.candidate_log_probs(
+            label_and_candidates, entropy = self._head.candidate_log_probs(
                 output, pack, chunk, self._spec.candidates, entropy="entropy" in needs
             )
-            log_probs = several[:, 0]
+            log_probs = label_and_candidates[:, 0]
         elif needs & {"log_probs", "entropy"}:
             log_probs, entropy = self._head.log_probs(output, pack, chunk, entropy="entropy" in needs)
         if "logits" in needs:
@@ -223,7 +223,7 @@ class LossRunner:
             entropy=entropy,
             logits=logits,
             values=values,
-            candidate_log_probs=None if several is None else several[:, 1:],
+            candidate_log_probs=None if label_and_candidates is None else label_and_candidates[:, 1:],
             vocabulary=vocabulary,
         )
 
@@ -231,12 +231,12 @@ class LossRunner:
             result = self._loss.token_loss(view)
             loss = self._checked(result, output)
             record = MicroBatchRecord(loss, dict(result.metrics), pack.ids, is_counted=self._counts_pack(pack))
-            watched = log_probs if several is None else several
-            # Gradients of log-probs name samples, which those of weights no longer do.
+            watched = log_probs if label_and_candidates is None else label_and_candidates
+            # A gradient of log-probs that is not finite tells its sample; one of weights does not.
             record.watch(watched if values is None else values, pack)
             return loss, record
 
-        return self._guarded(call, pack, (several, log_probs, entropy, logits, values))
+        return self._guarded(call, pack, (label_and_candidates, log_probs, entropy, logits, values))
 
     def _by_sequence(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any

@@ -31,22 +31,23 @@ def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
     """
     slots = layout.segments[: layout.samples]
     real = layout.lengths if cp_size == 1 else layout.real_token_counts(cp_rank)
-    both = np.stack([real, slots // cp_size - real], axis=1).reshape(-1)
+    sizes = np.stack([real, slots // cp_size - real], axis=1).reshape(-1)
     tail = int(layout.segments[layout.samples :].sum()) // cp_size
-    return [*both.tolist(), *([tail] if tail else [])]
+    return [*sizes.tolist(), *([tail] if tail else [])]
 
 
 def _local_positions(
     layout: PackLayout, cp_rank: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Positions of samples that share prefixes on one context-parallel rank.
+    """Finds the positions of samples that share prefixes on one context-parallel rank.
 
-    Their indices in the unshared layout, and among the tokens of this rank; and the split sizes as of `row_counts`.
+    Returns their indices in the unshared layout, their indices among this rank's tokens, and split sizes like those of
+    `row_counts`.
     """
-    place = np.full(layout.tokens, -1, np.int64)
+    local_index = np.full(layout.tokens, -1, np.int64)
     local_tokens = layout.local_tokens(cp_rank)
-    place[local_tokens] = np.arange(len(local_tokens))
-    computed = place[layout.computed_tokens]
+    local_index[local_tokens] = np.arange(len(local_tokens))
+    computed = local_index[layout.computed_tokens]
     unshared_index = np.flatnonzero(computed >= 0)
     counts = np.bincount(layout.unshared.segment_ids[unshared_index], minlength=layout.samples)
     sizes = np.stack([counts, np.zeros_like(counts)], axis=1).reshape(-1).tolist()
@@ -86,7 +87,7 @@ class SequenceParts:
         local = head.logits(output, chunk)
         self.vocabulary = head.vocabulary_of(local)
         self.logits = self._cut(self._repeat(head.gather(local, pack) if gather else local))
-        self._cached: dict[str, Sequence[torch.Tensor]] = {}
+        self._cached: dict[str, Sequence[torch.Tensor]] = {}  # computed values have a colon in front of their names
         if statistics:
             log_probs, entropy = head.statistics_of(local, pack, gather_cp=gather)
             if self._computed is not None:
@@ -94,7 +95,7 @@ class SequenceParts:
             self._cached |= {"log_probs": self._cut(log_probs), "entropy": self._cut(entropy)}
 
     def field(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
-        """A [tokens, ...] tensor in pack order, split by sequence; made and split once."""
+        """Splits a [tokens, ...] tensor in pack order by sequence. `make` is called on the first call only."""
         if name not in self._cached:
             values = make()
             self._cached[name] = self._cut(values if self._rows is None else values[self._rows])
@@ -107,13 +108,13 @@ class SequenceParts:
         return self._cached[name]
 
     def per_sample(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
-        """A [samples, ...] tensor, split by sequence; made once."""
+        """The rows of a [samples, ...] tensor, one per sequence. `make` is called on the first call only."""
         if name not in self._cached:
             self._cached[name] = make().unbind(0)
         return self._cached[name]
 
     def _repeat(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of each sample from those of the pack; unchanged where none is shared."""
+        """Repeats each local position for every sample that shares it; returns `local` itself if none is shared."""
         return local if self._computed is None else local.index_select(0, self._computed)
 
     def _cut(self, local: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 2048
+"""Vocabulary columns that a Triton program reads at once."""
 
 
 @triton.jit
@@ -19,6 +20,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # Triton reads this fun
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # rows x vocabulary passes 2^31
     start = (tl.load(index + row) if HAS_INDEX else row) * stride
+    # Bound, sum of exponentials and its moment, as `vocab_parallel` defines them.
     m, z, s = tl.load(top + row), tl.load(total + row), tl.load(moment + row)
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)

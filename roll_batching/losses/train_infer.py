@@ -184,7 +184,7 @@ def with_correction(
 
 
 _SUMS = ("tokens", "k1", "k3", "ratio", "weights", "weighted", "clipped", "masked", "zeroed", "ratio_max")
-"""Sums over the counted tokens of a rank; `weighted` counts what weights are averaged over."""
+"""Sums over the counted tokens of a rank (`ratio_max`: the maximum). The mean weight is `weights` / `weighted`."""
 
 
 def _outcome(mismatch: Mismatch, settings: TrainInferCorrection) -> tuple[torch.Tensor, torch.Tensor]:

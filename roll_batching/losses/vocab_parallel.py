@@ -115,7 +115,7 @@ def _statistics(logits: TiledLogits, want_entropy: bool, group: Any) -> tuple[to
     # The lowest bound, so that a shard without real columns contributes nothing.
     top = torch.full_like(total, torch.finfo(torch.float32).min / 4)
     kernels = logits.kernels
-    x_buffer, e_buffer = (logits.buffer(), logits.buffer()) if kernels is None else (top, top)
+    x_buffer, e_buffer = (logits.buffer(), logits.buffer()) if kernels is None else (top, top)  # kernels use none
     for rows, columns in logits.tiles():
         if kernels is not None:
             tile, index = logits.computed(rows, columns)
@@ -257,7 +257,7 @@ def _backward_hidden(
     if d_weight is not None:
         d_weight[logits.columns :] = 0
     kernels = logits.kernels
-    x_buffer = logits.buffer() if kernels is None else d_rows
+    x_buffer = logits.buffer() if kernels is None else d_rows  # kernels use none
     p_buffer = None if saved[3] is None or kernels is not None else logits.buffer()
     for rows, columns in logits.tiles():
         if kernels is not None:
@@ -301,7 +301,7 @@ def _kernels(source: torch.Tensor) -> Any:
 
 def tile_shape(count: int, columns: int, source: torch.Tensor, *, deferred: bool, chunk: int | None) -> tuple[int, int]:
     """Rows and columns of a tile: all columns for given logits, all rows for a deferred head."""
-    numbers = TILE_BYTES.get(source.device.type, TILE_BYTES["cuda"]) // 4
+    numbers = TILE_BYTES.get(source.device.type, TILE_BYTES["cuda"]) // 4  # of fp32
     if deferred:
         wide = numbers // max(count, 1) // TILE_COLUMNS * TILE_COLUMNS
         return max(count, 1), chunk or max(wide, TILE_COLUMNS)

@@ -139,18 +139,18 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
     if len(bins) != constraints.dp_size:
         raise PlanError(f"bins has {len(bins)} ranks: give dp_size={constraints.dp_size} lists of micro-batches")
     indices: list[list[Ints]] = []
-    for number, rank in enumerate(bins):
-        _require_list(f"bins[{number}]", rank)
+    for rank, rank_bins in enumerate(bins):
+        _require_list(f"bins[{rank}]", rank_bins)
         indices.append([])
-        for k, members in enumerate(rank):
-            _require_list(f"bins[{number}][{k}]", members)
-            indices[-1].append(as_ints(members, f"bins[{number}][{k}]", len(members)))
+        for k, members in enumerate(rank_bins):
+            _require_list(f"bins[{rank}][{k}]", members)
+            indices[-1].append(as_ints(members, f"bins[{rank}][{k}]", len(members)))
     if constraints.has_cp_per_pack:
         packs, first_ranks, cp_sizes = blocks_of_bins(indices)
         samples, offsets = _checked_members(problem, packs)
         blocks = PackBlocks(first_ranks, cp_sizes, np.zeros(len(cp_sizes), dtype=np.int64))
         return _assemble_samples(problem, samples, offsets, max(map(len, indices)), blocks=blocks)
-    per_rank = [len(rank) for rank in bins]
+    per_rank = [len(rank_bins) for rank_bins in bins]
     if len(set(per_rank)) != 1:
         raise PlanError(
             f"ranks have different numbers of micro-batches ({min(per_rank)} to {max(per_rank)}); every rank "
@@ -171,9 +171,9 @@ def _checked_members(problem: PlanProblem, members: Sequence[Ints]) -> tuple[Int
         raise PlanError(f"bins hold sample index {samples[outside][0]}: samples are 0 to {len(problem.lengths) - 1}")
     dropped = {record.index for record in problem.dropped}
     if dropped:
-        placed = np.array([int(sample) not in dropped for sample in samples], dtype=bool)
-        placed_before = np.concatenate([[0], np.cumsum(placed)])
-        samples, offsets = samples[placed], placed_before[offsets].astype(np.int64)
+        is_placed = np.array([int(sample) not in dropped for sample in samples], dtype=bool)
+        placed_before = np.concatenate([[0], np.cumsum(is_placed)])
+        samples, offsets = samples[is_placed], placed_before[offsets].astype(np.int64)
     return samples, offsets
 
 

@@ -14,9 +14,9 @@ from roll_batching.planning.cost_model import non_negative_fit
 from roll_batching.planning.pack_times import Cluster, PackTimes
 
 LEAST_MEASUREMENTS = 4
-"""Coefficients of the fit: FLOPs of matrix products, their part per product, FLOPs of attention, and the floor."""
+"""One per coefficient: FLOPs of matrix products, their part per product, FLOPs of attention, and the floor."""
 _COEFFICIENTS = 3
-"""Those of a fit without the floor: as many packs must stay above the floor."""
+"""Number of coefficients without the floor; at least as many packs must be above the floor."""
 MOST_SPLITS = 128
 """Most numbers of packs at the floor that are tried."""
 EXACT = 1e-18

@@ -86,7 +86,7 @@ class _CacheFiles(caching.CompileResultCacheImpl):
 
 
 class _Cache(caching.FunctionCache):
-    """numba's cache of one function, which costs no plan where a file is damaged or the disk takes none."""
+    """numba's cache of one function. A damaged file or a full disk makes it compile again, and raises nothing."""
 
     _impl_class = _CacheFiles
 

@@ -142,7 +142,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     K >= pp_size, and the plan has the smallest N that Megatron accepts for it."""
 
     num_micro_batches_multiple: Count = 1
-    """The number of micro-batches per rank is a multiple of this, beside what the layout asks."""
+    """The number of micro-batches per rank is a multiple of this, in addition to what the layout requires."""
 
     fillers: bool = True
     """Whether a filler may take the place of an empty micro-batch; False: a plan that needs one is an error."""
@@ -184,7 +184,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     @classmethod
     def of(cls, dims: ParallelDims, batching: BatchingSpec, **further: Any) -> PlanConstraints:
-        """Constraints from a layout and batching settings; `further`: its own fields."""
+        """Constraints from a layout and batching settings; `further` are fields that neither of them has."""
         sizes = {field.name: getattr(dims, field.name) for field in fields(ParallelDims)}
         return cls(**sizes, **{field.name: getattr(batching, field.name) for field in fields(BatchingSpec)}, **further)
 
@@ -276,7 +276,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     def usable_tokens(self) -> int:
         """Most tokens of all slots of an aligned pack below the cap; 0: nothing fits. Needs `max_tokens`.
 
-        With a context-parallel size per pack, of the largest.
+        With a context-parallel size per pack, a pack of the largest size is meant.
         """
         usable = self.usable_tokens_of(self.largest_cp_size)
         return usable if usable >= self.micro_batch_alignment else 0

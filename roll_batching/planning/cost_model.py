@@ -42,7 +42,7 @@ class CostModel(Protocol):
 
     @property
     def fixed(self) -> int:
-        """Fixed cost of a micro-batch beside its sequences; 0: not known.
+        """Cost of a micro-batch without its sequences; 0: not known.
 
         It decides the number of micro-batches in a pipeline, where 0 is replaced by `FIXED_TOKENS` average tokens.
         """

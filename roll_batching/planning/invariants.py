@@ -69,12 +69,12 @@ def _check_placement(plan: PlanArrays) -> None:
     count = len(plan.lengths)
     outside = (plan.samples < 0) | (plan.samples >= count)
     if outside.any():
-        raise PlanError(f"the plan places sample {plan.samples[outside][0]}, but there are {count} samples")
+        raise PlanError(f"the plan places sample {plan.samples[outside][0]}, but there are {count} samples: plan again")
     times = np.bincount(plan.samples, minlength=count)
     for record in plan.dropped:
         times[record.index] += 1
         if not record.reason:
-            raise PlanError(f"sample {record.index} (id {record.id}) is dropped without a reason")
+            raise PlanError(f"sample {record.index} (id {record.id}) is dropped without a reason: give one")
     wrong = np.flatnonzero(times != 1)
     if len(wrong):
         i = int(wrong[0])
@@ -175,7 +175,7 @@ def _check_shared(plan: PlanArrays, entry_length: Ints) -> None:
         i = int(wrong[0]) if len(wrong) else int(np.flatnonzero(plan.shared)[0])
         raise PlanError(
             f"sample {plan.samples[i]} (id {plan.ids[plan.samples[i]]}) takes {plan.shared[i]} of its "
-            f"{entry_length[i]} positions from the sample before it in its micro-batch, which has {available[i]}"
+            f"{entry_length[i]} positions from the sample before it in its micro-batch, of {available[i]}: plan again"
         )
 
 

@@ -48,9 +48,9 @@ def read_lengths(path: str | Path, columns: Sequence[str] = ()) -> Ints:
 
 
 def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequence[str] = ()) -> LengthFile:
-    """Read lengths from CSV or text, JSON, npy or Parquet: the sum of `columns`, or of those named like lengths.
+    """Read lengths from CSV or text, JSON, npy or Parquet: the sum of `columns`, or of columns named like lengths.
 
-    `others` are columns of integers to read beside them.
+    `others` are further columns of integers to read.
 
     CSV and text: names in the first line, else the columns are "1", "2", ... JSON: lines, or one array, of numbers
     ("length") or of objects. npy: one column ("length") or several ("1", "2", ...). Parquet needs pyarrow. Raises
@@ -67,8 +67,8 @@ def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequ
         ".ndjson": _read_jsonl,
     }
     try:
-        of_text = _read_jsonl if _begins_with(file, "[", "{") else _read_csv
-        table = readers.get(file.suffix.lower(), of_text)(file)
+        text_reader = _read_jsonl if _begins_with(file, "[", "{") else _read_csv
+        table = readers.get(file.suffix.lower(), text_reader)(file)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
     if not table or not any(values is None or len(values) for values in table.values()):
@@ -77,10 +77,10 @@ def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequ
         other_names = choose_columns(table, others).columns if others else ()
         choice = choose_columns(table, columns)
     except DataError as error:
-        text = str(error)
+        message = str(error)
         if readers.get(file.suffix.lower()) is None and len(table) > 1 and all(name.isdecimal() for name in table):
-            text += ". The first line holds no names, and ',' separates columns: write 1,024 as 1024"
-        raise DataError(text if text.startswith(str(file)) else f"{file}: {text}") from None
+            message += ". The first line holds no names, and ',' separates columns: write 1,024 as 1024"
+        raise DataError(message if message.startswith(str(file)) else f"{file}: {message}") from None
     chosen = {name: _checked(file, name, table[name]) for name in choice.columns}
     lengths: Ints = np.stack(list(chosen.values())).sum(axis=0)
     _check_rows(file, "as its length", lengths, at_least=1)
@@ -186,7 +186,7 @@ def _header(file: Path, number: int, row: list[str]) -> list[str]:
                 "column names, or only numbers like the lines after it"
             )
         if _is_number(value):
-            raise DataError(f"{file}:{number}: {_short(value)} is neither an integer nor a column's name")
+            raise DataError(f"{file}:{number}: {_short(value)} is neither an integer nor a column's name; correct it")
     names = [value.strip() for value in row]
     for name in names:
         if names.count(name) > 1:

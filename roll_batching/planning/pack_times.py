@@ -146,7 +146,7 @@ class PackTimes(CheckedFields, error=PlanError):
         return times
 
     def fixed(self, cp_size: int) -> int:
-        """Time of a pack on `cp_size` ranks beside its sequences."""
+        """The part of a pack's time on `cp_size` ranks that does not depend on its sequences."""
         half = self.cluster.matmul_half_tokens * self.tp_size**0.5
         seconds = self.linear / self.tp_size / self.pp_size * half / self.cluster.matmul_rate
         seconds += self._exchange_latency(cp_size)
@@ -154,7 +154,7 @@ class PackTimes(CheckedFields, error=PlanError):
         return int(np.rint(seconds * NANOSECONDS))
 
     def exchange_latency(self, cp_size: int) -> int:
-        """The part of `fixed` that is latency of the exchange of keys and values."""
+        """The part of `fixed` during which the exchange of keys and values waits for links to answer."""
         return int(np.rint(self._exchange_latency(cp_size) * NANOSECONDS))
 
     @property

@@ -64,7 +64,7 @@ def _largest_differencing(values: Ints, order: Ints, k: int, width: int) -> Ints
     length = np.minimum(width, count - start)
     room = np.full(states, width, dtype=np.int64)
     used = states * width
-    heap: list[tuple[int, int]] = [(int(start[i]), i) for i in range(0)]
+    heap: list[tuple[int, int]] = [(int(start[i]), i) for i in range(0)]  # empty: tells numba the type, (spread, state)
     for state in range(states):
         for i in range(length[state]):
             item = order[start[state] + i]

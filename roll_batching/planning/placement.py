@@ -79,23 +79,23 @@ def raise_count(
     The halves take the place of the split one. Where only single items are left, fillers follow at the end.
     """
     # The place of a half is that of its parent with one more digit, so that places sort in the order of the bins.
-    placed: list[tuple[tuple[int, ...], B]] = []
+    entries: list[tuple[tuple[int, ...], B]] = []
     divisible: list[tuple[int, tuple[int, ...], B]] = []
 
     def put(place: tuple[int, ...], members: B) -> None:
         if len(members) > 1:
             heapq.heappush(divisible, (-weight(members), place, members))
         else:
-            placed.append((place, members))
+            entries.append((place, members))
 
     for position, members in enumerate(bins):
         put((position,), members)
-    while divisible and len(placed) + len(divisible) < target:
+    while divisible and len(entries) + len(divisible) < target:
         _, place, members = heapq.heappop(divisible)
         for digit, half in enumerate(split(members)):
             put((*place, digit), half)
-    placed += [(place, members) for _, place, members in divisible]
-    result = [members for _, members in sorted(placed, key=lambda entry: entry[0])]
+    entries += [(place, members) for _, place, members in divisible]
+    result = [members for _, members in sorted(entries, key=lambda entry: entry[0])]
     return result + [filler() for _ in range(target - len(result))]
 
 

@@ -80,11 +80,11 @@ def plan_step(
 
     Equal arguments give equal plans on every machine. Raises `PlanError` when no valid plan exists.
     """
-    given: dict[str, Any] = {"ids": ids, "group_ids": group_ids, "home_rank": home_rank, "location": location}
+    arrays: dict[str, Any] = {"ids": ids, "group_ids": group_ids, "home_rank": home_rank, "location": location}
     price = DEFAULT_COST if cost is None else cost
 
     def problem(largest_part: int | None = None) -> PlanProblem:
-        return build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=largest_part, **given)
+        return build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=largest_part, **arrays)
 
     if isinstance(constraints, PlanConstraints) and constraints.has_cp_per_pack:
         from roll_batching.planning.dynamic_cp.planner import place_blocks  # only such plans need the search
@@ -111,8 +111,8 @@ def plan_single_sizes(
     problem = build_problem(lengths, constraints, cost=DEFAULT_COST, prefixes=prefixes)
     checked = _times_of(problem, times)
     with compiled_once(_kind(problem)):
-        placed = place_single_sizes(problem, checked)
-    return {size: Plan.of(assemble_blocks(problem, *packs)) for size, packs in placed.items()}
+        packs_by_size = place_single_sizes(problem, checked)
+    return {size: Plan.of(assemble_blocks(problem, *packs)) for size, packs in packs_by_size.items()}
 
 
 def _times_of(problem: PlanProblem, times: PackTimes | None) -> PackTimes:
@@ -150,7 +150,7 @@ def _plan_trees(cut: Callable[[int | None], PlanProblem]) -> PlanArrays:
     ranks, fixed, trees = problem.constraints.dp_size, problem.fixed_cost, problem.units
     best, time = _plan_if_filled(problem)
     mean = int(trees.costs.sum()) // ranks
-    whole = int(problem.prefixes.cost(problem.used[trees.samples]).sum()) // ranks
+    mean_unshared = int(problem.prefixes.cost(problem.used[trees.samples]).sum()) // ranks
     tried = {len(trees)}
     for part in part_sizes(trees.costs, mean):
         fixed_costs = fixed * best.num_micro_batches if best is not None else 0
@@ -159,12 +159,12 @@ def _plan_trees(cut: Callable[[int | None], PlanProblem]) -> PlanArrays:
         smaller = cut(part)
         if len(smaller.units) not in tried and int(smaller.units.costs.sum()) // ranks + fixed_costs < time:
             tried.add(len(smaller.units))
-            found, found_time = _plan_if_filled(smaller)
-            if found_time < time:
-                best, time = found, found_time
-    if time > whole and len(trees.samples) not in tried:
-        found, found_time = _plan_if_filled(cut(0))
-        best = found if found_time < time else best
+            candidate, candidate_time = _plan_if_filled(smaller)
+            if candidate_time < time:
+                best, time = candidate, candidate_time
+    if time > mean_unshared and len(trees.samples) not in tried:
+        candidate, candidate_time = _plan_if_filled(cut(0))
+        best = candidate if candidate_time < time else best
     return _plan(cut(0)) if best is None else best
 
 

@@ -85,19 +85,19 @@ class SharedPrefixes:
         sizes = as_ints(lengths, "lengths", len(np.asarray(lengths)))
         group, prefix = as_ints(groups, "groups", len(sizes)), as_ints(prefix_lengths, "prefix_lengths", len(sizes))
         order = np.argsort(group, kind="stable").astype(np.int64)
-        same = np.concatenate([[False], np.diff(group[order]) == 0])
+        same_group = np.concatenate([[False], np.diff(group[order]) == 0])
         wrong = np.flatnonzero((prefix < 0) | (prefix > sizes))
         if len(wrong):
             i = int(wrong[0])
             raise PlanError(f"sample {i} of {sizes[i]} tokens has a prefix of {prefix[i]}: give 0 to {sizes[i]}")
-        torn = np.flatnonzero(same[1:] & (np.diff(prefix[order]) != 0))
+        torn = np.flatnonzero(same_group[1:] & (np.diff(prefix[order]) != 0))
         if len(torn):
             first, second = int(order[torn[0]]), int(order[torn[0] + 1])
             raise PlanError(
                 f"samples {first} and {second} of group {group[first]} have prefixes of {prefix[first]} and "
                 f"{prefix[second]} tokens: samples of one group begin alike"
             )
-        return cls(order, np.where(same, shared_positions(prefix[order]), 0))
+        return cls(order, np.where(same_group, shared_positions(prefix[order]), 0))
 
     def __len__(self) -> int:
         return len(self.order)
@@ -118,7 +118,7 @@ class SharedPrefixes:
         return SharedPrefixes(by_place, shared)
 
     def between(self, before: Ints, after: Ints) -> Ints:
-        """int64[m]: positions shared by the samples `before` and `after` (int64[m]), which follow in the order."""
+        """int64[m]: positions shared by each pair of samples `before` and `after` (int64[m]), in this order."""
         if not len(before):
             return np.zeros(0, dtype=np.int64)
         first, last = self.places[before] + 1, self.places[after]
@@ -141,7 +141,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True)
 class PricedPrefixes:
-    """What samples compute beside each other: positions and scaled costs, for the samples of one plan."""
+    """Positions that the samples of one plan take from each other, and scaled costs of the positions that remain."""
 
     prefixes: SharedPrefixes
     used: Ints
@@ -164,11 +164,11 @@ class PricedPrefixes:
 
     def cost(self, lengths: Ints) -> Ints:
         """Scaled costs of `lengths` (int64[m]); 0 for 0."""
-        found = self.costs[np.minimum(np.searchsorted(self.lengths, lengths), len(self.lengths) - 1)]
-        return np.where(lengths > 0, found, 0)
+        known = self.costs[np.minimum(np.searchsorted(self.lengths, lengths), len(self.lengths) - 1)]
+        return np.where(lengths > 0, known, 0)
 
     def own_cost(self, used: Ints, shared: Ints) -> Ints:
-        """Scaled costs of what samples compute beside `shared` positions (int64[m]); at least 0."""
+        """Scaled costs (int64[m]) of samples after their first `shared` positions (int64[m]); at least 0."""
         own: Ints = np.maximum(self.cost(used) - self.cost(shared), 0)
         return own
 
@@ -183,9 +183,9 @@ class PricedPrefixes:
         if len(members):
             before, after = members[:-1], members[1:]
             in_order = self.prefixes.places[before] < self.prefixes.places[after]  # always, inside a part
-            found = self.prefixes.between(before[in_order], after[in_order])
+            common = self.prefixes.between(before[in_order], after[in_order])
             last = np.minimum(self.used[before], self.used[after])[in_order] - 1  # predicts nothing in one of them
-            shared[1:][in_order] = np.minimum(found, last)
+            shared[1:][in_order] = np.minimum(common, last)
             shared[offsets[:-1][offsets[:-1] < len(members)]] = 0
         shared[shared < SHORTEST_PREFIX] = 0
         return shared
@@ -193,7 +193,7 @@ class PricedPrefixes:
 
 @dataclass(frozen=True)
 class Chain:
-    """Samples in the order of `SharedPrefixes`, with what each computes beside the one before it, int64[m] each."""
+    """Samples in the order of `SharedPrefixes`, with what each computes after the sample before it, int64[m] each."""
 
     samples: Ints
     shared: Ints
@@ -237,18 +237,18 @@ def cut_chain(chain: Chain, cap: int, most: int) -> Ints:
 def _join(bounds: list[int], fits: Callable[[int, int], bool]) -> list[tuple[int, int]]:
     """Branches between `bounds`, joined from the left as far as they fit; at least two parts."""
     parts, start = [], 0
-    for number in range(1, len(bounds)):
-        last = number == len(bounds) - 1
-        if last or not fits(bounds[start], bounds[number + 1]):
-            parts.append((bounds[start], bounds[number]))
-            start = number
+    for place in range(1, len(bounds)):
+        last = place == len(bounds) - 1
+        if last or not fits(bounds[start], bounds[place + 1]):
+            parts.append((bounds[start], bounds[place]))
+            start = place
     return parts
 
 
 def part_sizes(costs: Ints, mean: int) -> list[int]:
-    """Limits of the cost of parts, in the order in which plans try them.
+    """Candidates for the largest cost of a part of a tree, in the order in which plans try them.
 
-    `costs`: of the trees, int64[trees]; `mean`: cost of a rank.
+    `costs` (int64[trees]) are those of the trees, `mean` is the mean cost of a rank.
     """
     by_cost = np.sort(costs)
     largest = [int(by_cost[len(by_cost) * percent // 100]) for percent in PART_PERCENTILES]

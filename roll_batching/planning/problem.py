@@ -67,7 +67,7 @@ class PlanProblem:
     costs: Ints
     """int64[n]: scaled cost of each sample, of its own part where it shares a prefix."""
     fixed_cost: int
-    """Scaled cost of a micro-batch beside its samples."""
+    """Scaled cost of a micro-batch without its samples."""
     units: Units
     dropped: tuple[DroppedSample, ...]
     prefixes: PricedPrefixes | None
@@ -146,7 +146,7 @@ def _make_units(
     priced: PricedPrefixes | None,
     constraints: PlanConstraints,
 ) -> tuple[Units, Ints]:
-    """Units, and the cost of each sample, int64[n]: of `costs`, or of what it computes beside its neighbours."""
+    """Units, and the cost of each sample (int64[n]): from `costs`, or without the positions that others compute."""
     members, offsets = groups.members, groups.offsets
     computed = used[members]
     if priced is not None:
@@ -192,7 +192,7 @@ def _join_trees(
     starts_anew = alone | np.concatenate([[True], np.diff(home) != 0])
     shared = priced.shared(samples, np.append(np.flatnonzero(starts_anew), len(samples)))
     used = priced.used[samples]
-    whole = priced.cost(used)
+    full_costs = priced.cost(used)
     alignment = constraints.sequence_alignment
     chain = Chain(
         samples=samples,
@@ -200,9 +200,9 @@ def _join_trees(
         slots=round_up(used - shared, alignment),
         first_slots=round_up(used, alignment),
         costs=priced.own_cost(used, shared),
-        first_costs=whole,
+        first_costs=full_costs,
     )
-    most = int(whole.sum()) if largest_part is None else largest_part
+    most = int(full_costs.sum()) if largest_part is None else largest_part
     # With a context-parallel size per pack, trees stay small enough for packs of one rank.
     starts = cut_chain(chain, min(constraints.usable_tokens, constraints.max_tokens or 0), most)
     return _Groups(samples, np.append(starts, len(samples)), home[starts]), alone[starts]

@@ -88,15 +88,15 @@ class SearchBudget:
     refine_ceiling_margin: int = 256
     """Refining rank totals may raise the largest cost of an index by 1/n."""
     falling_margin: int = 64
-    """The same after the lockstep cost was lowered first."""
+    """Levelling rank totals may raise the largest cost of an index by 1/n after a search for lockstep cost."""
     lockstep_loss: int = 50
-    """Level totals that leave the lockstep cost more than 1/n above its bound are searched for once more, after it."""
+    """Where level totals leave the lockstep cost more than 1/n above its bound, a second search lowers that first."""
     lockstep_prospect: int = 4
-    """That search goes on beyond `falling_margin` if it began with less than 1/n of the first one's loss."""
+    """The second search goes beyond `falling_margin` if its lockstep loss was below 1/n of the first one's."""
     rank_tolerance: int = 100_000
     """Rank totals are level when none is more than 1/n above the mean."""
     rank_weight: int = 8
-    """Weight of cost above the mean beside lockstep cost, when ranks meet once per step and a start is chosen."""
+    """Weight of cost above the mean, against 1 for lockstep cost, to choose a start when ranks meet once per step."""
     pipeline_allowance: int = 8
     """In a pipeline, rank totals may exceed their mean by 1/(n + dp_size // 8) of the lockstep loss."""
 

@@ -20,7 +20,7 @@ _known: dict[tuple[Any, ...], dict[str, list[str]]] = {}
 
 
 def describe_adapters(model: ModelState, group: Any) -> dict[str, Any] | None:
-    """The entry of a checkpoint's record; None without adapters. Collective: all ranks read a part of the files."""
+    """The adapters' entry in a checkpoint's record, or None. Collective: all ranks read a part of the files."""
     adapters = model.adapters
     if adapters is None:
         return None

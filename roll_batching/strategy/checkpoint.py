@@ -271,7 +271,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     with explain_read_errors(file):
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(record, dict) or not {"architecture", "optimizer"} <= record.keys():
-            raise CheckpointError(f"{file} is malformed: it has no architecture or no optimizer")
+            raise CheckpointError(f"{file} is malformed: it has no architecture or no optimizer; copy it again")
     return record
 
 
@@ -280,9 +280,9 @@ def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -
     if saved is None or current is None:
         return
     saved = {"value_head": False, **saved}  # versions before 0.2 had none
-    saved, current = (
+    saved, current = (  # None and 0 both mean no heads
         {**settings, "mtp_num_layers": settings.get("mtp_num_layers") or 0} for settings in (saved, current)
-    )  # None: none
+    )
     ignored = {"mtp_num_layers"} if _leaves_heads(model) else set()
     differing = [
         f"{key} is {saved[key]} there and {current[key]} here"
@@ -338,7 +338,8 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
                 "or load it with optimizer=False, which starts a fresh optimizer"
             )
         if problems:
-            raise CheckpointError(f"the checkpoint {path} does not fit: {first_of(problems, _SHOWN)}")
+            cure = "Build the model that it was saved from"
+            raise CheckpointError(f"the checkpoint {path} does not fit: {first_of(problems, _SHOWN)}. {cure}")
 
 
 def _check_shards(state: dict[str, Any], group: Any, what: str) -> int:

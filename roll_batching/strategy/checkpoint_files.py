@@ -25,7 +25,7 @@ import torch.distributed as dist
 from roll_batching.errors import CheckpointError, CollectiveError, RankError, first_of
 from roll_batching.files import cause
 
-_SHOWN, _LONGEST = 3, 160
+_SHOWN, _LONGEST = 3, 160  # problems that an error lists, and characters of a cause
 
 
 def check_files(path: Path) -> None:
@@ -55,14 +55,14 @@ def check_files(path: Path) -> None:
     if common.exists() and not zipfile.is_zipfile(common):
         problems.append(f"{common} is cut off or damaged")
     if problems:
-        raise CheckpointError(first_of(problems, _SHOWN))
+        raise CheckpointError(f"{first_of(problems, _SHOWN)}: copy the checkpoint again, or load another one")
 
 
 def check_regular(file: Path) -> int:
     """Bytes of a regular file. Raises `CheckpointError` for other kinds: opening a named pipe would hang."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{file} cannot be read: it is no regular file")
+        raise CheckpointError(f"{file} cannot be read: it is no regular file. Put a copy of the file there")
     return status.st_size
 
 
@@ -74,7 +74,7 @@ def explain_read_errors(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename or path} is missing") from None
+        raise CheckpointError(f"{error.filename or path} is missing: copy the checkpoint again") from None
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {describe_cause(error)}") from None
 

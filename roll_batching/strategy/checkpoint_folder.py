@@ -211,7 +211,7 @@ def check_manifest(folder: Path, *, rank: int, ranks: int, verify: bool) -> None
     if problems:
         raise CheckpointError(
             f"{first_of(problems, _SHOWN)} (sizes and digests: {MANIFEST}). Such a file was damaged, edited, "
-            "or belongs to another checkpoint"
+            "or belongs to another checkpoint: copy the checkpoint again, or load another one"
         )
 
 

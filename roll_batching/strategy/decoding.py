@@ -112,7 +112,7 @@ def split_by_cache_limit(positions: list[int], limit: int | None, layout: Parall
 
     Raises `DataError` where a single sequence exceeds `limit`.
     """
-    # A group takes its size x its longest sequence: similar lengths together waste least.
+    # A group takes its number of sequences x its longest: groups of similar lengths waste little.
     order = sorted(range(len(positions)), key=lambda index: -positions[index])
     if limit is not None and order and positions[order[0]] > limit:
         raise DataError(

@@ -115,9 +115,9 @@ class MicroBatchTracker:
         except torch.OutOfMemoryError as error:
             constraints = self._plan.constraints
             train, forward = _KEYS[constraints.mode]
-            now = constraints.rows if constraints.mode == "padded" else constraints.max_tokens
+            limit = constraints.rows if constraints.mode == "padded" else constraints.max_tokens
             key = train if self._train else f"{forward} (or {train}, where the passes share plans)"
-            raise device_memory_error(error, self._where, f"Lower {key}, now {now:,}; or {_OTHER_CURES}") from error
+            raise device_memory_error(error, self._where, f"Lower {key}, now {limit:,}; or {_OTHER_CURES}") from error
 
     def _record(self, direction: str, number: int, pack: PackedBatch) -> None:
         ids = ", ".join(map(str, pack.ids[:8])) + (", ..." if pack.samples > 8 else "")

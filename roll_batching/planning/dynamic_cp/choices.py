@@ -24,7 +24,7 @@ class SizeChoices:
     slots: Ints
     """int64[sizes, units]: tokens of all slots of a unit."""
     fixed: Ints
-    """int64[sizes]: nanoseconds of a pack beside its units."""
+    """int64[sizes]: nanoseconds of a pack without its units."""
     floor: int
     """Least nanoseconds of a pack."""
     caps: Ints
@@ -42,8 +42,8 @@ class SizeChoices:
             shared = problem.prefixes.shared(units.samples, units.offsets)
         unit_times, slots = [], []
         for size in sizes.tolist():
-            own = times.sequences(used, size) - np.where(shared > 0, times.sequences(np.maximum(shared, 1), size), 0)
-            unit_times.append(sums_of(np.maximum(own, 0), units.offsets))
+            added = times.sequences(used, size) - np.where(shared > 0, times.sequences(np.maximum(shared, 1), size), 0)
+            unit_times.append(sums_of(np.maximum(added, 0), units.offsets))
             slots.append(sums_of(round_up(used - shared, constraints.sequence_alignment_of(size)), units.offsets))
         caps = np.array([constraints.usable_tokens_of(size) for size in sizes.tolist()], dtype=np.int64)
         stacked = np.stack(slots)
@@ -72,8 +72,8 @@ class SizeChoices:
         """int64[packs]: nanoseconds of packs of units at `levels` (int64[packs])."""
         counts = np.array([len(pack) for pack in packs], dtype=np.int64)
         units = np.fromiter(itertools.chain.from_iterable(packs), dtype=np.int64, count=int(counts.sum()))
-        own = self.times[np.repeat(levels, counts), units]
-        times: Ints = np.maximum(self.fixed[levels] + sums_of(own, offsets_of(counts)), self.floor)
+        unit_times = self.times[np.repeat(levels, counts), units]
+        times: Ints = np.maximum(self.fixed[levels] + sums_of(unit_times, offsets_of(counts)), self.floor)
         return times
 
     def pack_times(self, packs: PlacedPacks) -> Ints:

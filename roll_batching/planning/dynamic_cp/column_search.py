@@ -306,17 +306,17 @@ def _rebuild(tables: UnitTables, state: ColumnState, a: int, b: int, random: int
     """Fills columns `a` and `b` anew with their units; returns the generator's state and whether all fit."""
     units = _units_of(tables, state, a, b)
     random = next_random(random)
-    left = len(units)
+    unplaced = len(units)
     target = other_target = state.maxima[a] * (LEAST_PERCENT + draw(random, PERCENTS)) // 100
     if a != b:
         random = next_random(random)
         other_target = state.maxima[b] * (LEAST_PERCENT + draw(random, PERCENTS)) // 100
-    left -= fill_column(tables, state, a, units, target)
+    unplaced -= fill_column(tables, state, a, units, target)
     if a != b:
-        if left == 0:
+        if unplaced == 0:  # nothing remains for column b
             return random, False
-        left -= fill_column(tables, state, b, units, other_target)
-    if left == 0:
+        unplaced -= fill_column(tables, state, b, units, other_target)
+    if unplaced == 0:
         return random, True
     for unit in units:  # the rest joins the fastest packs with room
         if unit < 0:
@@ -354,10 +354,10 @@ def _fastest_with_room(tables: UnitTables, state: ColumnState, unit: int, a: int
     best, best_growth = -1, 0
     for column in (a, b):
         for pack in range(column * tables.ranks, column * tables.ranks + state.packs[column]):
-            own = state.level[pack]
-            if state.used[pack] + tables.slots[own, unit] > tables.caps[own]:
+            level = state.level[pack]
+            if state.used[pack] + tables.slots[level, unit] > tables.caps[level]:
                 continue
-            growth = state.time[pack] + tables.times[own, unit] - state.maxima[column]
+            growth = state.time[pack] + tables.times[level, unit] - state.maxima[column]
             if best < 0 or growth < best_growth:
                 best, best_growth = pack, growth
     return best

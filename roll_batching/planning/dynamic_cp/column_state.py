@@ -49,7 +49,7 @@ class ColumnState(NamedTuple):
 
 
 def tables_of(choices: SizeChoices, ranks: int) -> tuple[UnitTables, Ints]:
-    """Tables of units by falling time, and the unit of each row (int64[units])."""
+    """Tables of units sorted by falling time, and the unit behind each of their columns (int64[units])."""
     order = np.argsort(-choices.times[0], kind="stable").astype(np.int64)
     times, slots = (np.ascontiguousarray(table[:, order]) for table in (choices.times, choices.slots))
     least = max(int(choices.fixed[0]), choices.floor)
@@ -75,29 +75,29 @@ def empty_state(tables: UnitTables, columns: int) -> ColumnState:
 @compiled
 def add_unit(tables: UnitTables, state: ColumnState, unit: int, pack: int) -> None:
     """Adds a unit to a pack in use."""
-    own = state.level[pack]
+    level = state.level[pack]
     state.pack_of[unit] = pack
     state.following[unit] = state.first[pack]
     state.first[pack] = unit
-    state.time[pack] += tables.times[own, unit]
-    state.used[pack] += tables.slots[own, unit]
+    state.time[pack] += tables.times[level, unit]
+    state.used[pack] += tables.slots[level, unit]
 
 
 @compiled
 def remove_unit(tables: UnitTables, state: ColumnState, unit: int) -> None:
     """Takes a unit out of its pack, which stays in use."""
     pack = state.pack_of[unit]
-    own = state.level[pack]
-    at, before = state.first[pack], -1
-    while at != unit:
-        before, at = at, state.following[at]
+    level = state.level[pack]
+    current, before = state.first[pack], -1
+    while current != unit:
+        before, current = current, state.following[current]
     if before < 0:
         state.first[pack] = state.following[unit]
     else:
         state.following[before] = state.following[unit]
     state.pack_of[unit] = -1
-    state.time[pack] -= tables.times[own, unit]
-    state.used[pack] -= tables.slots[own, unit]
+    state.time[pack] -= tables.times[level, unit]
+    state.used[pack] -= tables.slots[level, unit]
 
 
 @compiled
@@ -138,19 +138,19 @@ def _open_packs(tables: UnitTables, state: ColumnState, column: int, units: Ints
         unit = units[place]
         if unit < 0:
             continue
-        own = tables.smallest[unit]
-        if 1 << own > free:
+        level = tables.smallest[unit]
+        if 1 << level > free:
             continue
-        for larger in range(own + 1, len(fixed)):
-            if times[own, unit] + fixed[own] <= target or 1 << larger > free:
+        for larger in range(level + 1, len(fixed)):
+            if times[level, unit] + fixed[level] <= target or 1 << larger > free:
                 break
             if slots[larger, unit] <= caps[larger]:
-                own = larger
+                level = larger
         pack = column * tables.ranks + packs
-        state.level[pack], state.time[pack], state.used[pack], state.first[pack] = own, fixed[own], 0, -1
+        state.level[pack], state.time[pack], state.used[pack], state.first[pack] = level, fixed[level], 0, -1
         add_unit(tables, state, unit, pack)
         units[place] = -1
-        free -= 1 << own
+        free -= 1 << level
         packs += 1
     state.packs[column] = packs
     return free
@@ -169,12 +169,12 @@ def _widen_packs(tables: UnitTables, state: ColumnState, column: int, free: int)
                     widest = pack
         if widest < 0:
             break
-        own, unit = state.level[widest] + 1, state.first[widest]
-        if fixed[own] + times[own, unit] >= state.time[widest] or slots[own, unit] > tables.caps[own]:
+        level, unit = state.level[widest] + 1, state.first[widest]
+        if fixed[level] + times[level, unit] >= state.time[widest] or slots[level, unit] > tables.caps[level]:
             break
         free -= 1 << state.level[widest]
-        state.level[widest], state.used[widest] = own, slots[own, unit]
-        state.time[widest] = fixed[own] + times[own, unit]
+        state.level[widest], state.used[widest] = level, slots[level, unit]
+        state.time[widest] = fixed[level] + times[level, unit]
 
 
 @compiled
@@ -194,12 +194,12 @@ def _join_packs(tables: UnitTables, state: ColumnState, column: int, units: Ints
         best = -1
         room, tokens = 0, 0
         for pack in range(start, end):
-            own = state.level[pack]
-            left = caps[own] - state.used[pack]
-            if state.time[pack] + times[own, unit] <= limit and slots[own, unit] <= left:
+            level = state.level[pack]
+            free_tokens = caps[level] - state.used[pack]
+            if state.time[pack] + times[level, unit] <= limit and slots[level, unit] <= free_tokens:
                 if best < 0 or state.time[pack] < state.time[best]:
                     best = pack
-            room, tokens = max(room, limit - state.time[pack]), max(tokens, left)
+            room, tokens = max(room, limit - state.time[pack]), max(tokens, free_tokens)
         if best >= 0:
             add_unit(tables, state, unit, best)
             units[place] = -1

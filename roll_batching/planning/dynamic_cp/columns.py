@@ -32,7 +32,7 @@ from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipelin
 from roll_batching.planning.pipeline.schedule import StaticSchedule, group_size_of, legal_count, static_schedule
 
 TARGET_RATIO = 106
-"""Times of a column that are tried grow by this many percent of each other."""
+"""Of the times of a column that are tried, each is this many percent of the next shorter one."""
 FULL_PERCENTS = (105, 100, 90, 75, 60, 50)
 """Times of a column that are tried, in percent of a full pack of the longest sequence left."""
 MOST_STEPS = 150_000_000
@@ -40,9 +40,9 @@ MOST_STEPS = 150_000_000
 STARTS, PIPELINE_STARTS = 4, 6
 """Placements, with different numbers of columns, that a short search improves."""
 SHORT_STEPS, LONG_STEPS, PIPELINE_LONG_STEPS = 20_000, 100_000, 150_000
-"""Most steps of the search from each of them, and from the best."""
+"""Most steps of the short search from each start, and of the long search from the best one."""
 SHORT_STEPS_PER_UNIT, LONG_STEPS_PER_UNIT = 80, 600
-"""The same per unit, where units are few."""
+"""Steps of the short and the long search per unit, where that gives fewer."""
 START_ORDERS = 500
 """Orders of columns that are tried for each start in a pipeline."""
 
@@ -95,11 +95,12 @@ def starts(tables: UnitTables) -> list[Columns]:
     """Placements without a search, the fastest of each number of columns, by time."""
     count, ranks = tables.times.shape[1], tables.ranks
     every = np.arange(count)
-    own = tables.smallest
-    mean = int((tables.times[own, every] << own).sum()) // ranks + tables.least
-    tokens = int((tables.slots[own, every]).sum())
+    smallest = tables.smallest
+    mean = int((tables.times[smallest, every] << smallest).sum()) // ranks + tables.least
+    tokens = int((tables.slots[smallest, every]).sum())
     fewest = max(1, tokens // (int(tables.caps[0]) * ranks))
     longest = int((tables.times[-1] + tables.fixed[-1]).max())
+    # No time is tried below half of the longest unit's, or that would take over about three times the fewest columns.
     least = max(longest // 2, mean // (3 * fewest + 8), tables.least)
     best: dict[int, Columns] = {}
     steps = 0
@@ -107,12 +108,12 @@ def starts(tables: UnitTables) -> list[Columns]:
     while target >= least:
         targets.append(target)
         target = target * 100 // TARGET_RATIO
-    # The times that fill the fewest columns come first: with many units not all are tried.
+    # The times that fill the fewest columns, with 8% to spare, come first: with many units not all are tried.
     targets.sort(key=lambda target: abs(target - mean * 108 // (100 * fewest)))
     tries = [(target, 0) for target in targets] + [(0, percent) for percent in FULL_PERCENTS]
     if len(tries) > 1 and count * min(ranks, count) * fewest * len(tries) > MOST_STEPS:
         tries = [tries[0], *tries[-len(FULL_PERCENTS) :], *tries[1 : -len(FULL_PERCENTS)]]
-    capacity = min(count, 4 * fewest + 2 * count // ranks + 16)
+    capacity = min(count, 4 * fewest + 2 * count // ranks + 16)  # a try that needs more columns is given up
     for target, percent in tries:
         state = empty_state(tables, capacity)
         columns = int(fill_columns(tables, state, target, percent))
@@ -138,18 +139,18 @@ def fill_columns(tables: UnitTables, state: ColumnState, target: int, percent: i
     """
     count = tables.times.shape[1]
     units = np.arange(count)
-    longest, left = 0, count
+    longest, unplaced = 0, count
     for column in range(len(state.packs)):
         while units[longest] < 0:
             longest += 1
         unit = units[longest]
         wanted = target
         if percent > 0:
-            own = tables.smallest[unit]
-            full = tables.fixed[own] + tables.times[own, unit] * tables.caps[own] // tables.slots[own, unit]
+            level = tables.smallest[unit]
+            full = tables.fixed[level] + tables.times[level, unit] * tables.caps[level] // tables.slots[level, unit]
             wanted = full * percent // 100
-        left -= fill_column(tables, state, column, units, wanted)
-        if left == 0:
+        unplaced -= fill_column(tables, state, column, units, wanted)
+        if unplaced == 0:
             return column + 1
     return 0
 

@@ -44,14 +44,14 @@ def assign_ranks(columns: Ints, levels: Ints, times: Ints, ranks: int) -> Ints:
     """
     firsts = np.zeros(len(columns), dtype=np.int64)
     loads = np.zeros(ranks, dtype=np.int64)
-    taken = np.full(ranks, -1, dtype=np.int64)
+    last_column = np.full(ranks, -1, dtype=np.int64)
     for pack in range(len(columns)):
         size = 1 << levels[pack]
         best, best_load = -1, 0
         for first in range(0, ranks - size + 1, size):
             load, is_free = 0, True
             for rank in range(first, first + size):
-                if taken[rank] == columns[pack]:
+                if last_column[rank] == columns[pack]:
                     is_free = False
                     break
                 load = max(load, loads[rank])
@@ -59,7 +59,7 @@ def assign_ranks(columns: Ints, levels: Ints, times: Ints, ranks: int) -> Ints:
                 best, best_load = first, load
         firsts[pack] = best
         for rank in range(best, best + size):
-            taken[rank] = columns[pack]
+            last_column[rank] = columns[pack]
             loads[rank] = best_load + times[pack]
     return firsts
 
@@ -77,6 +77,7 @@ def _run_columns(
     previous: Ints,
     awaited: Ints,
 ) -> int:
+    """`columns_makespan` with the columns of a `StaticSchedule`, which has one entry per operation."""
     count = columns[len(columns) - 1] + 1
     part_end, part_time = np.zeros(len(columns), dtype=np.int64), np.zeros(len(columns), dtype=np.int64)
     parts = _part_columns(columns, first_ranks, sizes, times, width, part_end, part_time)
@@ -88,11 +89,11 @@ def _run_columns(
             stages += 1
         else:
             stage_of[operation] = stage_of[previous[operation]]
-    most = 0
+    most_parts = 0
     for column in range(count):
-        most = max(most, parts[column + 1] - parts[column])
+        most_parts = max(most_parts, parts[column + 1] - parts[column])
     free = np.zeros((stages, ranks), dtype=np.int64)
-    ends = np.zeros((len(previous), most), dtype=np.int64)
+    ends = np.zeros((len(previous), most_parts), dtype=np.int64)
     latest = 0
     for operation in range(len(previous)):
         column, stage = micro_batch[operation], stage_of[operation]
@@ -123,15 +124,15 @@ def _part_columns(
     (`part_time`) of each part.
     """
     parts = np.zeros(columns[len(columns) - 1] + 2, dtype=np.int64)
-    made = 0
+    count = 0
     for pack in range(len(columns)):
         starts_column = pack == 0 or columns[pack] != columns[pack - 1]
         # Neighbouring blocks that share a group of ranks wait for each other.
         if starts_column or first_ranks[pack] % width == 0:
-            made += 1
-        part_end[made - 1] = first_ranks[pack] + sizes[pack]
-        part_time[made - 1] = max(times[pack], part_time[made - 1])
-        parts[columns[pack] + 1] = made
+            count += 1
+        part_end[count - 1] = first_ranks[pack] + sizes[pack]
+        part_time[count - 1] = max(times[pack], part_time[count - 1])
+        parts[columns[pack] + 1] = count
     return parts
 
 
@@ -164,9 +165,9 @@ def _run_joint(lists: Ints, counts: Ints, first_ranks: Ints, sizes: Ints, times:
     position = np.zeros((ranks, stages), dtype=np.int64)
     free = np.zeros((ranks, stages), dtype=np.int64)
     ends = np.full((2, times.shape[1], stages), -1, dtype=np.int64)
-    left = 2 * stages * counts.sum()
-    while left > 0:
-        before = left
+    passes_left = 2 * stages * counts.sum()
+    while passes_left > 0:
+        before = passes_left
         for rank in range(ranks):
             for stage in range(stages):
                 while position[rank, stage] < 2 * counts[rank]:
@@ -198,8 +199,8 @@ def _run_joint(lists: Ints, counts: Ints, first_ranks: Ints, sizes: Ints, times:
                     for member in range(first, last):
                         free[member, stage] = end
                         position[member, stage] += 1
-                        left -= 1
-        if left == before:
+                        passes_left -= 1
+        if passes_left == before:
             return -1
     latest: int = free.max()
     return latest

@@ -20,9 +20,9 @@ TARGETS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.12)
 """Longest times of a unit that are tried, in parts of the time of a rank: longer units get more ranks."""
 
 MOST_FORMED = 2
-"""Longest times of a unit, of those with the shortest steps, that are tried with full packs."""
+"""Number of `TARGETS`, those with the shortest steps, that are also tried with full packs."""
 MOST_LEVELLED = 3
-"""Placements with the least work whose ranks are levelled."""
+"""Number of placements, those with the least work, whose ranks are levelled."""
 FORMS = ((99, False), (1, True), (2, True), (0, True))
 """(`full_from`, `fill`) of the placements that are tried; see `place_levels`."""
 
@@ -252,11 +252,11 @@ def level_ranks(packs: PlacedPacks, choices: SizeChoices, ranks: int) -> PlacedP
     units = [list(pack) for pack in packs.units]
     for place, pack in enumerate(single):
         units[pack] = members[pack_of[members] == place].tolist()
-    kept = [pack for pack, inside in enumerate(units) if inside]
+    non_empty = [pack for pack, inside in enumerate(units) if inside]
     levelled = PlacedPacks(
-        units=[units[pack] for pack in kept],
-        first_ranks=[packs.first_ranks[pack] for pack in kept],
-        levels=[packs.levels[pack] for pack in kept],
+        units=[units[pack] for pack in non_empty],
+        first_ranks=[packs.first_ranks[pack] for pack in non_empty],
+        levels=[packs.levels[pack] for pack in non_empty],
         step_time=0,
     )
     time = int(rank_loads(levelled, choices, ranks).max())
@@ -309,16 +309,16 @@ def _exchange(members: Ints, pack_of: Ints, rank_of: Ints, times: Ints, slots: I
                 break
         if best_unit < 0:
             return
-        own = pack_of[best_unit]
+        old_pack = pack_of[best_unit]
         partner = rank_of[best_pack]
         loads[slow] -= times[best_unit]
         loads[partner] += times[best_unit]
-        used[own] -= slots[best_unit]
+        used[old_pack] -= slots[best_unit]
         used[best_pack] += slots[best_unit]
         pack_of[best_unit] = best_pack
         if best_other >= 0:
             loads[slow] += times[best_other]
             loads[partner] -= times[best_other]
-            used[own] += slots[best_other]
+            used[old_pack] += slots[best_other]
             used[best_pack] -= slots[best_other]
-            pack_of[best_other] = own
+            pack_of[best_other] = old_pack

@@ -23,8 +23,8 @@ from roll_batching.planning.pipeline.ordering import step_cost
 from roll_batching.planning.plan_arrays import PackBlocks, sort_blocks
 from roll_batching.planning.problem import PlanProblem
 
-FAR_ABOVE = 25
-"""Where ranks meet at the end, columns are tried if nested blocks take over 1/n longer than the mean of ranks."""
+CLOSE_TO_MEAN = 25
+"""Nested blocks are kept without a search of columns if their step exceeds the mean time of ranks by at most 1/n."""
 
 
 def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, PackBlocks]:
@@ -77,9 +77,9 @@ def _blocks_of(
 
 
 def _search(problem: PlanProblem, choices: SizeChoices) -> PlacedPacks | None:
-    """Packs of several sizes: in columns where all ranks need equal numbers of packs, else also on nested blocks.
+    """Packs of several sizes: in columns where all ranks need equal numbers of packs, otherwise also on nested blocks.
 
-    None where stages of unequal cost need columns, whose search takes stages for equal.
+    Returns None if columns are needed and pipeline stages differ in cost: the search of columns assumes equal stages.
     """
     constraints, shares = problem.constraints, problem.chunk_shares
     ranks = constraints.dp_size
@@ -95,8 +95,8 @@ def _search(problem: PlanProblem, choices: SizeChoices) -> PlacedPacks | None:
         return place_columns(choices, constraints)
     else:
         nested = place_nested(choices, ranks)
-        if nested.step_time * FAR_ABOVE <= choices.least_mean(ranks) * (FAR_ABOVE + 1):
-            return nested
+        if nested.step_time * CLOSE_TO_MEAN <= choices.least_mean(ranks) * (CLOSE_TO_MEAN + 1):
+            return nested  # no step is shorter than the mean of ranks, so columns could gain little
         columns = place_columns(choices, constraints)
     return min(nested, columns, key=lambda packs: packs.step_time)
 

@@ -87,8 +87,8 @@ class Balancer:
     def starts(self, *, lockstep_weight: int, rank_weight: int) -> list[Packing]:
         """Initial placements, the best first.
 
-        Placed by cost, by cost beside giants, and by first-fit-decreasing. The best has the smallest weighted sum of
-        lockstep cost and rank cost above the mean.
+        Units are placed by cost, by cost beside giants, and by first-fit-decreasing. The best placement has the
+        smallest weighted sum of lockstep cost and rank cost above the mean.
         """
         starts = self._starts_for_totals if rank_weight else self._starts_for_lockstep
         ordered = sorted(starts, key=lambda start: lockstep_weight * start.lockstep + rank_weight * start.excess)
@@ -106,8 +106,8 @@ class Balancer:
         packings = [self.place_by_cost()]
         if all(pool.first_fit_count <= self.count for pool in self.pools):
             # Lockstep gains from level packs at the last indices; levelling rank totals works better without.
-            placed = [pool.first_fit if level_totals else pool.first_fit_leveled(self.count) for pool in self.pools]
-            packings.append(self._arrange(placed))
+            by_pool = [pool.first_fit if level_totals else pool.first_fit_leveled(self.count) for pool in self.pools]
+            packings.append(self._arrange(by_pool))
         if self.problem.has_home_ranks:
             differenced = [pool.place_by_differencing(self.count) for pool in self.pools]
             if all(packs is not None for packs in differenced):

@@ -124,8 +124,8 @@ def _totals_then_lockstep(balancer: Balancer) -> Packing:
 def _lockstep_then_totals(balancer: Balancer, start: Packing, level: int, loss: int) -> list[SearchState]:
     """A search that lowers the lockstep cost first, and raises it only as far as totals of `level` need.
 
-    None where it has no prospect beside a search that ended with `loss`: neither is level near, nor is the lockstep
-    cost much lower before.
+    Returns [] where it cannot beat a search that ended with `loss`: `level` is out of reach, and the lockstep cost is
+    not much lower before totals are levelled.
     """
     search = balancer.begin_search(start)
     balancer.lower_lockstep(search, share=2, is_final=False)
@@ -201,9 +201,9 @@ def _order_in_pipeline(problem: PlanProblem, table: Ints, load: Ints) -> Ints:
     if len(blocks) == 1:
         return table
     tries, as_ordered = SEARCH_BUDGET.max_orders // len(blocks), np.arange(table.shape[1])
-    for number, maxima in enumerate(blocks):
+    for block, maxima in enumerate(blocks):
         order = order_of_indices(maxima, constraints, shares, tries=tries, start=as_ordered)
-        ranks = slice(number * width, (number + 1) * width)
+        ranks = slice(block * width, (block + 1) * width)
         table[ranks] = table[ranks][:, order]
     return table
 

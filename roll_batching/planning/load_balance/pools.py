@@ -173,8 +173,8 @@ def reserved_costs(
     full = min(total, total * cap // max(int(slots.sum()), 1))
     # Smallest target with which the packs of a rank reach the mean total; the giants of `above` indices exceed it.
     giants = np.minimum(units[:, 0], full)
-    taken = offsets_of(giants)[:-1]
-    above = int(np.count_nonzero(taken + giants * np.arange(count, 0, -1) >= mean))
+    giants_before = offsets_of(giants)[:-1]
+    above = int(np.count_nonzero(giants_before + giants * np.arange(count, 0, -1) >= mean))
     level = -(-(mean - int(giants[:above].sum())) // (count - above)) if above < count else 0
     level = min(max(level, 0), full)
     by_index = np.minimum(np.maximum(units[:, 0], level), full)
@@ -324,8 +324,8 @@ def repair_overflow(
         unit = state % count
         pack_a = place[unit]
         state = next_random(state)
-        if state % 8 == 0:
-            # Move a unit instead of exchanging two.
+        # Digits of one random number choose the kind of step, how far away the other unit is, and the unit.
+        if state % 8 == 0:  # move a unit instead of exchanging two
             pack_b = state // 8 % packs
             other = -1
             moved = slots[unit]

@@ -168,11 +168,11 @@ def _modified(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, Ints]:
     )
     num_placed = _add_greedily(sizes, order, free, next_open, bin_of_item, placed, num_placed)
     rest = np.empty(count - num_placed, dtype=np.int64)
-    left = 0
+    num_rest = 0
     for position in range(count):
         if bin_of_item[order[position]] < 0:
-            rest[left] = order[position]
-            left += 1
+            rest[num_rest] = order[position]
+            num_rest += 1
     continue_first_fit(sizes, rest, capacity, free, bin_of_item)
     placed[num_placed:] = rest
     return bin_of_item, placed

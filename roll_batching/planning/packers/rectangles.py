@@ -1,4 +1,4 @@
-"""Packers of rectangles: rows cut at the same positions on all ranks (ROLL, NeMo-RL, padding), or those of cosmos-rl.
+"""Packers of rectangles: rows cut at the same positions on all ranks (ROLL, NeMo-RL, padding), or as in cosmos-rl.
 
 An order is a function of the lengths of items. Ordered items are distributed over the queues of the ranks; one place in
 all queues is a *position*. A micro-batch is extended by one position at a time, while the rectangles of all ranks stay
@@ -179,8 +179,8 @@ class _Waiting:
         for height, lengths in self._lengths.items():
             # Among items with equal rows, only the neighbours of `longest` can be best: all lengths up to it make
             # equal rectangles, and above it the shortest makes the smallest.
-            at = bisect.bisect_right(lengths, longest)
-            for length in lengths[max(at - 1, 0) : at + 1]:
+            index = bisect.bisect_right(lengths, longest)
+            for length in lengths[max(index - 1, 0) : index + 1]:
                 size = max(longest, length) * (rows + height)
                 key = (size, abs(length - longest), self._by_shape[length, height][0])
                 if size <= capacity and (best is None or key < best):

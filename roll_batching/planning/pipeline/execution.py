@@ -68,12 +68,12 @@ def stage_program(
     return tuple(instruction for instruction in program if instruction)
 
 
-def _send(one: Pass, stage: int, stages: int, chunks: int) -> Transfers:
+def _send(operation: Pass, stage: int, stages: int, chunks: int) -> Transfers:
     """Call that passes on the output of a pass; empty at the ends of the model."""
-    if one.is_backward:
-        return Transfers() if stage == one.chunk == 0 else Transfers(send_prev=one.micro_batch)
-    is_model_end = stage == stages - 1 and one.chunk == chunks - 1
-    return Transfers() if is_model_end else Transfers(send_next=one.micro_batch)
+    if operation.is_backward:
+        return Transfers() if stage == operation.chunk == 0 else Transfers(send_prev=operation.micro_batch)
+    is_model_end = stage == stages - 1 and operation.chunk == chunks - 1
+    return Transfers() if is_model_end else Transfers(send_next=operation.micro_batch)
 
 
 def _plain_program(passes: Sequence[Pass], stage: int, stages: int, chunks: int) -> list[Instruction]:
@@ -81,16 +81,16 @@ def _plain_program(passes: Sequence[Pass], stage: int, stages: int, chunks: int)
     alternates = len(passes) // 2 > stages - stage - 1  # else all forward passes are warm-up
     program: list[Instruction] = []
     previous, send = passes[0], Transfers()
-    for one in passes:
-        source = dependency_of(one, stage, stages, chunks)
+    for operation in passes:
+        source = dependency_of(operation, stage, stages, chunks)
         receives = source is not None and source[1] != stage
-        receive = {"receive_next" if one.is_backward else "receive_prev": receives}
-        if alternates and previous.kind != one.kind:
+        receive = {"receive_next" if operation.is_backward else "receive_prev": receives}
+        if alternates and previous.kind != operation.kind:
             program.append(replace(send, **receive))
         else:
             program += [send, Transfers(**receive)]
-        program.append(one)
-        previous, send = one, _send(one, stage, stages, chunks)
+        program.append(operation)
+        previous, send = operation, _send(operation, stage, stages, chunks)
     return [*program, send]
 
 
@@ -98,12 +98,12 @@ def _interleaved_program(
     passes: Sequence[Pass], stage: int, stages: int, chunks: int, warm_up: int
 ) -> list[Instruction]:
     """Megatron's interleaved schedule: warm-up, one forward and one backward pass in turn, cool-down."""
-    forward, backward = ([one for one in passes if one.kind == kind] for kind in "FB")
+    forward, backward = ([operation for operation in passes if operation.kind == kind] for kind in "FB")
     is_first, is_last, total = stage == 0, stage == stages - 1, len(forward)
     warm_up = min(warm_up, total)
 
-    def send(one: Pass) -> Transfers:
-        return _send(one, stage, stages, chunks)
+    def send(operation: Pass) -> Transfers:
+        return _send(operation, stage, stages, chunks)
 
     def receives(number: int, *, is_backward: bool) -> bool:
         """Whether the call after pass `number` of its kind receives the input of a later one."""
@@ -120,14 +120,14 @@ def _interleaved_program(
         call = replace(send(forward[k]), receive_prev=takes_input, receive_next=begins_steady and not is_last)
         program += [forward[k], call]
     for k in range(total - warm_up):
-        one, other = forward[k + warm_up], backward[k]
+        forward_operation, backward_operation = forward[k + warm_up], backward[k]
         call = Transfers(
-            send_next=send(one).send_next,
-            send_prev=send(other).send_prev,
+            send_next=send(forward_operation).send_next,
+            send_prev=send(backward_operation).send_prev,
             receive_prev=receives(k + warm_up, is_backward=False) and k < total - warm_up - 1,
             receive_next=receives(k, is_backward=True),
         )
-        program += [one, other, call]
+        program += [forward_operation, backward_operation, call]
     if warm_up == total:
         program.append(Transfers(receive_next=not is_last))
     for k in range(total - warm_up, total):
@@ -269,7 +269,7 @@ class _Process:
 
 
 class _Execution:
-    """State of an execution: processes that can go on, calls and passes that wait for others."""
+    """State of an execution: processes that can go on, and calls and passes that wait for other processes."""
 
     def __init__(
         self,
@@ -305,21 +305,21 @@ class _Execution:
                     "all one order"
                 )
 
-    def _compute(self, process: _Process, one: Pass) -> bool:
-        """Whether `process` completed the pass `one`. The last rank to reach a joint pass completes it for all."""
-        number, stage = self.lists[process.rank][one.micro_batch], process.stage
-        joint = self.passes[number]
+    def _compute(self, process: _Process, operation: Pass) -> bool:
+        """Whether `process` completed a pass. The last rank to reach a joint pass completes it for all its ranks."""
+        joint_index, stage = self.lists[process.rank][operation.micro_batch], process.stage
+        joint = self.passes[joint_index]
         members = [process]
         if len(joint.ranks) > 1:
-            members = self.arrived.setdefault((number, stage, one), [])
+            members = self.arrived.setdefault((joint_index, stage, operation), [])
             members.append(process)
             if len(members) < len(joint.ranks):
                 return False
-            del self.arrived[number, stage, one]
+            del self.arrived[joint_index, stage, operation]
         start = max(member.clock for member in members)
-        share = self.shares[one.chunk * len(self.processes[process.rank]) + stage]
-        end = start + (joint.backward if one.is_backward else joint.forward) * share
-        event = PassEvent(one.is_backward, one.micro_batch, one.chunk, start, end)
+        share = self.shares[operation.chunk * len(self.processes[process.rank]) + stage]
+        end = start + (joint.backward if operation.is_backward else joint.forward) * share
+        event = PassEvent(operation.is_backward, operation.micro_batch, operation.chunk, start, end)
         for member in members:
             member.events.append(event)
             member.clock = end

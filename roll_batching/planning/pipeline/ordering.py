@@ -53,7 +53,7 @@ def block_maxima(costs: Ints, width: int) -> Ints:
 def step_cost(
     costs: Ints, constraints: PlanConstraints, shares: Shares | None, *, group_size: int | None = None
 ) -> int:
-    """Cost of a step from its micro-batches' (int64[dp, K]): that of the slowest block of ranks that meet.
+    """Cost of a step: that of the slowest block of ranks that meet. `costs` (int64[dp, K]) are of micro-batches.
 
     In a pipeline `slowest_makespan`, where `costs` are forward times; else the sum of the largest cost at each index.
     """
@@ -227,7 +227,7 @@ def _search_order(
     for attempt in range(tries):
         state = next_random(state)
         i = draw(state, count)
-        kind = state % 3
+        kind = state % 3  # 0: a move, 1 and 2: a swap
         state = next_random(state)
         j = draw(state, count)
         if i == j:
