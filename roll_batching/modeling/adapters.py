@@ -39,7 +39,7 @@ class Adapter(torch.nn.Module):
     """The adapters of a linear layer: parameters `{projection}_a` [rank, in] and `{projection}_b` [out, rank]."""
 
     def __init__(self, linear: Any, names: Sequence[str], sizes: Sequence[int], args: AdapterArgs) -> None:
-        """Zeros. `names` are the projections of the layer, and `sizes` this rank's rows of each."""
+        """Starts at zero. `names` are the projections of the layer, and `sizes` this rank's rows of each."""
         super().__init__()
         self.scale, self.names, self.sizes = args.lora_scale, tuple(names), dict(zip(names, sizes, strict=True))
         self.parts = tuple(name for name in names if name in (args.lora_target or ()))
@@ -127,7 +127,7 @@ class _Adapted:
     """Methods of a linear layer with an adapter."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The layer's, with the adapters sharded as they are."""
+        """The layer's sharded state, with its adapters, sharded in the same way."""
         layer: Any = self
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         adapter = layer.adapter
@@ -188,7 +188,7 @@ def _rows(linear: Any, kind: str) -> list[int]:
     if kind == "linear_qkv":
         config, ranks = linear.config, linear.tp_group.size()
         heads = (config.num_attention_heads, config.num_query_groups, config.num_query_groups)
-        return [number * config.kv_channels // ranks for number in heads]
+        return [count * config.kv_channels // ranks for count in heads]
     parts = len(LAYERS[kind])
     return [linear.weight.shape[0] // parts] * parts
 
@@ -243,8 +243,8 @@ def global_name(gpt: Any, name: str) -> str:
     """The parameter name `name` with the indices of layer and expert in the whole model."""
     layer = _LAYER.match(name)
     if layer is not None:
-        number = gpt.decoder.layers[int(layer[1])].layer_number - 1
-        name = f"decoder.layers.{number}.{name[layer.end() :]}"
+        layer_index = gpt.decoder.layers[int(layer[1])].layer_number - 1
+        name = f"decoder.layers.{layer_index}.{name[layer.end() :]}"
     elif not name.startswith("mtp."):
         return name
     experts = gpt.config.num_moe_experts

@@ -1,6 +1,6 @@
 """Reasons why a model cannot be built on a device with the installed libraries, known before it is built.
 
-Those of FP8 are also checked for a model that the caller has built.
+Reasons that concern FP8 are also checked for a model that the caller has built.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build_problems(
     parts = Parts(
         ModelArgs(value_head=value_head), architecture, strategy, kernels.layers, rotates=kernels.attention.rotates
     )
-    problems += [row.error(parts) for row in refused_pairs(ROLE_REFUSALS, parts)]
+    problems += [refusal.error(parts) for refusal in refused_pairs(ROLE_REFUSALS, parts)]
     if architecture.vision is not None:
         from roll_batching.settings.contradictions import encoder_problem  # few models take images
 

@@ -159,7 +159,7 @@ def _construct_chunk(
 def _adapt_chunk(
     gpt: Any, config: Any, architecture: ArchitectureConfig, seed: int, groups: Any, value_head_std: float | None
 ) -> None:
-    """Gives a constructed GPTModel what its class does not have: weights of experts, marks, norms, a value head."""
+    """Adds what GPTModel lacks to a constructed one: weights of experts, marks of shards, norms, a value head."""
     if config.use_cpu_initialization and config.perform_initialization:
         draw_experts(gpt)
     mark_shards(gpt)
@@ -235,7 +235,7 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
 
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
-"""TransformerEngine stores FP8 as bytes."""
+"""Dtypes of optimizer state by setting. TransformerEngine stores FP8 as bytes."""
 
 
 def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype, device: torch.device) -> Any:

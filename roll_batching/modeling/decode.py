@@ -37,7 +37,7 @@ class KeyValueCache:
         return self._layers[layer]
 
     def set_states(self, layer: int, inputs: torch.Tensor, state: torch.Tensor) -> None:
-        """Replaces what `states` gives."""
+        """Replaces the inputs and the state that `states` returns for `layer`."""
         self._layers[layer] = inputs, state
 
     def select(self, rows: torch.Tensor) -> None:

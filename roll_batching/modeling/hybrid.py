@@ -46,7 +46,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def hybrid_options(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """Options of `HybridTransformerConfig` beside those of other models."""
+    """Options of `HybridTransformerConfig` that other models do not have."""
     hybrid = architecture.hybrid
     assert hybrid is not None
     return {
@@ -98,7 +98,7 @@ def _layer_spec(config: Any, kind: str, norm: type[torch.nn.Module], core: Any) 
 
 
 class _Projection(torch.nn.Linear):
-    """A linear layer that all tensor-parallel ranks hold whole, called as Megatron's."""
+    """A linear layer that every tensor-parallel rank holds whole; it is called like Megatron's layers."""
 
     def __init__(self, config: Any, inputs: int, outputs: int, init: Any) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -114,7 +114,7 @@ class _Projection(torch.nn.Linear):
 
 
 class LatentMixture(MoELayer):
-    """Megatron's mixture with a projection to the latent before tokens go to experts, and one back behind them."""
+    """Megatron's mixture with a projection to the latent before the experts, and a projection back after them."""
 
     def __init__(self, config: Any, submodules: Any, pg_collection: Any) -> None:
         # With moe_latent_size in its config, Megatron's constructor wants TransformerEngine; its passes do not.
@@ -252,7 +252,7 @@ class PackedMamba(RecurrentLayer):
     def _inputs(
         self, mixed: torch.Tensor, steps: torch.Tensor, weights: Weights, real: torch.Tensor | None = None
     ) -> _Inputs:
-        """In fp32 or fp64."""
+        """Makes the inputs of the state space, in fp32 (fp64 for fp64). Tokens that are not `real` have no effect."""
         dtype = torch.promote_types(mixed.dtype, torch.float32)
         heads = steps.shape[-1]
         per_part = mixed.to(dtype).unflatten(-1, (-1, heads * self.head_dim + 2 * self.state_dim))
@@ -265,7 +265,7 @@ class PackedMamba(RecurrentLayer):
         return _Inputs(x * steps.unsqueeze(-1), -A_log.exp() * steps, B, C, x)
 
     def _output(self, out: torch.Tensor, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The sum with inputs times D: [tokens, channels]."""
+        """Adds the inputs `x` times D to the outputs: [tokens, channels]."""
         return (out + weights["D"].to(out.dtype).view(*x.shape[1:3], 1) * x).flatten(1)
 
     def finish(self, out: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.settings import ArchitectureConfig
 
 NORM_EPSILON = 1e-6
-"""Of the norms of latents: DeepSeek's code has it there whatever `rms_norm_eps` says (transformers likewise)."""
+"""Epsilon of the norms of latents: DeepSeek's code (and transformers) use it whatever `rms_norm_eps` says."""
 
 
 def latent_options(architecture: ArchitectureConfig) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class PackedLatentAttention(MLASelfAttention):
     ) -> tuple[torch.Tensor, ...]:
         """Rotated queries and keys, values, and the latents of queries and of keys and values.
 
-        Of a pack queries and keys are [tokens, heads, head_dim]; of a pass with a cache [positions, rows, ...].
+        For a pack queries and keys are [tokens, heads, head_dim]; for a pass with a cache [positions, rows, ...].
         """
         config, heads = self.config, self.num_attention_heads_per_partition
         q_latent = hidden_states
@@ -124,7 +124,7 @@ class PackedLatentAttention(MLASelfAttention):
         return output.split(list(widths), -1)
 
     def _scatter(self, latent: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens under sequence parallelism, which the projection before has gathered."""
+        """This rank's tokens of `latent`, which a projection has gathered under sequence parallelism."""
         if not self.config.sequence_parallel:
             return latent
         return scatter_to_sequence_parallel_region(latent, group=self.tp_group)

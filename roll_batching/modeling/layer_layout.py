@@ -15,8 +15,8 @@ from roll_batching.planning import FlopsCost
 class RankLayerLayout(PipelineParallelLayerLayout):
     """Megatron's layer layout as one pipeline rank sees it.
 
-    Megatron's own (0.16.1, 0.19.2) asks its parallel state for the rank and for virtual stages. Those are another
-    model's where a role has a second layout, and layers would get the numbers of other layers.
+    Megatron's own class (0.16.1, 0.19.2) asks its parallel state for the rank and for virtual stages. If a role has a
+    second layout, the parallel state describes another model, and layers would get the numbers of other layers.
     """
 
     def __init__(self, layout: str | Sequence[Sequence[str]], parallel: ParallelLayout, heads: int = 0) -> None:

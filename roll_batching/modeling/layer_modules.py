@@ -141,7 +141,7 @@ def _add_after_norm(norm: torch.nn.Module, get_add: Callable[[bool, bool], Any])
 
 
 class ScaledEmbedding(LanguageModelEmbedding):
-    """Megatron's embedding, multiplied by the square root of its width; a tied head has the weight as it is."""
+    """Megatron's embedding, multiplied by the square root of its width; a tied head uses the weight without it."""
 
     def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """The scaled embeddings [s, b, h]. The factor is rounded to their dtype, as when Gemma was trained."""

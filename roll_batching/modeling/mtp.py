@@ -113,7 +113,7 @@ class MultiTokenModel(GPTModel):
     """
 
     predicts_ahead = True
-    """Tells this model from one with Megatron's own heads."""
+    """Marks this class: models with Megatron's own heads lack the attribute."""
 
     def __init__(self, *arguments: Any, detach_heads: bool, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -164,7 +164,7 @@ class MultiTokenModel(GPTModel):
 def prediction_options(
     config: Any, groups: Any, rotary: RotarySettings | None, attention: AttentionBackend, *, detach_heads: bool
 ) -> dict[str, Any]:
-    """Arguments of `MultiTokenModel` beside those of GPTModel, for the heads of a TransformerConfig.
+    """Arguments of `MultiTokenModel` that GPTModel does not have, for the heads of a TransformerConfig.
 
     The layer of a head has attention and, in a model with experts, a mixture.
     """

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 VALUE_HEAD = "output_layer.weight"
 """Name of a value head's weight."""
 _MANTISSA_BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
-"""By safetensors' names of dtypes."""
+"""Bits of the mantissa, by safetensors' names of dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class PlacedParameter:
     is_first_replica: bool
     """Whether this rank is the first of the data- and context-parallel ranks with the same shard."""
     parts: tuple[PlacedParameter, ...] = ()
-    """This rank's experts, where one checkpoint tensor holds all experts."""
+    """This rank's experts, if one checkpoint tensor holds all experts; otherwise empty."""
     adapted: Any = None
     """The linear layer with adapters whose weight the parameter is; None for others."""
 
@@ -72,12 +72,12 @@ def placed_parameters(
 ) -> Iterator[PlacedParameter]:
     """All parameters of this rank's chunks with their rules, for Megatron's local and TransformerEngine's layer spec.
 
-    Without that of a `value_head`, which families do not have, and without adapters.
+    The parameters of a `value_head`, for which families have no rule, and of adapters are left out.
     Raises `LayoutError` naming all parameters without a rule or with another shape.
     """
     rules = rules_of(family, architecture)
     by_name = {**rules, **{rule.fused: rule for rule in rules.values() if rule.fused is not None}}
-    sizes, unknown, known = Sizes.of(architecture), [], []
+    sizes, unknown, parameters = Sizes.of(architecture), [], []
     for chunk in chunks:
         gpt = gpt_of(chunk)
         groups = gpt.pg_collection
@@ -108,13 +108,13 @@ def placed_parameters(
             if tuple(parameter.shape) != shape:
                 unknown.append(f"{name} {list(parameter.shape)} (expected {list(shape)})")
                 continue
-            known.append(parameter_place)
+            parameters.append(parameter_place)
     if unknown:
         raise LayoutError(
             f"parameters without a counterpart in {family.architecture}: {', '.join(ranges(unknown))}. The model was "
             "not built from its config.json"
         )
-    yield from known
+    yield from parameters
 
 
 def family_of(path: Path, own: str | None = None) -> Family:
@@ -172,8 +172,8 @@ def load_pretrained(
     _warn_of_rounding(stored, parameters, name)
     with consensus(layout.host_group, f"loading {name}"):
         try:
-            for placed in parameters:
-                _load(placed, stored, sizes, [] if value_head else redundant)
+            for parameter in parameters:
+                _load(parameter, stored, sizes, [] if value_head else redundant)
         finally:
             stored.close()
 

@@ -47,12 +47,12 @@ class Chunks:
         sequence = torch.searchsorted(ends, every, right=True).clamp(max=len(ends) - 1)
         positions = every - starts[sequence]
         place = (first[sequence] + positions // CHUNK) * CHUNK + positions % CHUNK
-        number = torch.arange(count, device=device)
-        owner = torch.searchsorted(after, number, right=True).clamp(max=len(ends) - 1)
-        token = starts[owner] + (number - first[owner]) * CHUNK
+        chunk = torch.arange(count, device=device)
+        owner = torch.searchsorted(after, chunk, right=True).clamp(max=len(ends) - 1)
+        token = starts[owner] + (chunk - first[owner]) * CHUNK
         token = token[:, None] + torch.arange(CHUNK, device=device)
         token = torch.where(token < ends[owner][:, None], token, tokens)
-        continues = (number > first[owner])[:, None, None, None]
+        continues = (chunk > first[owner])[:, None, None, None]
         return cls(token.reshape(-1), place, continues, positions, after - 1)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,8 @@ def gated_delta_rule(
     total = decay[:, :, -1:]
     keys_to_end = (key * (total - decay).exp()).transpose(2, 3)
     # The state after a chunk is linear in that before it.
-    same = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * total.exp()
-    before, after = _scan(torch.baddbmm, (same - keys_to_end @ read) * chunks.continues, keys_to_end @ added)
+    decayed = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * total.exp()
+    before, after = _scan(torch.baddbmm, (decayed - keys_to_end @ read) * chunks.continues, keys_to_end @ added)
     before = before * chunks.continues
     out = (query * decay.exp()) @ before + ((query @ key.transpose(2, 3)) * between) @ (added - read @ before)
     return chunks.join(out), after[chunks.last]

@@ -41,8 +41,8 @@ class RecurrentLayer(MegatronModule):
     """Projection, causal convolution, recurrence, output projection; every sequence of a pack starts anew.
 
     Rows of `in_proj`, channels of the convolution and heads are grouped into units, which tensor parallelism divides.
-    Under context parallelism each rank computes all tokens of its part of these units, which an all-to-all before and
-    one behind brings about. What reads a token alone stays where the token is (`finish`).
+    Under context parallelism each rank computes all tokens of its part of these units: an all-to-all brings them there,
+    and a second one brings the outputs back. Steps that read single tokens stay on the token's rank (`finish`).
     """
 
     sharded: ClassVar[tuple[str, ...]]

@@ -69,7 +69,7 @@ class ModelDemands:
     latent_attention: bool = False
     """Whether attention is multi-latent, with values of other dimensions than keys."""
     attention_sinks: bool = False
-    """Whether every softmax has a learnt logit beside those of keys."""
+    """Whether every softmax has a learnt logit in addition to those of keys."""
     value_dim: int | None = None
     """Head dimension of values; None: `head_dim`."""
     has_window: bool = False
@@ -158,9 +158,9 @@ def _attention_refusals(
                 "another attention_backend"
             )
     if needs.dtypes is not None and dtype not in needs.dtypes:
-        known = " and ".join(_dtype_name(supported) for supported in needs.dtypes)
+        supported_dtypes = " and ".join(_dtype_name(supported) for supported in needs.dtypes)
         problems.append(
-            f"{name} computes in {known}, not in {_dtype_name(dtype)}: set model_args.dtype to auto or bf16 "
+            f"{name} computes in {supported_dtypes}, not in {_dtype_name(dtype)}: set model_args.dtype to auto or bf16 "
             "(TransformerConfig.bf16 and params_dtype in a model of your own), or choose another attention_backend"
         )
     if head_dim > (needs.largest_head or head_dim) or head_dim % needs.head_multiple:

@@ -136,10 +136,10 @@ class PackRotation:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, params: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated (query, key). `params` are PackedParams or DecodeParams, with `positions` and `rotary`."""
-        known = params.rotary
-        if known is None:
-            known = params.rotary = {}
-        if self.settings not in known:
+        cached = params.rotary
+        if cached is None:
+            cached = params.rotary = {}
+        if self.settings not in cached:
             if self._inverse_frequencies.device != query.device:
                 self._inverse_frequencies = self._inverse_frequencies.to(query.device)
             positions = params.positions
@@ -148,8 +148,8 @@ class PackRotation:
                 positions = equal if params.axes is None else params.axes
             cos, sin = self.settings.tables(positions, self._inverse_frequencies)
             # Cast once: every layer saves them for its backward.
-            known[self.settings] = cos.to(query.dtype), sin.to(query.dtype)
-        tables: Tables = known[self.settings]
+            cached[self.settings] = cos.to(query.dtype), sin.to(query.dtype)
+        tables: Tables = cached[self.settings]
         if self.settings.interleaved:
             rotated = tables[0].shape[-1]  # even channels before odd ones, as `rotate` pairs halves
             query, key = (

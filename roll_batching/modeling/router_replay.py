@@ -200,7 +200,7 @@ class PassExperts:
     def add_recorded(
         self, outputs: SampleBatch, plan: Plan, packs: Sequence[PackLayout], place: ParallelLayout
     ) -> SampleBatch:
-        """`outputs` with the recorded experts of all layers as `routed_experts`, int16 on the host. Collective.
+        """Adds the recorded experts of all layers to `outputs`, as `routed_experts`, int16 on the host. Collective.
 
         Tokens in no pack have -1. A token that samples share has the same experts in all of them.
         """
@@ -208,7 +208,7 @@ class PassExperts:
         columns = torch.tensor(stage_columns(self._chunks), dtype=torch.int64, device=place.device)
         shape = (len(mixture_layers(config)), config.moe_router_topk)
         flat = torch.full((outputs.num_tokens, *shape), UNSET, dtype=torch.int32, device=place.device)
-        for number, (mb, pack) in enumerate(zip(plan.micro_batches[place.dp_rank], packs, strict=True)):
+        for pass_index, (mb, pack) in enumerate(zip(plan.micro_batches[place.dp_rank], packs, strict=True)):
             if mb.is_filler or not self._routers:
                 continue
             # 1. Order of the router's tokens -> pack: this rank's context-parallel share, and of it the sequence shard.
@@ -216,7 +216,7 @@ class PassExperts:
             if place.sequence_parallel:
                 computed = computed.chunk(place.tp_size)[place.tp_rank]
             in_pack = flat.new_full((pack.tokens, len(columns), shape[1]), UNSET)
-            experts = [router.recorded[number] for router in self._routers if router.recorded is not None]
+            experts = [router.recorded[pass_index] for router in self._routers if router.recorded is not None]
             in_pack[computed.to(place.device)] = torch.stack(experts, 1).to(torch.int32)
             # 2. Pack -> whole samples: each sample reads its shared prefix where another one computed it.
             unshared = pack.unshared

@@ -65,7 +65,7 @@ class BiasedExpertOutput(RowParallelLinear):
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output, in memory of its own, and the bias."""
+        """The output, copied so that it is no view, and the bias."""
         output, bias = super().forward(input_)
         return output.clone(), bias
 
@@ -156,7 +156,7 @@ def _local_layer(
 
 
 def _set_attention(spec: Any, config: TransformerConfig) -> None:
-    """Replaces Megatron's class in the spec of a layer's self-attention where it does not do."""
+    """Replaces Megatron's class of self-attention in a spec if it cannot compute output gates or replicated heads."""
     if config.attention_output_gate or has_replicated_kv_heads(config):
         from roll_batching.modeling.layer_modules import GatedSelfAttention, ReplicatedKVAttention  # for few models
 
@@ -183,7 +183,7 @@ def core_attention(
 
 
 def _with_window(backend: AttentionBackend, config: TransformerConfig) -> AttentionBackend:
-    """The backend for the config's sliding window, if both have one."""
+    """The backend for the config's sliding window; `backend` itself if the config or the backend has no windows."""
     window = getattr(config, "window_size", None)
     if window is None or window[0] < 0 or not getattr(backend, "windows", False):
         return backend
@@ -194,10 +194,10 @@ def _build_core(
     backend: AttentionBackend, rotation: Rotation | None, local: Rotation | None, **arguments: Any
 ) -> torch.nn.Module:
     """A layer's core attention; `local` is the rotation of layers with a sliding window."""
-    config, number = arguments["config"], arguments["layer_number"]
-    if has_window(config, number):
+    config, layer_number = arguments["config"], arguments["layer_number"]
+    if has_window(config, layer_number):
         rotation = local
-    if config.no_rope_freq and config.no_rope_freq[number - 1]:  # layer numbers start at 1
+    if config.no_rope_freq and config.no_rope_freq[layer_number - 1]:  # layer numbers start at 1
         rotation = None
     core: Any = backend.build_core(rotation, **arguments)
     core.pack_backend, core.pack_rotates = backend, rotation is not None  # `from_parts` reads both

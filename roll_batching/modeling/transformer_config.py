@@ -24,9 +24,9 @@ def transformer_config(
 ) -> Any:
     """Megatron's TransformerConfig for this architecture and layout.
 
-    Set here, because packing depends on it: unbatched p2p (batched pairs mis-match at PP=2 with VPP),
-    no deallocation of sent outputs (corrupts gradients before 0.18), no shape exchange, the all-to-all
-    MoE dispatcher (the all-gather one needs equal lengths on all ranks), no dropout.
+    Packing depends on options that are set here: unbatched p2p (batched pairs mis-match at PP=2 with VPP), no
+    deallocation of sent outputs (it corrupts gradients before 0.18), no shape exchange, the all-to-all MoE
+    dispatcher (the all-gather one needs equal lengths on all ranks), no dropout.
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -69,9 +69,9 @@ def transformer_config(
         from roll_batching.modeling.hybrid import HybridTransformerConfig, hybrid_options
 
         kind, options = HybridTransformerConfig, options | hybrid_options(architecture)
-    known = {field.name for field in dataclasses.fields(kind)}
+    supported = {field.name for field in dataclasses.fields(kind)}
     # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
-    return kind(**{name: value for name, value in options.items() if name in known})
+    return kind(**{name: value for name, value in options.items() if name in supported})
 
 
 def _layer_options(architecture: ArchitectureConfig) -> dict[str, Any]:

@@ -37,16 +37,16 @@ class FullTensors:
     stored: StoredTensors
     sizes: Sizes
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors, by name."""
+    """Shapes of all tensors, by name."""
     dtypes: Mapping[str, torch.dtype]
-    """Of all tensors, by name, as in the files."""
+    """Dtypes of all tensors in the files, by name."""
     parameters: tuple[PlacedParameter, ...]
     """Parameters of which this rank has a shard, in the same order on all ranks that share one."""
 
     untrained: tuple[str, ...]
-    """Tensors of the files that the model has not (multi-token prediction)."""
+    """Tensors of the files that the model lacks (multi-token prediction)."""
     copies: Mapping[str, str]
-    """Tensors of the files that repeat another one in a trained head, by the name of that one."""
+    """By name of a tensor that a trained head repeats: the name of the tensor that it repeats."""
 
     def bytes_of(self, name: str) -> int:
         """Size of a tensor in its file."""
@@ -87,10 +87,10 @@ def describe_full_tensors(state: ModelState, source: str, *, with_head: bool = F
         copies=copies,
         parameters=tuple(
             _join_experts(
-                placed
-                for placed in placed_parameters(state.chunks, family, architecture)
+                parameter
+                for parameter in placed_parameters(state.chunks, family, architecture)
                 # Under a pipeline the last stage has a copy of tied embeddings as its head: the first stage gives them.
-                if placed.is_first_replica and not (tied and placed.rule.ours == HEAD.ours)
+                if parameter.is_first_replica and not (tied and parameter.rule.ours == HEAD.ours)
             )
         ),
     )

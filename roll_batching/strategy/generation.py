@@ -265,9 +265,9 @@ class ResponseBuffer:
         self.log_probs = torch.zeros(count, settings.max_new_tokens, dtype=dtype, device=device)
         self.sizes = torch.zeros(count, dtype=torch.int64, device=device)
         self.in_batch = torch.arange(count, device=device)
-        """Responses that are still in the decoder's batch, by its rows."""
+        """[rows of the batch]: index of the response that each row of the decoder's batch computes."""
         self.running = torch.full((count,), running, dtype=torch.bool, device=device)
-        """Of these: which have not ended."""
+        """[rows of the batch] bool: whether the response of a row has not ended."""
         self._stops = torch.tensor(sorted({settings.eos_token_id, *settings.stop_token_ids}), device=device)
 
     def append(self, step: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> int:

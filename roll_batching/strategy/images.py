@@ -29,10 +29,10 @@ class PromptImages:
         self.prompts, self.state = prompts, state
         self.images: BatchImages = make_images(prompts, state)
         self.shifts = self.images.tokens.next_positions(prompts) - prompts.lengths
-        """[prompts]: the position of a token behind a prompt, less its place in the sequence."""
+        """[prompts]: RoPE position of the token after a prompt, minus its place in the sequence."""
 
     def of(self, prompts: Sequence[int]) -> SequenceImages:
-        """Images of sequences, by the prompt of each."""
+        """Images of sequences; sequence i belongs to the prompt `prompts[i]`."""
         return SequenceImages(self, torch.tensor(prompts, dtype=torch.int64))
 
 
@@ -68,7 +68,7 @@ class SequenceImages:
         return (places + self._shifts).expand(3, *places.shape)
 
     def of_sequences(self, sequences: SampleBatch) -> BatchImages:
-        """Images of whole sequences, prompts and what was sampled."""
+        """Images of whole sequences, which have a prompt and the sampled tokens."""
         prompts = self._source.prompts
         fields, schema = {RESPONSE: self._sampled(sequences)}, {RESPONSE: FieldSpec("token", pad=False)}
         if all(name in prompts.schema for name in IMAGE_SCHEMA):
@@ -112,7 +112,7 @@ def check_takes_images(batch: SampleBatch, state: ModelState) -> None:
 
 
 def make_images(batch: SampleBatch, state: ModelState) -> BatchImages:
-    """The images of a batch for this rank of a model that takes them. Raises `DataError`."""
+    """This rank's images of a batch, for a model that takes images. Raises `DataError` if they contradict tokens."""
     layout = state.layout
     part = (layout.tp_rank, layout.tp_size) if layout.sequence_parallel else (0, 1)
     return BatchImages(inputs_of(batch, RESPONSE), state.vision, part=part, encodes=layout.pp_rank == 0)

@@ -288,7 +288,7 @@ class MegatronInferStrategy(ModelIOMixin):
         return outputs if experts is None else experts.add_recorded(outputs, plan, layouts_of(packs), self.layout)
 
     def _collect(self, plan: Plan, packs: Packs, compute: Callable[..., Any], experts: Any = None) -> list[Any]:
-        """What `compute` makes of (output, pack, chunk) of each micro-batch, on the last stage, without gradient."""
+        """Results of `compute`(output, pack, chunk) for each micro-batch, on the last stage, without gradient."""
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
             return lambda output, non_loss_data=True: compute(output, pack, chunk)

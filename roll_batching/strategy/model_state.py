@@ -102,7 +102,7 @@ class ModelState:
     chunks: Sequence[Any]
     """This pipeline stage's model chunks, one per virtual stage, with their DDP wrappers if any."""
     dtype: torch.dtype
-    """Of the parameters."""
+    """Dtype of the parameters."""
     cost: CostModel
     """The planner's cost model for this architecture."""
     batching: BatchingConfig

@@ -43,7 +43,7 @@ class _OffloadedStorage:
 
     storage: torch.UntypedStorage
     size: int
-    """In bytes."""
+    """Bytes on the device."""
     host: Tensor | None
     """uint8 `[size]`: its contents; None: it is loaded as zeros."""
 
@@ -53,11 +53,11 @@ class OffloadedStates:
     """The states of one model that are on the host."""
 
     storages: dict[str, list[_OffloadedStorage]] = field(default_factory=dict)
-    """By kind."""
+    """Storages on the host, by kind."""
     stats: OffloadStats = OffloadStats()
-    """Of all transfers so far, in both directions."""
+    """Bytes and seconds of all transfers so far, in both directions."""
     _host_buffers: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """By kind and number. Reused, as allocating page-locked memory is slow."""
+    """Host memory by kind and number of the storage. Reused, as allocating page-locked memory is slow."""
 
     def offload(self, state: ModelState, kinds: Sequence[str], *, keep: bool = True) -> OffloadStats:
         """Copies `kinds` to the host and frees their device memory; kinds on the host already stay there.

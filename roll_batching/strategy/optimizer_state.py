@@ -72,18 +72,18 @@ def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
 
 
 def partial_stacks(optimizer: Any, model_state: dict[str, Any], group: Any, what: str) -> frozenset[str]:
-    """Keys of stacked layers of which, over all ranks, some are trained and some frozen. Collective; errors on all.
+    """Keys under which some layers are trained and some frozen, over all ranks. Collective; errors on all.
 
-    Megatron stacks equal layers under one key. The state of such a stack would have holes, which it refuses to save: it
-    is saved layer by layer.
+    Megatron stacks equal layers under one key. The optimizer state of such a stack would have holes, which Megatron
+    refuses to save: it is saved layer by layer.
     """
 
     def local_keys() -> tuple[set[str], set[str]]:
         trained = {id(parameter) for _, part in _numbered_parts(optimizer) for parameter in _trained_by(part)}
         shards = _shards_by_parameter(model_state)
         keys = {True: set[str](), False: set[str]()}
-        for number, shard in shards.items():
-            keys[number in trained].add(shard.key)
+        for parameter_id, shard in shards.items():
+            keys[parameter_id in trained].add(shard.key)
         return keys[True], keys[False]
 
     keys_by_rank = exchange(group, what, local_keys)
@@ -172,9 +172,9 @@ def _shards_by_parameter(model_state: dict[str, Any]) -> dict[int, Any]:
 
 
 def _state_shard(parameter_shard: Any, name: str, flat: torch.Tensor, replica_id: Any, stacks: frozenset[str]) -> Any:
-    """A parameter's state as a shard of a global tensor, cut as the parameter itself is.
+    """A parameter's state as a shard of a global tensor, cut like the parameter itself.
 
-    In one of `stacks` the tensor is that of one layer.
+    If the parameter's key is in `stacks`, the global tensor is that of one layer.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -239,8 +239,8 @@ def _distributed_state(
 ) -> dict[int, dict[str, Any]]:
     """State shards by parameter number.
 
-    For saving: of the parameters that this rank assembles. Collective over the optimizer's data-parallel group.
-    For `loading`: of the parameters that its share touches, uninitialised on the CPU. Not collective.
+    For saving they are of the parameters that this rank assembles. Collective over the optimizer's data-parallel group.
+    For `loading` they are of the parameters that this rank's share touches, uninitialised on the CPU. Not collective.
 
     Args:
         part: a distributed optimizer whose state exists.

@@ -79,7 +79,7 @@ def has_loss_scale(optimizer: Any) -> bool:
 
 
 def free_optimizer_memory(chunks: Sequence[Any]) -> None:
-    """Frees what an optimizer without references has left on the parameters of `chunks`."""
+    """Frees the memory that a deleted optimizer has left on the parameters of `chunks`."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             if hasattr(parameter, "main_param"):  # its fp32 copy
@@ -148,7 +148,7 @@ class StepResult:
     """Forward and backward FLOPs of all ranks' real tokens, by `modeling.cost`, common prefixes of a pack once; None if
     the cost model has another unit."""
     unshared_flops: float | None
-    """The same if every sample computed all its tokens: the work that the step stands for."""
+    """FLOPs if every sample computed all its tokens, common prefixes included."""
     ranks: int
     """World size."""
     device_rate: float | None

@@ -88,7 +88,7 @@ def freeze_modules(state: ModelState, prefixes: Sequence[str]) -> None:
                 "embedding, decoder.layers.N (N counts the layers of the whole model), decoder.final_layernorm, "
                 "output_layer or, in models that take images, visual"
             )
-        if not any(number for _, number in per_rank):
+        if not any(count for _, count in per_rank):
             raise LayoutError("freeze_module_prefix freezes every parameter, so that nothing is trained: name fewer")
 
 
@@ -127,7 +127,7 @@ class _Matrix(NamedTuple):
     """A or B of one projection on this rank."""
 
     name: str
-    """In PEFT's files."""
+    """Name in PEFT's files."""
     values: torch.Tensor
     axis: int | None
     """The axis that the tensor-parallel ranks of `group` share; None: each has the whole matrix."""
@@ -155,8 +155,8 @@ def export_adapters(
         with alone(_WRITING):
             owned = {}
             for matrix in matrices:
-                if matrix.is_first_replica and (whole := _gather(matrix)) is not None:
-                    owned[matrix.name] = whole
+                if matrix.is_first_replica and (full_matrix := _gather(matrix)) is not None:
+                    owned[matrix.name] = full_matrix
             parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(owned, parts, dst=0, group=group)
         with consensus(group, _WRITING):
@@ -194,7 +194,10 @@ def load_adapters(state: ModelState, source: str, path: str) -> None:
             if matrix.name in shapes and shapes[matrix.name] != _whole_shape(matrix)
         ]
         if problems:
-            raise CheckpointError(f"the adapters in {folder} do not fit the model: {first_of(problems, _SHOWN)}")
+            cure = "Choose adapters of this model in adapter_name_or_path"
+            raise CheckpointError(
+                f"the adapters in {folder} do not fit the model: {first_of(problems, _SHOWN)}. {cure}"
+            )
     with consensus(group, _READING):
         parts = [slices[matrix.name][_local_part(matrix)] for matrix in matrices]
         for matrix, part in zip(matrices, parts, strict=True):
@@ -211,7 +214,7 @@ def _require_adapters(state: ModelState) -> AdapterState:
 
 
 def _matrices(state: ModelState, source: str) -> Iterator[_Matrix]:
-    """All A and B of this rank."""
+    """Yields this rank's shard of A and of B of every adapter."""
     assert state.architecture is not None  # `initialize` makes adapters, of built models only
     rules = rules_of(family_of(directory_of(source), state.own_family), state.architecture)
     for gpt in map(gpt_of, state.chunks):

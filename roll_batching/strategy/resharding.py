@@ -42,7 +42,7 @@ class _Shard(NamedTuple):
     """Description of a rank's shard of a global tensor, as it is sent to the others."""
 
     name: str
-    """Of the global tensor, without Megatron's stacking: each layer is a tensor."""
+    """Name of the global tensor, without Megatron's stacking: each layer is a tensor."""
     box: Box
     global_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class _Piece:
     local: torch.Tensor
     """View of this rank's tensor: read by the sender, written by the receiver."""
     dtype: torch.dtype
-    """The sender's: the receiver converts."""
+    """Dtype of the sender's tensor; the receiver converts."""
 
     @property
     def bytes(self) -> int:
@@ -180,10 +180,10 @@ class _Unit(NamedTuple):
     """Part of a global tensor that is sent within one bucket."""
 
     shard: _Shard
-    """The shard that its holders have."""
+    """The shard that contains the unit."""
     box: Box
     holders: tuple[int, ...]
-    """Ranks that have it."""
+    """Ranks that hold the shard."""
 
 
 def _units(held: Sequence[list[_Shard]], wanted: Sequence[list[_Shard]], limit: int) -> list[_Unit]:
@@ -272,7 +272,7 @@ def _pieces(
             if shard.name in names:
                 receivers[shard.name].append((rank, shard))
     local, sent, received = [], [], []
-    for number, unit in enumerate(units):
+    for unit_index, unit in enumerate(units):
         remote = 0
         for rank, shard in receivers.get(unit.shard.name, ()):
             box = _overlap(unit.box, shard.box)
@@ -282,12 +282,12 @@ def _pieces(
                 if rank == me:
                     local.append((_view(source[unit.shard], unit.shard, box), _view(target[shard], shard, box)))
                 continue
-            sender = unit.holders[(number + remote) % len(unit.holders)]
+            sender = unit.holders[(unit_index + remote) % len(unit.holders)]
             remote += 1
             if sender == me:
-                sent.append(_Piece(number, rank, _view(source[unit.shard], unit.shard, box), unit.shard.dtype))
+                sent.append(_Piece(unit_index, rank, _view(source[unit.shard], unit.shard, box), unit.shard.dtype))
             if rank == me:
-                received.append(_Piece(number, sender, _view(target[shard], shard, box), unit.shard.dtype))
+                received.append(_Piece(unit_index, sender, _view(target[shard], shard, box), unit.shard.dtype))
     return local, sent, received
 
 

@@ -172,7 +172,7 @@ class BaseReference(MegatronInferStrategy):
 
     @property
     def offload_stats(self) -> OffloadStats:
-        """Empty: the policy counts them."""
+        """Always zero: the policy counts the transfers of the shared model."""
         return OffloadStats()
 
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:

@@ -92,7 +92,7 @@ def run_schedule(
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
         pack = next(iterator)
-        number = tracker.start_forward(pack, chunk)
+        micro_batch = tracker.start_forward(pack, chunk)
         rows = pack.layout.rectangle_rows if rows_form else 1
         if experts is not None:
             experts.start(pack, chunk)
@@ -106,7 +106,7 @@ def run_schedule(
             packed_seq_params=None if rows_form else pack.params,
             **extra,
         )
-        tracker.watch_backward(output, pack, number)
+        tracker.watch_backward(output, pack, micro_batch)
         _release_after_last_use(pack.params, output, chunk, chunks, forward_only)
         return output, bind_loss(pack, chunk)
 

@@ -50,7 +50,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, *, on_host: bool = False) -> Iterator[None]:
-        """Context timed as `phase`, and not as an outer one. `on_host`: it runs nothing on the device."""
+        """Context timed as `phase`; outer phases do not count that time. `on_host`: the device is not used."""
         stack: list[Phase] = self._of_thread.__dict__.setdefault("phases", [])  # nested, the innermost last
         outer = stack[-1] if stack else None
         mark = time.perf_counter if on_host or not self._on_device else _event

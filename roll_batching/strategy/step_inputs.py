@@ -103,7 +103,7 @@ def _replay_options(local: SampleBatch, plan: Plan, state: ModelState) -> dict[s
 
 
 def _block_balance(local: SampleBatch, plan: Plan, dp_rank: int) -> int:
-    """For `Facts.balanced`: 0 over all ranks if those of each block hold the same samples."""
+    """A number for `Facts.balanced`: its sum over all ranks is 0 if the ranks of each block hold the same samples."""
     balance = 0
     for mb in plan.micro_batches[dp_rank]:
         if mb.cp_size > 1:

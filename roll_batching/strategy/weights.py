@@ -20,7 +20,7 @@ class Transfer:
     """Bytes, seconds and buckets of a weight transfer, on this rank."""
 
     bytes: int = 0
-    """Received from other ranks."""
+    """Bytes received from other ranks."""
     seconds: float = 0.0
     buckets: int = 0
     largest: int = 0
@@ -84,7 +84,7 @@ def _layout_ranks(model: ModelState) -> tuple[int, ...]:
 
 
 def _shapes(chunk: Any, *, with_heads: bool) -> dict[str, torch.Size]:
-    """Without heads of multi-token prediction and their copy of the embedding unless `with_heads`."""
+    """Shapes by name; unless `with_heads`, without prediction heads and their copy of the embedding."""
     gpt = gpt_of(chunk)
     shapes = {name: tensor.shape for name, tensor in (*gpt.named_parameters(), *expert_biases(gpt))}
     heads = () if with_heads else ("mtp.",) if gpt.pre_process else ("mtp.", "embedding.")
