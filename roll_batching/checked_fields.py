@@ -74,10 +74,10 @@ class CheckedFields:
 
 @dataclass(frozen=True)
 class FieldKind:
-    """What a field may hold."""
+    """Values that a field may hold."""
 
     number: type | None
-    """bool, int or float."""
+    """Kind of number that the field holds: bool, int or float; None: no number."""
     choices: tuple[Any, ...]
     takes_none: bool
     takes_functions: bool

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from roll_batching.errors import ConfigError
 
 _MOST_READ = 16 << 20
-"""Bytes of a file that are read to tell who wrote it. Own files are smaller."""
+"""Bytes of a file that are read to tell who wrote it. Files that commands write are smaller."""
 
 
 @contextlib.contextmanager

@@ -92,10 +92,10 @@ def run_under(parent: int, command: Sequence[str]) -> NoReturn:
     command can end first.
     """
     signal.signal(signal.SIGTERM, lambda *_: None)  # a handler: the command would inherit SIG_IGN
-    own = os.getpid()
-    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(own))
+    session = os.getpid()
+    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(session))
     while program.poll() is None and os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
-    end_session(own)
+    end_session(session)
     code = program.poll()
     os._exit(1 if code is None else code if code >= 0 else 128 - code)

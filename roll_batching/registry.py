@@ -126,14 +126,14 @@ def user_place(error: BaseException) -> str:
     Code of this package, of the standard library and of installed packages is not the user's. Where only such code was
     passed, the first installed package that this one called is taken for the user's.
     """
-    installed, own = [], []
+    installed, users = [], []
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not _INSTALLED.isdisjoint(Path(file).parts):
             installed.append(f"{file}:{line}")
         elif not file.startswith((_OURS, _STANDARD, "<")):
-            own.append(f"{file}:{line}")
-    return own[-1] if own else installed[0] if installed else ""
+            users.append(f"{file}:{line}")
+    return users[-1] if users else installed[0] if installed else ""
 
 
 def describe_error(error: BaseException) -> str:

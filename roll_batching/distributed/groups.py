@@ -15,7 +15,7 @@ _groups: dict[tuple[Any, ...], Any] = {}
 
 
 def cached_group(purpose: Any, make: Callable[[], Any]) -> Any:
-    """The group for `purpose`, made by the first call in this process group of all ranks."""
+    """The group for `purpose`; the first call under the current process group of all ranks makes it."""
     world = dist.group.WORLD
     if (world, purpose) not in _groups:
         for stale in [key for key in _groups if key[0] is not world]:

@@ -180,7 +180,7 @@ def describe_layout(
 
 
 _groups: dict[tuple[Any, tuple[int, ...], int], Any] = {}
-"""This rank's group, by `dist.group.WORLD`, the ranks of its data-parallel group, and size."""
+"""This rank's context-parallel groups, by `dist.group.WORLD`, the ranks of its data-parallel group, and size."""
 
 
 def context_groups(layout: ParallelLayout, sizes: Sequence[int]) -> dict[int, Any]:

@@ -29,7 +29,7 @@ def role_groups(dims: ParallelDims) -> Any:
 
     ranks = _ranks(dims)
     shared = ProcessGroupCollection.use_mpu_process_groups()
-    # Equal on all ranks: the groups of each come from one layout.
+    # All ranks get one answer: the groups of every rank come from one layout.
     if all(
         sorted(dist.get_process_group_ranks(getattr(shared, name))) in [sorted(part) for part in ranks[name]]
         for name in ("tp", "cp", "pp", "dp", "ep", "expt_tp")
@@ -40,7 +40,7 @@ def role_groups(dims: ParallelDims) -> Any:
     first: Callable[[list[int]], list[int]] = parallel_state.default_position_embedding_ranks
     ranks |= {"embd": [embedding(stage) for stage in stages], "pos_embd": [first(one) for one in stages]}
     groups = {name: divided_group(division) for name, division in ranks.items()}
-    same = {
+    aliases = {
         "intra_dp_cp": "dp_cp",
         "intra_expt_dp": "expt_dp",
         # 0.19 adds groups of ranks that share a layer's weights, which are not used here.
@@ -48,9 +48,9 @@ def role_groups(dims: ParallelDims) -> Any:
         "expt_dp_gtp_remat": "expt_dp",
         "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
     }
-    groups |= {name: groups[other] for name, other in same.items()}
-    known = [field.name for field in dataclasses.fields(ProcessGroupCollection)]
-    return ProcessGroupCollection(**{name: groups.get(name) for name in known})
+    groups |= {name: groups[other] for name, other in aliases.items()}
+    names = [field.name for field in dataclasses.fields(ProcessGroupCollection)]
+    return ProcessGroupCollection(**{name: groups.get(name) for name in names})
 
 
 def _ranks(dims: ParallelDims) -> dict[str, Ranks]:

@@ -126,7 +126,7 @@ def stored_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _text_config(config: Mapping[str, Any], family: Family, result: Translation) -> Mapping[str, Any]:
-    """The fields of the text model in a `config.json` that describes a vision encoder, too."""
+    """Fields of the text model in a `config.json` that also describes a vision encoder; adds problems to `result`."""
     text_config = config.get("text_config")
     if not isinstance(text_config, Mapping):
         result.problems.append(f"text_config: {text_config!r} must be an object, the text model of {family.model_type}")
@@ -135,8 +135,8 @@ def _text_config(config: Mapping[str, Any], family: Family, result: Translation)
         model_type = text_config.get("model_type")
         result.problems.append(f"text_config.model_type: {model_type!r} is not supported, only {family.text_model!r}")
     for name in sorted(set(config) - BESIDE_TEXT - WITHOUT_EFFECT):
-        known = ALWAYS.get(name, object())
-        if config[name] is not None and config[name] != known:
+        supported = ALWAYS.get(name, object())
+        if config[name] is not None and config[name] != supported:
             result.problems.append(f"{name}: {config[name]!r} is an unknown field of model_type {family.model_type}")
     ties = [
         section["tie_word_embeddings"]
@@ -254,9 +254,9 @@ def _translate_latent_attention(values: Mapping[str, Any], result: Translation) 
     # transformers 5 writes the rotated channels as head_dim, and their sum with the others as qk_head_dim.
     if values.get("head_dim") not in (None, latent["qk_pos_emb_head_dim"]):
         result.problems.append(f"head_dim: {values['head_dim']!r} is not supported, only that of qk_rope_head_dim")
-    both = values["qk_nope_head_dim"], values["qk_rope_head_dim"]
-    if values.get("qk_head_dim") is not None and all(isinstance(width, int) for width in both):
-        if values["qk_head_dim"] != sum(both):
+    widths = values["qk_nope_head_dim"], values["qk_rope_head_dim"]
+    if values.get("qk_head_dim") is not None and all(isinstance(width, int) for width in widths):
+        if values["qk_head_dim"] != sum(widths):
             result.problems.append(f"qk_head_dim: {values['qk_head_dim']!r} is not qk_nope_head_dim + qk_rope_head_dim")
     heads = values.get("num_key_value_heads")
     if heads not in (None, values.get("num_attention_heads")):

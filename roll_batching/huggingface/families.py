@@ -381,8 +381,8 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
 def untrained_tensors(family: Family, architecture: Any, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Names of tensors outside the trained model, among `names`; an export copies them.
 
-    These are vision encoders, and layers of multi-token prediction beside those that `architecture` trains. Publishers
-    number these after the model's own layers, or name them by `Family.untrained`.
+    These are vision encoders, and layers of multi-token prediction that `architecture` does not train. Publishers
+    number such layers after the model's own, or give them a prefix of `Family.untrained`.
     """
     prefixes, heads = family.untrained, architecture.mtp_num_layers or 0
     if heads:

@@ -57,9 +57,9 @@ class Family:
     text_model: str | None = None
     """`model_type` of the text model in `text_config`, beside a vision encoder; None: `config.json` is the model's."""
     prefixes: tuple[tuple[str, str], ...] = ()
-    """Beginnings of tensors' names in the rules, and in the family's files."""
+    """Pairs of prefixes of tensor names: in the rules, and in the family's files."""
     other_prefixes: tuple[tuple[str, str], ...] = ()
-    """The same for files of another version of transformers, where the family has them."""
+    """`prefixes` for files of another version of transformers, where the family has such files."""
     encoder_rules: Callable[[Any], list[TensorRule]] | None = None
     """Rules of the vision encoder of an `ArchitectureConfig`, where one is trained, too."""
     normalised_experts: bool = False
@@ -67,4 +67,4 @@ class Family:
     router: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `architecture.moe` that all models of the family have."""
     rewrite: Callable[[Mapping[str, Any], list[str]], Mapping[str, Any]] | None = None
-    """Puts the family's own fields into those of others; gets `config.json`, and a list that it adds problems to."""
+    """Translates the family's own fields to common ones; gets `config.json`, and a list that it adds problems to."""

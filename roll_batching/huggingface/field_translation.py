@@ -56,8 +56,8 @@ def translate_rope(values: Mapping[str, Any], base: Any, share: Any, result: Tra
     kind = kinds[0] if kinds else "default"
     inner = rope.pop("partial_rotary_factor", share)
     if inner != share and (share == 1.0 or values.get("partial_rotary_factor") is not None):
-        known = f"partial_rotary_factor: {share!r}"
-        result.problems.append(f"{name}.partial_rotary_factor: {inner!r} is not supported beside {known}")
+        outer = f"partial_rotary_factor: {share!r}"
+        result.problems.append(f"{name}.partial_rotary_factor: {inner!r} is not supported beside {outer}")
     if inner != 1.0:
         result.architecture["rotary_percent"] = inner
     if kind not in _NEEDED:
@@ -301,7 +301,7 @@ def translate_hybrid(config: Mapping[str, Any], result: Translation) -> dict[str
 
 
 def _rename(rest: dict[str, Any], names: tuple[str, ...], name: str, result: Translation) -> None:
-    """Puts the value of other names of a field under `name`; they must agree."""
+    """Moves the value of a field from its other `names` in `rest` to `name`; if several are set, they must agree."""
     given = {alias: rest.pop(alias) for alias in (*names, name) if alias in rest}
     values = {alias: value for alias, value in given.items() if value is not None}
     if len(set(map(str, values.values()))) > 1:

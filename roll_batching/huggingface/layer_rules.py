@@ -138,7 +138,7 @@ SHARED_EXPERTS = (
     ),
 )
 EXPERT_BIAS = (_layer("mlp.router.expert_bias", "copy", ("mlp.gate.e_score_correction_bias", ("experts",))),)
-"""A buffer on both sides: no gradient reaches it."""
+"""The rule of a router's expert bias, a buffer on both sides: no gradient reaches it."""
 
 
 def latent_attention(compressed_queries: bool) -> tuple[TensorRule, ...]:

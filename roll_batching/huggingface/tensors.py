@@ -211,7 +211,7 @@ class Piece:
     """Whether `rows` is one expert, and `columns` are of the last dimension; a matrix is transposed."""
 
     def select(self, expert: Any) -> Any:
-        """This piece of an expert's tensor, as it is in the parameter."""
+        """A view of this piece in an expert's tensor, transposed to the orientation of the parameter."""
         values = expert if self.columns is None else expert[..., self.columns]
         return values.t() if values.dim() == 2 else values
 
@@ -242,13 +242,13 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
                 start += share
         case "expert" | "expert_gated":
             assert rule.expert is not None
-            one, width = slice(rule.expert, rule.expert + 1), shape[-1]
+            expert_row, width = slice(rule.expert, rule.expert + 1), shape[-1]
             if rule.join == "expert":
-                yield Piece(first, one, None, slice(0, width), of_expert=True)
+                yield Piece(first, expert_row, None, slice(0, width), of_expert=True)
             else:
                 for half in range(2):  # their columns alternate between gate and up; ours has all gates, then all ups
                     half_rows = slice(half * width // 2, (half + 1) * width // 2)
-                    yield Piece(first, one, slice(half, None, 2), half_rows, of_expert=True)
+                    yield Piece(first, expert_row, slice(half, None, 2), half_rows, of_expert=True)
         case "qkv" | "gated_qkv" | "by_unit":
             share = sum(shape[0] for _, shape in shapes) // ranks
             yield from _part(_rows(rule, shapes, sizes), rank * share, (rank + 1) * share)

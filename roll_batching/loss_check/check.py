@@ -83,14 +83,14 @@ def check_loss(
 
 
 def _units(samples: SampleBatch, group_by: str | None) -> list[list[int]]:
-    """Numbers of the samples by group, in order of first appearance."""
+    """Indices of the samples of each group, groups in order of first appearance."""
     if group_by is None:
-        units = [[number] for number in range(len(samples))]
+        units = [[index] for index in range(len(samples))]
     else:
         require_field(samples, group_by, "group_by", "sample")
         groups: dict[Any, list[int]] = {}
-        for number, value in enumerate(samples[group_by].tolist()):
-            groups.setdefault(value, []).append(number)
+        for index, value in enumerate(samples[group_by].tolist()):
+            groups.setdefault(value, []).append(index)
         units = list(groups.values())
     if len(units) < PACKS + 1:
         raise DataError(

@@ -10,7 +10,7 @@ from roll_batching.lifetime import die_with_parent
 
 
 def run_request(request: bytes, answers: Connection, parent: int) -> None:
-    """Runs a pickled `Request` on the CPU, beside a job as well, and sends its outcomes to the process `parent`."""
+    """Runs a pickled `Request` on the CPU, also while a job uses GPUs; sends its outcomes to the process `parent`."""
     die_with_parent(parent)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     hide_known_warnings()

@@ -52,7 +52,7 @@ class LossCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether loss, gradient and metrics are those of the first run in every other run, and comparable."""
+        """Whether every run has the loss, gradient and metrics of the first one, and these can be compared."""
         return not self.problems and all(row.ok for row in self.rows)
 
     @property

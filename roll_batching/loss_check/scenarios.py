@@ -44,7 +44,7 @@ class Request:
     """A loss, its samples and the runs."""
 
     loss: bytes
-    """Pickled: each run has a new copy, so that none sees the state that another left."""
+    """The pickled loss: each run has a new copy, so that none sees the state that another left."""
     samples: SampleBatch
     layouts: tuple[LayoutRuns, ...]
     seed: int
@@ -60,7 +60,7 @@ class Outcome:
     metrics: dict[str, float] | None = None
     gradients: dict[str, torch.Tensor] | None = None
     error: str | None = None
-    """Instead of a result."""
+    """Why the run has no result."""
 
 
 _MICRO_BATCHES = (

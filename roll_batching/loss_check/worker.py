@@ -34,7 +34,7 @@ from roll_batching.settings import RoleSettings
 from roll_batching.strategy import MegatronTrainStrategy
 
 _GRACE_SECONDS = 10
-"""What the other ranks have after one has failed, to report the same error."""
+"""Time that the other ranks get to report the same error after one rank has failed."""
 
 
 def run_layouts(pickled: bytes, answers: Connection) -> None:
@@ -86,8 +86,8 @@ def _receive(receiver: Connection, sentinels: list[Any], seconds: float) -> tupl
     """(what rank 0 sends before it ends, whether it has not ended within `seconds` although no rank failed)."""
     outcomes: dict[str, Outcome] = {}
     end, has_ended = time.monotonic() + seconds, False
-    while (left := end - time.monotonic()) > 0:
-        if receiver.poll(min(left, 0.2)):
+    while (remaining := end - time.monotonic()) > 0:
+        if receiver.poll(min(remaining, 0.2)):
             try:
                 name, outcome = pickle.loads(receiver.recv_bytes())
             except EOFError:  # rank 0 has ended

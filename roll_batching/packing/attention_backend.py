@@ -44,7 +44,7 @@ class AttentionRequirements:
     libraries: tuple[tuple[str, str], ...] = ()
     """Distributions that must be installed, with their earliest versions."""
     instead: str = "choose another attention_backend"
-    """The remedy beside installing a library."""
+    """The remedy if a library is not to be installed."""
     device_limits: Callable[..., list[str]] | None = None
     """Refusals that depend on the device and the model together: called with the keywords `compute_capability`,
     `head_dim`, `value_dim`, `has_window` and `has_sinks` of a supported dtype on CUDA; None: no others."""

@@ -158,7 +158,7 @@ class StepPacks:
         self._first: PackedBatch | None = self._make(0) if self.layouts else None
 
     def set_timer(self, timer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap the function that returns the next pack by `timer`, to measure how long passes wait for packs."""
+        """Measures how long passes wait for packs: `timer` wraps the function that returns the next pack."""
         self._timer = timer
 
     def set_context_groups(self, groups: Mapping[int, Any]) -> None:

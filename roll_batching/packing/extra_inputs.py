@@ -30,7 +30,7 @@ class ImageInputs:
     places: torch.Tensor
     """[n] int64: embeddings to replace, by their index in [tokens of this rank * rows]."""
     features: torch.Tensor
-    """[n] int64: the encoder's output for each of them."""
+    """[n] int64: index among the encoder's outputs of the replacement of each embedding."""
 
 
 def image_format(vision: VisionConfig) -> ImageFormat:
@@ -102,8 +102,8 @@ class BatchImages:
         axes = self.tokens.positions[:, source[local_tokens]].to(device)
         if not self._encodes:
             return axes, None
-        number, count = self._part
-        router_tokens = local_tokens.chunk(count)[number]
+        part, parts = self._part
+        router_tokens = local_tokens.chunk(parts)[part]
         image = torch.where(real[router_tokens], self.tokens.image[source[router_tokens]], -1)
         places = (image >= 0).nonzero().flatten()
         if not len(places):
@@ -117,10 +117,10 @@ class BatchImages:
 
     def _of_tokens(self, tokens: torch.Tensor, places: torch.Tensor, device: torch.device) -> ImageInputs:
         assert self._pixels is not None  # a batch without images has no image tokens
-        images, number = self.tokens.image[tokens].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        images, image_index = self.tokens.image[tokens].unique(return_inverse=True)  # type: ignore[no-untyped-call]
         first, last = self.tokens.patches[images], self.tokens.patches[images + 1]
         patches = row_indices(first, last - first)
-        features = starts_of(self.tokens.sizes[images])[:-1][number] + self._inside[tokens]
+        features = starts_of(self.tokens.sizes[images])[:-1][image_index] + self._inside[tokens]
         return ImageInputs(
             pixels=self._pixels.index_select(0, patches.to(self._pixels.device)).to(device),
             grids=self.tokens.grids[images].to(device),
@@ -160,7 +160,7 @@ def shift_tokens(
     positions = np.arange(layout.tokens)
     tokens, rows, counts, local = [], [], [], local_tokens.to(input_ids.device)
     for ahead in range(heads + 1):
-        before = np.minimum(positions + ahead, layout.tokens - 1)  # predicts the token k + 1 places later
+        before = np.minimum(positions + ahead, layout.tokens - 1)  # predicts the token `ahead` + 1 places later
         exists = (positions + ahead < layout.tokens) & (layout.segment_ids[before] == layout.segment_ids)
         exists &= layout.predicts[before]
         index, valid = (torch.from_numpy(x).to(input_ids.device) for x in (before, exists))

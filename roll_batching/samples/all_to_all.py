@@ -166,7 +166,8 @@ def _routes(plan: Plan, dp_group: ExchangeGroup, held: SampleBatch | None) -> Ro
 def placement_of(plan: Plan, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`rank_of`, `placed` and `computing` of `Routes`. Raises `DataError` unless the plan is for `size` ranks."""
     if len(plan.micro_batches) != size:
-        raise DataError(f"The plan is for {len(plan.micro_batches)} data-parallel ranks, the group has {size}.")
+        ranks = len(plan.micro_batches)
+        raise DataError(f"The plan is for {ranks} data-parallel ranks, the group has {size}. Plan for {size}.")
     per_rank = [np.asarray(plan.rank_samples(rank), dtype=np.int64) for rank in range(size)]
     placed = np.concatenate(per_rank)
     computing = np.repeat(np.arange(size), [samples.size for samples in per_rank])

@@ -246,7 +246,7 @@ def _concatenate(name: str, rows: Sequence[Any]) -> Tensor:
     if any(isinstance(row, (Tensor, np.ndarray)) for row in rows):
         parts = [torch.as_tensor(row) for row in rows]
         if len({part.shape[1:] for part in parts}) > 1 or len({part.dtype for part in parts}) > 1:
-            raise DataError(f"Field {name!r}: its rows differ in dtype or in the shape of one value.")
+            raise DataError(f"Field {name!r}: its rows differ in dtype or in the shape of one value: make them equal.")
         return torch.cat(parts)
     return _tensor(name, list(chain.from_iterable(rows)))
 

@@ -159,8 +159,8 @@ def _outgoing(
     Args:
         placed: samples that take part, int64 [placed], in plan order; may repeat.
         receiving: data-parallel rank of each process in the receiving layout.
-        received_by: data-parallel rank of each of them in the receiving layout.
-        held_by: data-parallel rank of each of them in the sending layout.
+        received_by: data-parallel rank of each entry of `placed` in the receiving layout.
+        held_by: data-parallel rank of each entry of `placed` in the sending layout.
         senders: from `_senders`.
         rank: this process.
     """

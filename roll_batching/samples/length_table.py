@@ -40,7 +40,7 @@ class LengthTable:
     """int64 `[n]`: the data-parallel rank that holds the sample now, not a constraint (`home_rank`) on the plan."""
 
     prefixes: SharedPrefixes | None = None
-    """What the samples share (`find_shared_prefixes`); None: plans share nothing."""
+    """Prefixes that the samples share (`find_shared_prefixes`); None: plans share nothing."""
 
     def __post_init__(self) -> None:
         for name in ("ids", "lengths", "location"):

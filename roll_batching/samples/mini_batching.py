@@ -109,7 +109,7 @@ def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: i
     for rank in range(ranks):
         local = order[home[order] == rank]
         batch_of[local] = np.arange(local.size) // (size // ranks)
-    return MiniBatches(tuple(order[batch_of[order] == number] for number in range(int(batch_of.max()) + 1)), size)
+    return MiniBatches(tuple(order[batch_of[order] == index] for index in range(int(batch_of.max()) + 1)), size)
 
 
 def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Generator) -> tuple[np.ndarray, list[int]]:
@@ -128,11 +128,11 @@ def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Gen
     position[draw] = np.arange(names.size)
     order = np.argsort(position[group_of], kind="stable").astype(np.int64)
     cuts, used, end = [], 0, 0
-    for number in members[draw].tolist():
-        if used + number > size:
+    for group_size in members[draw].tolist():
+        if used + group_size > size:
             cuts.append(end)
             used = 0
-        used, end = used + number, end + number
+        used, end = used + group_size, end + group_size
     return order, cuts
 
 

@@ -89,17 +89,17 @@ def check_shared_rows(batch: SampleBatch, plan: Plan, dp_rank: int) -> None:
 def _check_micro_batch(batch: SampleBatch, codes: np.ndarray, mb: MicroBatch, ids: np.ndarray) -> None:
     labels = batch["input_ids"].cpu().numpy() if "input_ids" in batch else codes
     starts = batch.offsets[batch.rows_of(ids[mb.samples])].tolist()
-    for number, shared in enumerate(mb.shared.tolist()):
+    for place, shared in enumerate(mb.shared.tolist()):
         if not shared:
             continue
-        first, second = starts[number - 1], starts[number]
+        first, second = starts[place - 1], starts[place]
         differs = codes[first : first + shared] != codes[second : second + shared]
-        label = labels[first + shared] != labels[second + shared]
-        if differs.any() or label:
+        label_differs = labels[first + shared] != labels[second + shared]
+        if differs.any() or label_differs:
             token = int(differs.argmax()) if differs.any() else shared
             raise DataError(
-                f"the plan lets sample {ids[mb.samples[number]]} share {shared} positions with sample "
-                f"{ids[mb.samples[number - 1]]}, whose token {token} has another value of "
+                f"the plan lets sample {ids[mb.samples[place]]} share {shared} positions with sample "
+                f"{ids[mb.samples[place - 1]]}, whose token {token} has another value of "
                 f"{_difference(batch, first + token, second + token)}: plan with the prefixes that "
                 "find_shared_prefixes(batch, table) finds in this batch"
             )

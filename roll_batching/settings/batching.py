@@ -37,7 +37,7 @@ class BatchingConfig:
     logprob_plan: LogprobPlan = "train"
     """Old log-probs: by training's plans ("train"), by their own ("own"), the sampler's ("rollout"), or none."""
     share_prefixes: SharePrefixes = "auto"
-    """Packs compute what samples have in common once: where the model can and it pays ("auto"), always, or never."""
+    """When packs compute shared prefixes once: where the model can and it pays ("auto"), always, or never."""
 
     def __post_init__(self) -> None:
         for name in ("train", "infer"):

@@ -42,8 +42,8 @@ MOST_PROCESSES = 1024
 class Settings(BaseModel):
     """Base of all settings: frozen, finite, unknown keys are errors, values are not converted between kinds.
 
-    A class names by `read_if` the switches of its fields: names of fields, separated by spaces, to one switch or
-    several that must all be on. "*" stands for the fields that no other row names.
+    `read_if` says under which switches a class's fields are read: it maps names of fields, separated by spaces, to one
+    switch, or to several that must all be on. "*" stands for the fields that no other entry names.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
@@ -88,18 +88,18 @@ class Switch:
     """Other settings under which a key is read."""
 
     is_on: Callable[[Any], object]
-    """Of the section that has the key."""
+    """Tests the section that has the key."""
     otherwise: str
     """Why the key is not read, for the notice; `{0.name}` is a value of that section."""
     of_job: bool = False
-    """Both look at the job instead."""
+    """Whether `is_on` and `otherwise` get the job instead of the section."""
 
 
 Switches = Mapping[str, Switch | tuple[Switch, ...]]
 
 
 def tasks(*names: str, otherwise: str) -> Switch:
-    """The switch of keys that jobs of some tasks read; `otherwise` says of a task why it does not."""
+    """The switch of keys that only jobs of the tasks `names` read; `otherwise` says why other tasks do not."""
     return Switch(lambda job: job.task in names, f"task is {{0.task}}, {otherwise}", of_job=True)
 
 
@@ -121,7 +121,7 @@ class Scope:
     switches: tuple[Switch, ...] = ()
 
     def __call__(self, schema: dict[str, Any]) -> None:
-        """Adds nothing to the JSON schema of the field, which pydantic asks a field's extra for."""
+        """Adds nothing to the JSON schema of the field: pydantic calls a field's `json_schema_extra`, which this is."""
 
 
 def setting(
@@ -198,7 +198,7 @@ def nested_settings(field: FieldInfo) -> type[Settings] | None:
 
 
 def named_settings(field: FieldInfo) -> type[Settings] | None:
-    """The settings class of the values of `field`, a map whose names the user chooses; None for other fields."""
+    """The settings class of the values of a field of the type dict[str, Settings]; None for other fields."""
     if typing.get_origin(field.annotation) is dict:
         inside = typing.get_args(field.annotation)[1]
         if isinstance(inside, type) and issubclass(inside, Settings):
@@ -226,5 +226,5 @@ class RegisteredName:
 
 
 def registered_name(field: FieldInfo) -> RegisteredName | None:
-    """The registry that the value of `field` names an entry of; None for other fields."""
+    """The registry in which the value of `field` names an entry; None for other fields."""
     return next((item for item in field.metadata if isinstance(item, RegisteredName)), None)

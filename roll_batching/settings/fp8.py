@@ -78,7 +78,7 @@ def _bf16_layers(megatron: Any, layers: int) -> Iterator[tuple[str, str]]:
 
 
 def _shard_widths(megatron: Any, model: Any) -> dict[str, int]:
-    """Sides of the shards of weights, of one tensor-parallel rank, by name. 0 where TP does not divide them."""
+    """Rows or columns of the weight shards of a tensor-parallel rank, by name; 0 where TP does not divide them."""
     tp = megatron.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.kv_heads
     widths = {"hidden_size": model.hidden_size}
@@ -109,7 +109,7 @@ def _shard_widths(megatron: Any, model: Any) -> dict[str, int]:
 
 
 def fp8_layers(megatron: Any, layers: range, num_layers: int) -> int:
-    """How many of the layers with the indices `layers`, of `num_layers` in all, compute in FP8."""
+    """Number of layers among the indices `layers`, of a model with `num_layers` layers, that compute in FP8."""
     if megatron.fp8 is None:
         return 0
     if not megatron.first_last_layers_bf16:

@@ -99,7 +99,7 @@ class HybridSizes:
 
 
 def hybrid_cost(sizes: HybridSizes, *, ranks: int, chunks: Sequence[range] | None = None) -> FlopsCost:
-    """The cost on each of the `ranks` that share it, and of model chunks, given the layers of each."""
+    """The cost per rank of a model that `ranks` ranks share; `chunks` are the layers of each model chunk, if given."""
     per_token = sizes.per_token()
     head = sizes.hidden * sizes.vocabulary
 

@@ -1,4 +1,4 @@
-"""Options of a layout that nothing reads beside its other options, or with the model. Needs no torch.
+"""Options of a layout that have no effect with its other options, or with the model. Needs no torch.
 
 Configurations of jobs and strategies in Python refuse the same ones.
 """
@@ -13,7 +13,7 @@ from roll_batching.settings.megatron_config import OPTIMIZER_DTYPES, MegatronCon
 
 
 def idle_options(layout: MegatronConfig) -> Iterator[tuple[str, str]]:
-    """(key, problem) of options that need another one of `layout`. Those of FP8: `settings.fp8.idle_options`."""
+    """(key, problem) of options that need another option of `layout`. For FP8 see `settings.fp8.idle_options`."""
     for key, needed in (
         ("recompute_method", "full"),
         ("recompute_num_layers", "full"),

@@ -209,7 +209,7 @@ class ModelArgs(AdapterArgs):
 
 
 def _over(below: Any, given: Any) -> Any:
-    """`given` where it says something, else `below`."""
+    """`given`, with values of `below` for keys that `given` lacks or sets to None."""
     if given is None:
         return below
     if isinstance(given, ArchitectureConfig):

@@ -53,7 +53,7 @@ class PipelineSettings(Protocol):
 
 
 class SplitProblem(NamedTuple):
-    """A key of the split that cannot be, and the text of the error."""
+    """An invalid key of the pipeline split, and the text of its error."""
 
     key: str
     message: str
@@ -159,7 +159,7 @@ def _layout_problems(config: PipelineSettings, keys: list[str], num_layers: int 
     pp, layout = config.pipeline_model_parallel_size, config.layer_layout
     assert layout is not None
     decoders = sum(chunk.count("decoder") for chunk in layout)
-    given = config.virtual_pipeline_model_parallel_size
+    vpp = config.virtual_pipeline_model_parallel_size
     if len(keys) > 1:
         yield SplitProblem(keys[1], f"excludes {LAYOUT}, which gives every layer its place; keep one of the two")
     elif len(layout) % pp:
@@ -167,16 +167,16 @@ def _layout_problems(config: PipelineSettings, keys: list[str], num_layers: int 
             LAYOUT,
             f"has {len(layout)} chunks, which do not divide among PP = {pp} stages; write {pp} chunks, or a multiple",
         )
-    elif given not in (None, len(layout) // pp):
+    elif vpp not in (None, len(layout) // pp):
         yield SplitProblem(
             "virtual_pipeline_model_parallel_size",
-            f"is {given}, and {LAYOUT} has {len(layout)} chunks on {pp} stages, {len(layout) // pp} each; leave it out",
+            f"is {vpp}, and {LAYOUT} has {len(layout)} chunks on {pp} stages, {len(layout) // pp} each; leave it out",
         )
     elif num_layers is not None and decoders != num_layers:
         yield SplitProblem(LAYOUT, f"has {decoders} decoder layers, and the model {num_layers}; write {num_layers}")
     elif not all(layout):
-        number = layout.index(())
-        text = f"leaves chunk {number} (stage {number % pp}) without any layer; give it one, or write fewer chunks"
+        empty = layout.index(())
+        text = f"leaves chunk {empty} (stage {empty % pp}) without any layer; give it one, or write fewer chunks"
         yield SplitProblem(LAYOUT, text)
 
 
@@ -197,12 +197,12 @@ def _end_problems(config: PipelineSettings, keys: list[str], num_layers: int | N
         return
     if num_layers is None:
         return
-    left, stages = num_layers - sum(getattr(config, key) for key in keys), pp - len(keys)
-    if left < 0 or bool(left) != bool(stages) or (stages and left % (stages * vpp)):
+    remaining, stages = num_layers - sum(getattr(config, key) for key in keys), pp - len(keys)
+    if remaining < 0 or bool(remaining) != bool(stages) or (stages and remaining % (stages * vpp)):
         chunks = f"{stages} other stages" if vpp == 1 else f"{stages} other stages of {vpp} chunks"
         yield SplitProblem(
             keys[0],
-            f"and the model's {num_layers} layers leave {left} for {chunks}; they need "
+            f"and the model's {num_layers} layers leave {remaining} for {chunks}; they need "
             + (f"a multiple of {stages * vpp}, at least {stages * vpp}" if stages else "0: the sum of both keys"),
         )
 

@@ -80,14 +80,14 @@ class RoleSettings(RoleBatching, read_if={"logprob_plan": OLD_LOG_PROBS}):
 
     @property
     def chosen_logprob_plan(self) -> LogprobPlan:
-        """`logprob_plan`; where it is not given, `own` with keys for passes without gradient that training has not."""
+        """`logprob_plan` if it is set; otherwise `own` if passes without gradient have `infer_keys`, else `train`."""
         if "logprob_plan" in self.model_fields_set:
             return self.logprob_plan
         return "own" if self.infer_keys else "train"
 
     @property
     def infer_keys(self) -> list[tuple[str, ...]]:
-        """Given keys that batch passes without gradient otherwise than training."""
+        """Paths of the keys that are set and batch passes without gradient differently from training."""
         mode = self.mode_of("infer")
         section: Settings = self
         prefix: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ class Feature:
     key: str
     """The key that switches it on, dotted; errors name it."""
     is_on: Callable[[Any], object]
-    """Of the configuration that the table is about."""
+    """Tests the configuration that the table is about."""
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ class Refusal:
     """The one whose key the error names."""
     other: Feature
     reason: str
-    """Behind the key in the error; `{0.name}` is a value of the configuration, `{1.name}` the name of `feature`."""
+    """Text after the key in the error; `{0.name}` is a value of the configuration, `{1.name}` the name of `feature`."""
     cure: str
 
     @property
@@ -53,7 +53,7 @@ class Refusal:
 
 
 def refusals_of(table: Mapping[tuple[Feature, ...], str]) -> tuple[Refusal, ...]:
-    """The refusals of a table: its last feature of a row with each of the others, to "reason; cure"."""
+    """Reads a table of features to "reason; cure": each row refuses its last feature with each of the others."""
     return tuple(
         Refusal(feature, other, *text.rsplit("; ", 1))
         for (*features, other), text in table.items()

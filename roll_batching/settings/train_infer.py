@@ -47,14 +47,14 @@ class TrainInferFilter(Settings):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Key and text of each contradiction."""
-        given = [name for name in _BOUNDS if getattr(self, name) is not None]
-        if not given:
+        bounds_set = [name for name in _BOUNDS if getattr(self, name) is not None]
+        if not bounds_set:
             yield "agg_type", f"has no bound; give one of {', '.join(_BOUNDS)}"
         for low, high in (("ratio_low", "ratio_high"), ("diff_low", "diff_high")):
             least, largest = getattr(self, low), getattr(self, high)
             if least is not None and largest is not None and least > largest:
                 yield low, f"is {least}, above {high}, which is {largest}; swap them"
-        of_mean = [name for name in given if name.startswith(("ratio", "diff"))]
+        of_mean = [name for name in bounds_set if name.startswith(("ratio", "diff"))]
         if self.agg_type == "max" and of_mean:
             yield of_mean[0], "has no largest value of a response; use agg_type: token, or k2_high or k3_high"
 
@@ -73,6 +73,6 @@ class TrainInferCorrection(Settings):
         if weight is not None and weight.upper_bound is not None and weight.lower_bound > weight.upper_bound:
             text = f"is {weight.lower_bound}, above upper_bound, which is {weight.upper_bound}; swap them"
             yield ("is_weight", "lower_bound"), text
-        for number, one in enumerate(self.filters):
-            for key, text in one.problems():
-                yield ("filters", number, key), text
+        for index, filter_ in enumerate(self.filters):
+            for key, text in filter_.problems():
+                yield ("filters", index, key), text

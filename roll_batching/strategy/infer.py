@@ -198,7 +198,7 @@ class MegatronInferStrategy(ModelIOMixin):
         self.state = self._prepare(built, config)
 
     def _create_layout(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
-        """(layout, its process groups), see `join_layout`. Roles beside the trained one have separate groups."""
+        """(layout, its process groups), see `join_layout`. Roles that do not train have groups of their own."""
         return join_layout(dims, device)
 
     def _prepare(self, built: ModelState, config: RoleSettings) -> ModelState:
@@ -259,7 +259,7 @@ class MegatronInferStrategy(ModelIOMixin):
         Args:
             local: this rank's samples, as `distribute` returns them.
             plan: a plan over all ranks' samples.
-            needs: any of "log_probs" and "entropy"; with a value head, "values"; beside them "routed_experts", the
+            needs: any of "log_probs" and "entropy"; with a value head, "values"; in addition "routed_experts", the
                 token field of the experts that routers chose.
             masks: names of fields; tokens that none of them counts read 0. None: all tokens that predict.
 

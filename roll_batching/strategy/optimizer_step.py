@@ -255,7 +255,7 @@ def _rank_result(
             f"the loss is {value} for sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:16]))}: "
             "look at these samples' fields and at what the loss computes from them. The optimizer made no step"
         )
-    # Tensor-parallel ranks compute the same loss: one of them reports it. Of context-parallel ranks see `is_counted`.
+    # Tensor-parallel ranks compute the same loss: one reports it. Context-parallel ranks report records that count.
     is_reporting = layout.is_last_stage and layout.tp_rank == 0
     counted = sum(value for record, value in zip(records, losses, strict=True) if record.is_counted)
     return _RankResult(
