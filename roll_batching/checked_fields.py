@@ -43,7 +43,7 @@ _MISTAKEN: Mapping[str, tuple[tuple[float, str], ...]] = {
     "FLOP/s": ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")),
     "bytes/s": ((1e9, "GB/s"), (1e6, "MB/s")),
 }
-"""By unit, other units in which its values are often written, and their factors."""
+"""Other units in which values of a unit are often written, with the factors that convert them."""
 
 
 class CheckedFields:

@@ -150,7 +150,7 @@ def rank_error(what: str, failures: Mapping[int, str]) -> RankError:
 
 
 def _wait(group: Any, patience: float | None) -> None:
-    """With `patience`, waits for all ranks, so that the group's own timeout does not start before."""
+    """Waits for all ranks if `patience` is given: the group's own timeout starts after that."""
     if patience is not None:
         dist.monitored_barrier(group, timeout=datetime.timedelta(seconds=patience))
 

@@ -1,4 +1,4 @@
-"""Gloo groups beside Megatron's, and properties of any process group."""
+"""Gloo groups in addition to Megatron's groups, and properties of any process group."""
 
 from __future__ import annotations
 

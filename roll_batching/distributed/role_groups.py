@@ -1,4 +1,4 @@
-"""Process groups for a second layout on the same ranks, beside those of Megatron's parallel state."""
+"""Process groups for a second layout on the same ranks, in addition to Megatron's parallel state."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Family:
     image_axes: bool = False
     """Whether RoPE may have the fields `IMAGE_AXES`."""
     text_model: str | None = None
-    """`model_type` of the text model in `text_config`, beside a vision encoder; None: `config.json` is the model's."""
+    """`model_type` in `text_config`, for families with a vision encoder; None: `config.json` is the text model's."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """Pairs of prefixes of tensor names: in the rules, and in the family's files."""
     other_prefixes: tuple[tuple[str, str], ...] = ()

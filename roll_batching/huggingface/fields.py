@@ -36,7 +36,7 @@ DELTA_NET_FIELDS: Mapping[str, str] = {
 }
 """Fields of gated delta nets, and their names in `architecture.gated_delta_net`."""
 LAYER_KINDS = ("layer_types", "full_attention_interval", "use_sliding_window", "sliding_window", "max_window_layers")
-"""Fields that say which layers are gated delta nets, and those of windows, which these families do not have."""
+"""Fields that say which layers are gated delta nets, and fields of windows, which such families do not have."""
 EXPERTS = (
     "num_local_experts",
     "num_experts",
@@ -122,7 +122,7 @@ BESIDE_TEXT = frozenset(
         "language_model_only",
     }
 )
-"""Fields beside the text model's in directories with a vision encoder."""
+"""Fields of directories with a vision encoder that do not belong to the text model."""
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 WITHOUT_EFFECT = frozenset(
     {

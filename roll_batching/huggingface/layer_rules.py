@@ -199,7 +199,7 @@ GATED_QKV = (
         ("self_attn.v_proj.weight", ("keys", "hidden")),
     ),
 )
-"""Self-attention with an output gate, whose projection lies beside each head's query."""
+"""Self-attention with an output gate: in `q_proj` the rows of a head's gate follow the rows of its query."""
 _MIXED = ("delta_keys", "delta_keys", "delta_values")
 _DELTA = (
     _INPUT_NORM,

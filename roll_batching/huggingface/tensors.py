@@ -117,7 +117,7 @@ class Sizes:
     delta_mixed: int = 0
     """Queries, keys and values, which are convolved."""
     delta_gated: int = 0
-    """The same with gates."""
+    """Queries, keys, values and gates together."""
     delta_value_dim: int = 0
     mamba_heads: int = 0
     mamba_inner: int = 0

@@ -26,7 +26,7 @@ class Comparison:
     loss: str = EQUAL
     gradient: str = EQUAL
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """By name of a metric that changed, the difference as text."""
+    """Difference of each metric that changed, as text, by name."""
     error: str | None = None
     """Why the run has no result."""
     hint: str = ""
@@ -96,7 +96,7 @@ def _table(rows: Sequence[Comparison]) -> list[str]:
 
 
 def compare(changed: str, hint: str, outcome: Outcome, first: Outcome) -> Comparison:
-    """The comparison of an outcome with that of the first run."""
+    """Compares the outcome of a run with the outcome of the first run."""
     if outcome.error is not None:
         return Comparison(changed=changed, error=outcome.error, hint="")
     assert outcome.metrics is not None and first.metrics is not None

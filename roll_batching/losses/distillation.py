@@ -27,7 +27,7 @@ from roll_batching.settings.losses import DistillSettings
 TEACHER_LOG_PROBS, TEACHER_IDS = "teacher_log_probs", "teacher_ids"
 """The fields of the teacher's likely tokens: next_token, [tokens, k], fp32 log-probs and int32 ids."""
 FLOOR = -100.0
-"""With `zero_outside_topk`: the teacher's log-prob of a token that is not among its k (NeMo-RL)."""
+"""The teacher's log-prob of tokens that are not among its k, with `zero_outside_topk` (NeMo-RL)."""
 
 
 def _forward(p: torch.Tensor, log_p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

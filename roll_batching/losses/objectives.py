@@ -309,7 +309,7 @@ class ValueLoss(LossSettings):
     """
 
     clip: OptionalPositive = None
-    """None: 1/2 (V - R)^2."""
+    """The clip range c. None: no clip, 1/2 (V - R)^2."""
     aggregation: Aggregation = "token_mean"
 
     needs: ClassVar[frozenset[str]] = frozenset({VALUES})

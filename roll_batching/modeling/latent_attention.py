@@ -31,7 +31,7 @@ NORM_EPSILON = 1e-6
 
 
 def latent_options(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """Arguments of Megatron's MLATransformerConfig beyond those of TransformerConfig."""
+    """Arguments of Megatron's MLATransformerConfig that TransformerConfig does not have."""
     latent, scaling = architecture.multi_latent_attention, architecture.rope_scaling
     assert latent is not None
     with_yarn = scaling is not None and scaling.type == "yarn"

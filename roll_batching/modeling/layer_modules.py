@@ -68,7 +68,7 @@ class ReplicatedKVAttention(GatedSelfAttention):
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
-    """RMSNorm of the channels of all heads of a layer, of which this tensor-parallel rank has some.
+    """RMSNorm over the channels of all heads of a layer, which tensor-parallel ranks share.
 
     Every rank holds the whole weight and uses its heads' part; Megatron sums gradients of `q_layernorm` and
     `k_layernorm` over tensor-parallel ranks. Key-value heads may lie on several ranks each. Computes in fp32.

@@ -97,7 +97,7 @@ class RecurrentLayer(MegatronModule):
         raise NotImplementedError
 
     def finish(self, out: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
-        """The input of `out_proj` [tokens, channels], of the outputs and the projection of these tokens."""
+        """The input of `out_proj` [tokens, channels], from outputs of the recurrence and the tokens' projection."""
         return out
 
     def forward(

@@ -61,7 +61,7 @@ class ModelDemands:
     """Dtype of queries, keys and values."""
     head_dim: int
     backend: AttentionBackend | None
-    """None: a model with its own attention core."""
+    """Attention backend; None: the model has an attention core of its own."""
     engine_layers: bool
     """Whether the layers are TransformerEngine's."""
     recomputed: Sequence[str] = ()

@@ -49,7 +49,7 @@ def _routers(chunks: Sequence[Any]) -> list[tuple[Any, int, Any]]:
 
 
 def stage_columns(chunks: Sequence[Any]) -> list[int]:
-    """Positions of this stage's mixtures among those of the whole model."""
+    """Positions of this stage's mixture layers among all mixture layers of the model."""
     columns = {layer: column for column, layer in enumerate(mixture_layers(gpt_of(chunks[0]).config))}
     return [columns[layer] for _, layer, _ in _routers(chunks)]
 

@@ -110,7 +110,7 @@ class VisionLanguageModel(GPTModel):
 def vision_options(
     architecture: ArchitectureConfig, strategy: MegatronConfig, dtype: torch.dtype, seed: int
 ) -> dict[str, Any]:
-    """Arguments of `VisionLanguageModel` beside those of GPTModel; the encoder has random weights on the host."""
+    """Arguments of `VisionLanguageModel` that GPTModel does not have; the encoder has random weights on the host."""
     vision = architecture.vision
     assert vision is not None
     config = Qwen2_5_VLVisionConfig(

@@ -125,7 +125,7 @@ class GatheredKeys:
         self._hooks = None if keep or not torch.is_grad_enabled() else _RegatherHooks(local.detach(), group)
 
     def take(self, tokens: torch.Tensor | None, copies: int = 1) -> KeysAndValues:
-        """As `LocalKeys.take`; `tokens` index the concatenation over ranks (`PackLayout.restore`).
+        """Like `LocalKeys.take`; `tokens` are indices into the concatenation over ranks (`PackLayout.restore`).
 
         Both results are views of one tensor.
         """
@@ -167,7 +167,7 @@ class _RegatherHooks:
     def __init__(self, local: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         self._local, self._group = local, group
         self._tracked: dict[int, tuple[torch.Tensor, _Selection]] = {}
-        """By storage. Holds the tensors, so that no other tensor gets the same storage meanwhile."""
+        """Selections by storage. The tensors are kept, so that no other tensor gets the same storage meanwhile."""
         self._gathered: torch.Tensor | None = None
         self._saved = self._pending = 0
 

@@ -21,7 +21,7 @@ from roll_batching.settings.model_parts import VisionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInputs:
-    """Images of which a rank holds tokens, and the places of these tokens among the rank's embeddings."""
+    """Images with tokens on this rank, and the places of these tokens among the rank's embeddings."""
 
     pixels: torch.Tensor
     """[patches, 3 * patch_size ** 2] uint8, of whole images."""

@@ -62,7 +62,7 @@ _SMALLEST_BLOCK = 64
 
 
 def window_spans(spans: Spans, window: int) -> Spans:
-    """The same queries in shorter spans, with only the keys that a sliding window leaves them.
+    """Divides spans into shorter ones, with only the keys that a sliding window leaves to the queries.
 
     A query attends to `window` keys at most, the last of them its own. A span is cut into blocks of about `window`
     queries, whose keys begin with the first one that the block's first query sees. Computed keys then grow with

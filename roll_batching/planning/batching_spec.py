@@ -48,7 +48,7 @@ class BatchingSpec(CheckedFields, error=PlanError):
     """All ranks compute one shape at each micro-batch index: the largest among them."""
 
     sequence_multiple: Count | Literal["2*cp*tp"] | None = None
-    """Alignment of each sequence beside that of the layout (2*cp when cp > 1): an integer, or "2*cp*tp"."""
+    """Alignment of each sequence, in addition to the layout's (2*cp when cp > 1): an integer, or "2*cp*tp"."""
 
     oversize: Oversize = "error"
     """A sequence or group above the cap: "error", "alone" (a separate micro-batch, above the cap), "truncate" or

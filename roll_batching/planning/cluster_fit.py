@@ -124,7 +124,7 @@ def _design(model: PackTimes, packs: Sequence[NDArray[np.int64]]) -> tuple[Float
 
 
 def _fit(design: Floats, offsets: Floats, measured: Floats, work: Floats) -> tuple[Floats, float, int]:
-    """(coefficients, floor, packs at the floor), the number of these by the Bayesian information criterion."""
+    """(coefficients, floor, packs at the floor); the Bayesian information criterion chooses the number of packs."""
     order, count = np.argsort(work, kind="stable"), len(measured)
     most_at_floor = count - _COEFFICIENTS
     splits = [0]

@@ -164,7 +164,7 @@ def _check_tokens(plan: PlanArrays) -> None:
 
 
 def _check_shared(plan: PlanArrays, entry_length: Ints) -> None:
-    """Each shared position is computed by the entry before, or taken from further before, in the same micro-batch."""
+    """Raises `PlanError` unless the entry before, in the same micro-batch, has the positions that an entry shares."""
     if not plan.shared.any():
         return
     available = np.concatenate([[0], entry_length[:-1]])

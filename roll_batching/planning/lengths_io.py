@@ -318,7 +318,7 @@ def _read_parquet(file: Path) -> Table:
 
 
 def _fault_of_first(value: Any, fault: str) -> str | None:
-    """None for text or a list, which begin a column of other values; `fault` for a faulty number."""
+    """`fault`, or None where the first `value` is text, a list or an object: the column then holds no lengths."""
     return None if isinstance(value, str | list | dict) and not _is_number(value) else fault
 
 

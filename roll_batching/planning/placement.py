@@ -123,7 +123,7 @@ def align_costs(bins: list[Bin], units: Units, constraints: PlanConstraints, *, 
 
 
 def order_in_pipeline(bins: list[Bin], problem: PlanProblem) -> list[Bin]:
-    """Rank-major `bins` with their indices in an order of small makespan, the same on all ranks."""
+    """Reorders the indices of rank-major `bins`, alike on all ranks, for a small makespan."""
     units, constraints = problem.units, problem.constraints
     table = np.arange(len(bins)).reshape(constraints.dp_size, -1)
     costs = np.array([bin_cost(units, members) for members in bins], dtype=np.int64)

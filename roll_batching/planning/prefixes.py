@@ -110,7 +110,7 @@ class SharedPrefixes:
         return places
 
     def select(self, index: Ints) -> SharedPrefixes:
-        """Prefixes of the samples at `index` (int64[m], unique), numbered as there."""
+        """Prefixes of the samples at `index` (int64[m], unique); sample i of the result is `index[i]`."""
         by_place = np.argsort(self.places[index], kind="stable").astype(np.int64)
         chosen = index[by_place]
         shared = np.zeros(len(chosen), dtype=np.int64)
@@ -151,7 +151,7 @@ class PricedPrefixes:
     costs: Ints
     """Scaled cost of each of `lengths`."""
     shift: int
-    """As in `ScaledCosts`."""
+    """Bits by which costs are shifted, as in `ScaledCosts`."""
 
     @classmethod
     def of(cls, prefixes: SharedPrefixes, used: Ints, cost: Any) -> PricedPrefixes:

@@ -13,7 +13,7 @@ from roll_batching.planning.plan_arrays import NANOSECONDS, PlanArrays
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Figures of a plan, and of the same samples padded."""
+    """Figures of a plan, and for comparison of the same samples padded."""
 
     samples: int
     """Samples placed."""

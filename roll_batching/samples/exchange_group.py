@@ -22,7 +22,7 @@ class ExchangeGroup:
     """A `torch.distributed` group, or None for a single process."""
 
     consensus_group: Any
-    """The ranks that raise the same errors: those of all groups that exchange data at the same time, such as one group
+    """The ranks that raise the same errors: all ranks of groups that exchange data at the same time, such as one group
     per tensor-parallel rank. None for a single process."""
 
     rank: int

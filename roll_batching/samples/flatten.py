@@ -21,7 +21,7 @@ from roll_batching.samples.fields import FieldSpec, Schema, check_dtype
 
 PaddingSide = Literal["right", "left"]
 MaskPadding = Literal["right", "left", "both"]
-"""Where rows are padded: all on one side, or each on either side or both."""
+"""Where rows are padded: all on one side, or ("both") each row on any side."""
 
 
 def starts_of(lengths: Tensor) -> Tensor:

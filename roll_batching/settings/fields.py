@@ -142,7 +142,7 @@ def setting(
 
 @dataclass(frozen=True)
 class InFile:
-    """Beside the type of a dataclass's field: the narrower type that a file can give."""
+    """Annotation of a dataclass's field: the narrower type that a file may give."""
 
     type: Any
 
@@ -182,7 +182,7 @@ def scope_of(field: FieldInfo) -> Scope:
 
 
 def ordered_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
-    """The fields of `settings`, its own before those of its bases."""
+    """The fields of `settings`; fields of the class itself come before inherited ones."""
     own = (name for base in settings.__mro__ for name in inspect.get_annotations(base))
     return {name: settings.model_fields[name] for name in own if name in settings.model_fields}
 
@@ -208,7 +208,7 @@ def named_settings(field: FieldInfo) -> type[Settings] | None:
 
 @dataclass(frozen=True)
 class RegisteredName:
-    """Beside `str` in a field's type: a name of `registry`, or a dotted path, which is loaded when it is used."""
+    """Annotation of a `str` field: a name of `registry`, or a dotted path, which is loaded when it is used."""
 
     registry: Registry[Any]
 

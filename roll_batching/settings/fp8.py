@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 TOKEN_MULTIPLES = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
-"""By recipe, the multiple of the tokens that one rank holds.
+"""Multiple of the tokens that one rank holds, by recipe.
 
 FP8 matrix products of cuBLAS take multiples of 16 (tensorwise scales). Scales per block need whole blocks, of 32 values
 (mxfp8) and of 128 (blockwise), in the shard of a rank too: TransformerEngine quantises it before the all-gather of
 sequence parallelism. The same numbers as in NeMo-RL (`_get_pack_sequence_parameters_for_megatron`).
 """
 WEIGHT_MULTIPLES = {"tensorwise": 16, "mxfp8": 32, "blockwise": 16}
-"""By recipe, the multiple of the rows and columns of a rank's shard of a weight."""
+"""Multiple of the rows and columns of a rank's shard of a weight, by recipe."""
 OLDEST_DEVICE = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""By recipe, the lowest compute capability: Ada, Hopper, Blackwell."""
+"""Lowest compute capability by recipe: Ada, Hopper, Blackwell."""
 CUDA_OF_BLOCKWISE = (12, 9)
 """Oldest CUDA whose cuBLAS has products with scales per block of 128."""
 DEVICE_NAMES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}

@@ -59,7 +59,7 @@ def idle_options_of_model(layout: MegatronConfig, architecture: Any) -> Iterator
 
 
 def _missing_parts(architecture: Any) -> dict[str, str]:
-    """By name in `recompute_modules`, the part that the model lacks."""
+    """Parts that the model lacks, by their names in `recompute_modules`."""
     missing: dict[str, str] = {}
     if architecture.moe is None:
         missing |= dict.fromkeys(("moe", "moe_act", "shared_experts"), "mixture of experts")
@@ -76,7 +76,7 @@ def idle_options_of_role(role: Any) -> list[str]:
     A critic is given its policy's options, whose heads and routers it may lack.
     """
     layout, model = role.strategy_args.strategy_config, role.model_args
-    found = [*idle_options(layout), *fp8.idle_options(layout)]
+    problems = [*idle_options(layout), *fp8.idle_options(layout)]
     if model.architecture is not None and not model.value_head:
-        found += idle_options_of_model(layout, model.architecture)
-    return [f"strategy_config.{key} {text}" for key, text in found]
+        problems += idle_options_of_model(layout, model.architecture)
+    return [f"strategy_config.{key} {text}" for key, text in problems]

@@ -78,7 +78,7 @@ def check_adapters(model: ModelState, saved: dict[str, Any] | None, path: Path) 
 
 
 def check_base_digests(model: ModelState, saved: dict[str, Any] | None, path: Path, group: Any) -> None:
-    """Raises `RankError` unless the frozen model's files are those of the run that saved `path`. Collective."""
+    """Raises `RankError` unless the frozen model's files are the ones on which `path` was trained. Collective."""
     adapters = model.adapters
     if saved is None or adapters is None or adapters.base is None:
         return

@@ -302,7 +302,7 @@ def _leaves_heads(model: ModelState) -> bool:
 
 
 def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: bool, unread: tuple[str, ...]) -> None:
-    """Raises `RankError` on all ranks if the checkpoint's tensors are not those of the model, in name or shape."""
+    """Raises `RankError` on all ranks if names or shapes of the checkpoint's tensors differ from the model's."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

@@ -189,7 +189,7 @@ _INDEX_CLASSES = {
         )
     ),
 }
-"""Classes of an index, beside torch's dtypes. They are plain data: constructing them runs no other code."""
+"""Classes of an index, in addition to torch's dtypes. They are plain data: constructing them runs no other code."""
 _FORCED, _FORCED_OFF = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 

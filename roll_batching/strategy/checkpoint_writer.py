@@ -69,7 +69,7 @@ class CheckpointWriter:
         self._group, self._record = group, record
         self._folder = folder
         self._digests: dict[str, FileDigest] | None = {} if manifest else None
-        """Of the files that this rank has written."""
+        """Digests of the files that this rank has written; None without a manifest."""
         self._errors = _WriteErrors(folder, size, self._digests)
         self._thread: threading.Thread | None = None
         self._finalizers: list[Callable[[], None]] = []

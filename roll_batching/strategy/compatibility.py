@@ -160,7 +160,7 @@ def _cores(chunks: Sequence[Any]) -> list[Any]:
 
 
 def attention_backends(chunks: Sequence[Any]) -> list[AttentionBackend]:
-    """The distinct attention backends of all layers, without those of a caller's own cores."""
+    """The distinct attention backends of all layers; a caller's own cores have none."""
     backends = [getattr(core, "pack_backend", None) for core in _cores(chunks)]
     return list(dict.fromkeys(backend for backend in backends if backend is not None))
 

@@ -31,7 +31,7 @@ from roll_batching.strategy.weights import gather_parameters
 
 EXPORTING = "writing the model"
 _LARGEST_FILE = 4 * 10**9
-"""In bytes; a larger tensor has a file to itself."""
+"""Bytes of a file at most; a larger tensor has a file to itself."""
 _HOST = torch.device("cpu")
 
 

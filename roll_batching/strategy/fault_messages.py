@@ -79,7 +79,7 @@ _KEYS = {
     "dynamic": ("max_tokens_per_microbatch_in_train", "max_tokens_per_microbatch_in_infer"),
     "padded": ("training_args.per_device_train_batch_size", "infer_batch_size"),
 }
-"""By mode, the role's keys that bound micro-batches: with a backward pass, and without."""
+"""The role's keys that bound micro-batches with and without a backward pass, by mode."""
 _OTHER_CURES = (
     "recompute more (strategy_config.recompute_granularity: full), or spread the model over more devices "
     "(tensor_model_parallel_size, pipeline_model_parallel_size, use_distributed_optimizer). `roll-batching rehearse` "

@@ -41,12 +41,12 @@ class FullTensors:
     dtypes: Mapping[str, torch.dtype]
     """Dtypes of all tensors in the files, by name."""
     parameters: tuple[PlacedParameter, ...]
-    """Parameters of which this rank has a shard, in the same order on all ranks that share one."""
+    """Parameters with a shard on this rank, in the same order on all ranks that share a parameter."""
 
     untrained: tuple[str, ...]
     """Tensors of the files that the model lacks (multi-token prediction)."""
     copies: Mapping[str, str]
-    """By name of a tensor that a trained head repeats: the name of the tensor that it repeats."""
+    """Copies of other tensors in a trained head: the name of the original, by the name of the copy."""
 
     def bytes_of(self, name: str) -> int:
         """Size of a tensor in its file."""

@@ -120,9 +120,9 @@ class ModelState:
     value_head: bool = False
     """Whether the model is a critic, with one output per token in place of the vocabulary."""
     adapters: AdapterState | None = None
-    """None: the model has no adapters."""
+    """LoRA adapters; None: the model has no adapters."""
     training: TrainingState | None = None
-    """None in a strategy that only infers."""
+    """Optimizer, schedule and counters; None in a strategy that only infers."""
 
     @property
     def heads(self) -> int:

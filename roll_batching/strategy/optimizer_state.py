@@ -225,7 +225,7 @@ class _PartitionedParameter:
     """Its number among all parameters of the optimizer, in the order of the buffers: the same on these ranks."""
     parameter: torch.nn.Parameter
     parts: dict[int, slice]
-    """By rank: its range of the flat parameter."""
+    """Range of the flat parameter that each rank holds, by rank."""
 
     @property
     def first_rank(self) -> int:

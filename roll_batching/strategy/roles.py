@@ -1,4 +1,4 @@
-"""Models beside the policy: a pass over a whole batch by any of them, and what single roles need.
+"""Models other than the policy: a pass of any model over a whole batch, and functions of single roles.
 
 `run_on` serves every frozen model of a job (reference, teacher, critic) and the old log-probs of the policy. A teacher
 gives its most likely tokens; the reference of a policy with adapters is the policy without them; a critic starts with
@@ -36,7 +36,7 @@ from roll_batching.strategy.weights import has_same_stages
 
 T = TypeVar("T")
 _SHARE_OF_TIMEOUT = 0.8
-"""Of `backend_timeout`: a rank whose planning hangs must report it before the others stop waiting."""
+"""Part of `backend_timeout` for planning: a rank that hangs must report it before the others stop waiting."""
 
 
 def run_on(
@@ -236,7 +236,7 @@ def copy_trunk(policy: MegatronInferStrategy, critic: MegatronTrainStrategy) -> 
 
 
 def _pairs(policy_chunk: Any, critic_chunk: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors of a chunk of the policy and those of the critic that receive them."""
+    """Pairs of a tensor of the policy's chunk and the tensor of the critic's chunk that receives it."""
     policy, critic = gpt_of(policy_chunk), gpt_of(critic_chunk)
     sources = dict((*policy.named_parameters(), *expert_biases(policy)))
     targets = {name: x for name, x in (*critic.named_parameters(), *expert_biases(critic)) if name != VALUE_HEAD}

@@ -179,7 +179,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.state = with_optimizer(self.state, training, megatron)
 
     def copy_weights_from(self, other: ModelIOMixin) -> Transfer:
-        """As in the inference strategy. The optimizer continues from the new weights and keeps its moments."""
+        """Copies parameters as the inference strategy does. The optimizer goes on from them and keeps its moments."""
         self._offload.require(["optimizer"], "copy_weights_from")
         transfer = super().copy_weights_from(other)
         if self.optimizer is not None:
@@ -204,7 +204,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         return local_counts.with_vector(facts.total)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
-        """As in the inference strategy. The time of plans for training is the phase "plan" of the next step."""
+        """Plans as the inference strategy does. The time of plans for training is the phase "plan" of the next step."""
         with contextlib.nullcontext() if forward else self._clock.phase("plan", on_host=True):
             return super().plan(table, forward=forward, group_ids=group_ids, home_rank=home_rank)
 

@@ -67,7 +67,7 @@ def has_same_stages(source: ModelState, target: ModelState) -> bool:
 
 
 def check_same_parameters(source: ModelState, target: ModelState) -> None:
-    """Raises `LayoutError` unless both have the same parameters and this rank the same shard of both."""
+    """Raises `LayoutError` unless both models have the same parameters, and this rank the same shards of them."""
     source_shapes, target_shapes = (
         [_shapes(chunk, with_heads=target.heads > 0) for chunk in model.chunks] for model in (source, target)
     )

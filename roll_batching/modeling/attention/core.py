@@ -25,8 +25,8 @@ from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 from roll_batching.packing.params import PackedParams
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Without cuDNN: it builds a plan for every shape, and shapes rarely repeat here (up to 16 s for the first pass over a
-pack on an H100, torch 2.11)."""
+"""Kernels of `scaled_dot_product_attention`. cuDNN's is left out: it builds a plan for every shape, and shapes rarely
+repeat here (up to 16 s for the first pass over a pack on an H100, torch 2.11)."""
 
 _ALIGNED = 8
 """Channels that attention sinks add to a head: kernels want a multiple of 8."""

@@ -13,7 +13,7 @@ from roll_batching.planning.pipeline.schedule import StaticSchedule
 def columns_makespan(
     columns: Ints, first_ranks: Ints, sizes: Ints, times: Ints, ranks: int, width: int, schedule: StaticSchedule
 ) -> int:
-    """Makespan of packs in `columns` (int64[packs], ascending), three times that of forward passes of `times`.
+    """Makespan of packs in `columns` (int64[packs], ascending), with `times` as the times of forward passes.
 
     Every rank has a pack in each column. Ranks start and end each pass of a column together with the ranks of their
     block, and with those of their group of `width` consecutive ranks. A backward pass takes twice as long as a forward

@@ -312,7 +312,7 @@ def assign_packs(columns: Ints, load: Ints, width: int, *, comparisons: int | No
 
 
 def _level(costs: Ints, comparisons: int) -> Ints:
-    """For costs int64[K, n], which of the n each of n places takes at each index, int64[n, K]."""
+    """Levels the sums of n places: which of the costs of an index (int64[K, n]) each place takes, int64[n, K]."""
     count, places = costs.shape
     if places == 1:
         return np.zeros((1, count), dtype=np.int64)

@@ -30,7 +30,7 @@ def has_empty_packs(packing: Packing) -> bool:
 
 
 def fill_empty_packs(problem: PlanProblem, packing: Packing) -> Packing:
-    """The packing with a unit in every pack, as far as there are packs with two: for hosts without fillers.
+    """Moves units into empty packs, as long as a pack has two: for hosts without fillers.
 
     An empty pack takes the cheapest unit of the costliest pack on its rank; of another rank where that rank has no pack
     with two units and units may move.
@@ -127,7 +127,7 @@ class Pool:
         return place
 
     def place_beside_giants(self, count: int, *, level_totals: bool) -> Packing | None:
-        """Placement by cost, with full packs beside the costliest units; None if units do not fit."""
+        """Placement by cost, with full packs at the indices of the costliest units; None if units do not fit."""
         reserved, cells = reserved_costs(self.costs, self.slots, self.ranks, count, self.cap, level_totals=level_totals)
         place, unplaced = cheapest_first(self.slots, self.costs, self.order, reserved, self.cap)
         packs = np.empty(len(cells), dtype=np.int64)
@@ -155,7 +155,7 @@ class Pool:
 def reserved_costs(
     costs: Ints, slots: Ints, ranks: int, count: int, cap: int, *, level_totals: bool
 ) -> tuple[Ints, Ints]:
-    """Cost reserved in each pack, so that packs beside giants (units far costlier than a mean pack) are filled.
+    """Cost to reserve in each pack, so that packs at the index of a giant (far costlier than a mean pack) are filled.
 
     An index takes as long as its costliest unit: packs beside a giant cost no time until they cost as much as the
     giant, and leave less for the other indices. All indices without a giant get equal targets. With `level_totals`, the
