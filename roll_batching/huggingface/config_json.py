@@ -163,6 +163,7 @@ def _translate_renamed(values: Mapping[str, Any], family: Family, result: Transl
 
 
 def _translate_window(values: Mapping[str, Any], family: Family, result: Translation) -> None:
+    """Translates the sliding window, and the layers that have it."""
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
     kinds = values.get("layer_types")
     if family.local_rope and kinds is None and isinstance(layers, int):
@@ -210,6 +211,7 @@ def _kinds_of_pattern(values: Mapping[str, Any], layers: int, result: Translatio
 
 
 def _translate_delta_net(values: Mapping[str, Any], result: Translation) -> None:
+    """Translates gated delta nets, and the layers that have them."""
     missing = [name for name in DELTA_NET_FIELDS if values.get(name) is None]
     result.problems += [f"{name} is missing" for name in missing]
     if values.get("use_sliding_window"):

@@ -129,6 +129,7 @@ def torch_dtype(name: str) -> Any:
 
 
 def _files(path: Path) -> list[Path]:
+    """The safetensors files of a directory, by its index or as a single file. Raises CheckpointError without any."""
     if (path / INDEX).is_file():
         weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):

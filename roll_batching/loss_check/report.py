@@ -137,6 +137,7 @@ def _factor(ratio: float) -> str:
 
 
 def _gradient(outcome: Outcome, first: Outcome) -> str:
+    """How the gradient differs from the first run's: `EQUAL`, a factor, or the largest difference of a weight."""
     assert outcome.gradients is not None and first.gradients is not None
     if not math.isfinite(gradient_norm(outcome) + gradient_norm(first)):
         return _number(gradient_norm(outcome), gradient_norm(first), 1.0)

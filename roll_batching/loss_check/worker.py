@@ -50,6 +50,7 @@ def run_layouts(pickled: bytes, answers: Connection) -> None:
 
 
 def _run_layout(request: Request, layout: LayoutRuns) -> dict[str, Outcome]:
+    """Forks the ranks of a layout, collects the outcomes of its runs by name, and ends the ranks."""
     port, context = _free_port(), multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="check-loss-") as folder:
         receiver, sender = context.Pipe(duplex=False)
@@ -107,13 +108,14 @@ def _free_port() -> int:
 def _run_rank(
     request: Request, layout: LayoutRuns, rank: int, port: int, sender: Connection | None, output: Path, parent: int
 ) -> None:
+    """Runs one rank of a layout; rank 0 sends the outcomes. What the process prints goes to the file `output`."""
     die_with_parent(parent)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
+    os.dup2(file, 1)  # file descriptors, so that messages of C++ libraries are caught, too
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(n, "wb", closefd=False), line_buffering=True) for n in (1, 2))
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.processes, "LOCAL_WORLD_SIZE": layout.processes}
-    os.environ |= {name: str(number) for name, number in numbers.items()}
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.processes, "LOCAL_WORLD_SIZE": layout.processes}
+    os.environ |= {name: str(size) for name, size in sizes.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     strategies: dict[str, MegatronTrainStrategy] = {}
     for scenario in layout.scenarios:
@@ -131,6 +133,7 @@ def _run_rank(
 def _run(
     request: Request, layout: LayoutRuns, scenario: Scenario, strategies: dict[str, MegatronTrainStrategy]
 ) -> Outcome:
+    """Runs one step of `scenario`; `strategies` keeps the models of this process, by mode, for later runs."""
     samples, loss = request.samples, pickle.loads(request.loss)
     vocabulary = max(int(samples["input_ids"].max()) + 1, VOCABULARY)
     if scenario.mode not in strategies:
@@ -151,9 +154,9 @@ def _run(
     if (prepare := loss_spec(loss).prepare) is not None:
         local = prepare(local, place, request.seed)
     table = gather_lengths(local)
-    row = {identity: number for number, identity in enumerate(table.ids.tolist())}
+    table_row = {identity: row for row, identity in enumerate(table.ids.tolist())}
     ids = samples.ids.tolist()
-    bins = [[[row[ids[sample]] for sample in pack] for pack in packs] for packs in scenario.bins]
+    bins = [[[table_row[ids[sample]] for sample in pack] for pack in packs] for packs in scenario.bins]
     constraints = strategy.plan(table).constraints
     plan = Plan.from_bins(bins, table.lengths, constraints, ids=table.ids, location=table.location)
     torch.manual_seed(request.seed)

@@ -241,8 +241,7 @@ class LossRunner:
     def _by_sequence(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
-        # Few losses are by sequence.
-        from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics
+        from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics  # for few losses
 
         statistics = bool(self._spec.needs & {"log_probs", "entropy"})
         parts = SequenceParts(output, pack, chunk, self._head, gather_cp=self._spec.gather_cp, statistics=statistics)

@@ -234,6 +234,7 @@ def join_metrics(parts: Sequence[LossOutput]) -> dict[str, Metric]:
 
 
 def _join(name: str, metrics: Sequence[Metric], device: torch.device) -> Metric:
+    """One metric over several sequences. Raises `LossError` for different kinds."""
     kinds = {type(metric) for metric in metrics}
     if len(kinds) > 1:
         raise LossError(f"the metric {name!r} is a {' and a '.join(sorted(k.__name__ for k in kinds))}: choose one")

@@ -196,6 +196,7 @@ def _outcome(mismatch: Mismatch, settings: TrainInferCorrection) -> tuple[torch.
 
 
 def _sums(mismatch: Mismatch, settings: TrainInferCorrection) -> tuple[float, ...]:
+    """This rank's values of `_SUMS`, in that order."""
     counted = mismatch.counted
     distance = bounded(mismatch.log_ratio)
 

@@ -223,6 +223,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _backward_logits(logits: TiledLogits, saved: Any) -> torch.Tensor:
+    """The gradient of given logits, tile by tile; `saved` as for `_gradient`."""
     every_row = logits.index is None
     # Tiles write every row that they compute; rows outside `index` have no gradient, and nor have padded columns.
     d_source = torch.empty_like(logits.source) if every_row else torch.zeros_like(logits.source)
@@ -250,6 +251,7 @@ def _backward_logits(logits: TiledLogits, saved: Any) -> torch.Tensor:
 def _backward_hidden(
     logits: TiledLogits, saved: Any, weight: torch.Tensor, trains_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of hidden states and of the head's weight (None unless it is trained), tile by tile."""
     source = logits.source
     # In fp32: the tiles of the vocabulary add up here, and in bf16 each sum would round.
     d_rows = torch.zeros(source.shape, dtype=logits.dtype, device=source.device)

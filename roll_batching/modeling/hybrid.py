@@ -72,6 +72,7 @@ def hybrid_block_spec(config: Any, layers: range, norm: type[torch.nn.Module], c
 
 
 def _layer_spec(config: Any, kind: str, norm: type[torch.nn.Module], core: Any) -> ModuleSpec:
+    """The spec of a layer of one `kind`; the part that it lacks, attention or feed-forward layer, is an identity."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if kind == "E" else None, moe_grouped_gemm=False, normalization="RMSNorm"
     )

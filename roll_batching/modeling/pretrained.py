@@ -196,6 +196,7 @@ def _warn_of_rounding(stored: StoredTensors, parameters: Sequence[PlacedParamete
 
 
 def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundant: Sequence[str]) -> None:
+    """Reads a parameter's slices from the files. Tensors `redundant` must repeat the embedding, or CheckpointError."""
     parameter, end = placed.parameter, 0
     for piece in pieces(placed.rule, sizes, placed.rank, placed.ranks):
         target = parameter[piece.at]

@@ -241,6 +241,7 @@ class StepPacks:
         input_ids: torch.Tensor,
         local_tokens: torch.Tensor,
     ) -> _LossInputs:
+        """Labels, masks and fields of a pack, each shifted to the position that predicts its token."""
         local, device, has_all_tokens = self._local, self._packing_device, pack_layout.cp_size == 1
         labelled = torch.from_numpy(pack_layout.predicts)
         labels = _gather_tokens(local.fields["input_ids"], torch.where(labelled, source + 1, 0), labelled, 0, device)
@@ -329,10 +330,8 @@ def unpack_results(
 ) -> torch.Tensor:
     """Unpack per-token results [tokens, ...] of each pack to a next_token field [sum(lengths), ...] of `local`.
 
-    The tokens are those of the unshared layout, as losses see them.
-
-    `layouts` are those of the packs. The result is 0 for tokens in no pack (dropped samples, truncated tokens) and for
-    the last token of each sample, which predicts nothing.
+    `layouts` are those of the packs; the tokens are those of the unshared layouts, as losses see them. The result is 0
+    for tokens in no pack (dropped samples, truncated tokens) and for a sample's last token, which predicts nothing.
     """
     like = results[0]
     flat = torch.zeros(local.num_tokens, *like.shape[1:], dtype=like.dtype, device=like.device)

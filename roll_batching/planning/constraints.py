@@ -274,10 +274,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     @property
     def usable_tokens(self) -> int:
-        """Most tokens of all slots of an aligned pack below the cap; 0: nothing fits. Needs `max_tokens`.
-
-        With a context-parallel size per pack, a pack of the largest size is meant.
-        """
+        """Most tokens in the slots of an aligned pack, of the largest size, below `max_tokens`; 0: none fits."""
         usable = self.usable_tokens_of(self.largest_cp_size)
         return usable if usable >= self.micro_batch_alignment else 0
 

@@ -185,6 +185,7 @@ class UnitPool:
         return bins
 
     def _pack(self, units: Ints) -> list[Bin]:
+        """Bins of `units` by the packer. Raises `PlanError` if the packer fails or its bins are invalid."""
         if not len(units):
             return []
         constraints, all_units = self.problem.constraints, self.problem.units

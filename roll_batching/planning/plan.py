@@ -176,6 +176,7 @@ class Plan(PlanArrays):
         return batch.select_ids(self.ids[self.rank_samples(dp_rank)])
 
     def _micro_batches_of(self, rank: int) -> tuple[MicroBatch, ...]:
+        """Objects for the micro-batches of `rank`, as views of the plan's arrays."""
         if self.blocks is None:
             first, sizes = rank * self.num_micro_batches, None
             packs: Sequence[int] = range(first, first + self.num_micro_batches)

@@ -246,6 +246,7 @@ class _Groups:
 
 
 def _group(count: int, ids: Ints, group_ids: ArrayLike | None, home: Ints | None) -> _Groups:
+    """Groups of samples by `group_ids`, or of one sample each. Raises `PlanError` for a group with two home ranks."""
     if group_ids is None:
         single = np.arange(count + 1, dtype=np.int64)
         return _Groups(single[:-1], single, np.full(count, -1, dtype=np.int64) if home is None else home)

@@ -115,6 +115,7 @@ def find_images(batch: SampleBatch, form: ImageFormat) -> ImageTokens:
 def _locate(
     batch: SampleBatch, grids: Tensor, sample_of: Tensor, runs: Tensor, sizes: Tensor, merge: int
 ) -> ImageTokens:
+    """The image tokens of a batch with their positions; `runs` and `sizes` are first token and tokens of each image."""
     total = batch.num_tokens
     index = torch.arange(total)
     # Behind an image of n tokens positions go on from its longer side: n tokens take that many positions.

@@ -257,6 +257,7 @@ def _without_changeable(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
+    """The content of `strategy.json` in the checkpoint `path`. Raises `CheckpointError` if there is none."""
     file = path / RECORD
     if not path.is_dir():
         previous = path.with_name(path.name + REPLACED)
@@ -276,6 +277,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -> None:
+    """Raises `CheckpointError` if the checkpoint's model has other sizes or parts than `model`, as far as known."""
     saved, current = record["architecture"], _architecture(model)
     if saved is None or current is None:
         return

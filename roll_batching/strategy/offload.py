@@ -223,6 +223,7 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[torch
 
 
 def _tensors(state: ModelState, kind: str) -> Iterator[Tensor]:
+    """The tensors of one of `KINDS`; several may be views of one storage."""
     parameters = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
     parts = optimizer_parts(state.optimizer)
     optimizers = [part.optimizer for part in parts if getattr(part, "optimizer", None) is not None]  # torch's

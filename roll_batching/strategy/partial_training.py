@@ -261,6 +261,7 @@ def _local_part(matrix: _Matrix) -> tuple[slice, ...]:
 
 
 def _write(folder: Path, adapters: AdapterState, source: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes the adapters' `tensors`, by PEFT's names, and the `adapter_config.json` that PEFT reads."""
     from safetensors.torch import save_file
 
     modules = sorted({name.split(".")[-3] for name in tensors})

@@ -93,8 +93,7 @@ def pack_inputs(
 
 def _replay_options(local: SampleBatch, plan: Plan, state: ModelState) -> dict[str, Any]:
     """Checks the recorded expert choices of `local` and returns the `StepPacks` arguments that replay them."""
-    # Imported late: few passes replay.
-    from roll_batching.modeling.router_replay import check_experts, replay_options, require_replay
+    from roll_batching.modeling.router_replay import check_experts, replay_options, require_replay  # few passes replay
 
     require_replay(state.chunks, plan, rows_form=state.settings.rows_form)
     inputs = inputs_of(local)

@@ -163,6 +163,7 @@ class PackedCore(torch.nn.Module):
     def _decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: DecodeParams
     ) -> torch.Tensor:
+        """Adds keys and values to the cache and attends to it: a prefill of many positions, or one position per row."""
         positions, rows = query.shape[:2]
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)

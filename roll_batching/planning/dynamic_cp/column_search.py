@@ -258,15 +258,17 @@ def _exchange_units(tables: UnitTables, state: ColumnState, unit: int, pack: int
 
 @compiled
 def _exchange_columns(tables: UnitTables, state: ColumnState, a: int, b: int) -> None:
+    """Exchanges the packs of two columns, and with them the order in which a pipeline computes them."""
     for place in range(max(state.packs[a], state.packs[b])):
-        one, two = a * tables.ranks + place, b * tables.ranks + place
+        pack_a, pack_b = a * tables.ranks + place, b * tables.ranks + place
+        # Packs that are not in use may hold units of earlier contents.
         if place >= state.packs[a]:
-            state.first[one] = -1
+            state.first[pack_a] = -1
         if place >= state.packs[b]:
-            state.first[two] = -1
+            state.first[pack_b] = -1
         for values in (state.level, state.time, state.used, state.first):
-            values[one], values[two] = values[two], values[one]
-        for pack in (one, two):
+            values[pack_a], values[pack_b] = values[pack_b], values[pack_a]
+        for pack in (pack_a, pack_b):
             unit = state.first[pack]
             while unit >= 0:
                 state.pack_of[unit] = pack

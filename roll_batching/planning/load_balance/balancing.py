@@ -103,6 +103,7 @@ class Balancer:
         return self._starts(level_totals=False)
 
     def _starts(self, *, level_totals: bool) -> list[_Start]:
+        """All initial placements with their costs; with `level_totals` they suit searches that level rank totals."""
         packings = [self.place_by_cost()]
         if all(pool.first_fit_count <= self.count for pool in self.pools):
             # Lockstep gains from level packs at the last indices; levelling rank totals works better without.

@@ -87,6 +87,7 @@ class Pool:
         return self._placed[count]
 
     def _try_place(self, count: int) -> Ints | None:
+        """Tries placement by cost, then first-fit-decreasing, then repairing the packs above the cap."""
         packs = count * self.ranks
         if not len(self.units):
             return np.empty(0, dtype=np.int64)

@@ -80,6 +80,7 @@ def restore(search: SearchState, pack_of: Ints, table: Ints) -> None:
 
 
 def _state_of(pack_of: Ints, table: Ints, size: Ints, cost: Ints, home: Ints) -> SearchState:
+    """The search state of units in packs, with all derived arrays; arguments are fields of `SearchState`."""
     packs = table.size
     cell_of = _inverse(table.reshape(-1))
     members = np.argsort(pack_of, kind="stable")

@@ -262,9 +262,13 @@ class _Process:
     stage: int
     program: tuple[Instruction, ...]
     place: int = 0
+    """Index of the next instruction."""
     clock: float = 0.0
+    """Time at which the process is free for it."""
     open_transfers: int = 0
+    """Transfers of the current call that are not done."""
     call_end: float = 0.0
+    """Latest end of the done transfers of the current call."""
     events: list[PassEvent] = field(default_factory=list)
 
 
@@ -288,6 +292,7 @@ class _Execution:
         self.receivers: dict[tuple[int, int, bool], deque[tuple[_Process, float]]] = defaultdict(deque)
 
     def run(self) -> None:
+        """Runs all processes to the end of their programs. Raises `PlanError` if some wait for each other forever."""
         while self.ready:
             process = self.ready.pop()
             goes_on = True
@@ -352,6 +357,7 @@ class _Execution:
         return process.open_transfers == 0
 
     def _pair(self, channel: tuple[int, int, bool], caller: _Process) -> None:
+        """Completes the transfers of `channel` whose sender and receiver have both called."""
         senders, receivers = self.senders[channel], self.receivers[channel]
         while senders and receivers:
             sender, sent, duration = senders.popleft()
