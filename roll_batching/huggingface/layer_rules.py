@@ -357,8 +357,8 @@ def mtp_layer_rules(family: Family, architecture: Any, attention: Sequence[Tenso
             f"{family.architecture} has no heads of multi-token prediction here: leave mtp_num_layers out"
         )
     rules: list[TensorRule] = []
-    for number in range(architecture.mtp_num_layers):
-        layer, ours = architecture.num_layers + number, f"mtp.layers.{number}"
+    for head in range(architecture.mtp_num_layers):
+        layer, ours = architecture.num_layers + head, f"mtp.layers.{head}"
         theirs = f"model.layers.{layer}" if family.sigmoid_routing else ours
         for name, stored in (_NUMBERED if family.sigmoid_routing else _NAMED).items():
             stored = f"{theirs}.{stored}" if family.sigmoid_routing else stored
@@ -379,5 +379,5 @@ def copies_in_heads(family: Family, architecture: Any, names: Iterable[str]) -> 
     if not architecture.mtp_num_layers or not family.sigmoid_routing:
         return {}
     layers = range(architecture.num_layers, architecture.num_layers + architecture.mtp_num_layers)
-    of = {f"model.layers.{n}.{name}": rule.first_checkpoint_name for n in layers for name, rule in _COPIES.items()}
-    return {name: of[name] for name in names if name in of}
+    copied = {f"model.layers.{n}.{name}": rule.first_checkpoint_name for n in layers for name, rule in _COPIES.items()}
+    return {name: copied[name] for name in names if name in copied}

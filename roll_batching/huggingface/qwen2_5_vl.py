@@ -108,13 +108,13 @@ def translate_vision(config: Mapping[str, Any], result: Any) -> dict[str, Any]:
 
     Without `text_config` the text model's fields are at the top, as on the hub.
     """
-    beside = dict(config)
-    if beside.get("text_config") is None:
+    other_fields = dict(config)
+    if other_fields.get("text_config") is None:
         text_fields = {name: value for name, value in config.items() if name not in _TOP}
-        beside = {name: value for name, value in config.items() if name in _TOP and name != "text_config"}
+        other_fields = {name: value for name, value in config.items() if name in _TOP and name != "text_config"}
     else:
         text_fields = dict(config["text_config"]) if isinstance(config["text_config"], Mapping) else {}
-    beside.pop("vision_token_id", None)
+    other_fields.pop("vision_token_id", None)
     section = None
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(text_fields.get(name), Mapping):
@@ -144,7 +144,7 @@ def translate_vision(config: Mapping[str, Any], result: Any) -> dict[str, Any]:
     if section is not None:
         settings["mrope_section"] = tuple(section) if isinstance(section, list | tuple) else section
     result.architecture["vision"] = settings
-    return {**beside, "text_config": text_fields}
+    return {**other_fields, "text_config": text_fields}
 
 
 def add_preprocessing(path: Path, architecture: dict[str, Any]) -> list[str]:

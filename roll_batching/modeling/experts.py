@@ -83,8 +83,8 @@ def keep_expert_biases_in_fp32(gpt: Any) -> None:
 def freeze_routers(chunk: torch.nn.Module) -> None:
     """Excludes the weights and biases of routers from training; expert biases, which are buffers, move on.
 
-    Call it before the chunk is wrapped for data parallelism: gradient buffers and optimizers take what requires a
-    gradient then. Gradients still flow through the routers' outputs to what is below them.
+    Call it before the chunk is wrapped for data parallelism: gradient buffers and optimizers are made for parameters
+    that require a gradient then. Gradients still flow through the routers to the layers below.
     """
     for name, parameter in chunk.named_parameters():
         if ".router." in name:

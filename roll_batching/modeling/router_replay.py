@@ -129,7 +129,7 @@ class _RouterExperts:
 
     def __init__(self, chunk: Any, number: int, router: Any) -> None:
         self.chunk, self.number, self.router = chunk, number, router
-        """Its place among the routers of the stage is `number`."""
+        """The router is number `number` of the stage's routers, and belongs to `chunk`."""
         self.current: torch.Tensor | None = None
         """[tokens, top-k] of the micro-batch that the chunk computes; None: the router chooses."""
         self.unrecomputed: deque[torch.Tensor | None] = deque()

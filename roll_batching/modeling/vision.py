@@ -20,7 +20,7 @@ from roll_batching.settings.model_parts import VisionConfig
 
 
 class VisionEncoder(Qwen2_5_VisionTransformerPretrainedModel):  # type: ignore[misc]
-    """transformers' encoder, from pixels as samples have them."""
+    """transformers' encoder, which takes pixels in the form in which samples have them (uint8)."""
 
     def __init__(self, config: Any, vision: VisionConfig) -> None:
         super().__init__(config)

@@ -146,11 +146,11 @@ class MoEConfig(Settings):
     @model_validator(mode="after")
     def _check_router(self) -> MoEConfig:
         if self.router_expert_bias and self.router_score_function != "sigmoid":
-            raise ValueError("router_expert_bias needs router_score_function: sigmoid")
+            raise ValueError("router_expert_bias needs router_score_function: sigmoid; set it, or leave the bias out")
         if self.router_bias_update_rate and not self.router_expert_bias:
             raise ValueError("router_bias_update_rate has no effect without router_expert_bias: leave it out")
         if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
-            raise ValueError("shared_expert_gate needs shared_expert_ffn_hidden_size")
+            raise ValueError("shared_expert_gate needs shared_expert_ffn_hidden_size: set it, or leave the gate out")
         groups, chosen = self.router_num_groups, self.router_group_topk
         if (groups is None) != (chosen is None):
             raise ValueError("router_num_groups and router_group_topk belong together: set both, or none")
