@@ -53,43 +53,44 @@ class Tables:
         text = resources.files(__package__).joinpath("data", f"{framework}.yaml").read_text(encoding="utf-8")
         self.data: dict[str, Any] = yaml.safe_load(text)
         self.speed = frozenset(str(self.data.get("speed", "")).split())
-        rows = [
+        reasons = [
             (name, kind, why)
-            for kind, reasons in self.data.get("left_out", {}).items()
-            for why, names in reasons.items()
+            for kind, names_of_reasons in self.data.get("left_out", {}).items()
+            for why, names in names_of_reasons.items()
             for name in self.keys(names)
         ]
-        self.reasons: tuple[tuple[str, str, str], ...] = tuple(sorted(rows, key=lambda row: -len(row[0])))
-        """Beginning of keys, kind and reason for leaving them out; the longest beginning of a key is its own."""
+        # Longest first, so that `reason` finds the most specific one.
+        self.reasons: tuple[tuple[str, str, str], ...] = tuple(sorted(reasons, key=lambda entry: -len(entry[0])))
+        """(Beginning of keys, kind, reason for leaving them out), the longest beginning first."""
 
     def key(self, name: str) -> str:
-        """A key of the framework, by its name in the data file."""
+        """The whole key of the framework for a name in the data file, which may be shortened."""
         first, dot, rest = name.partition(".")
         return f"{self.data.get('prefix', '')}{self.data.get('short_names', {}).get(first, first)}{dot}{rest}"
 
     def keys(self, names: str) -> tuple[str, ...]:
-        """The keys of a list of names with spaces."""
+        """The whole keys for names in the data file that are separated by spaces."""
         return tuple(map(self.key, names.split()))
 
     def of_type(self, *kinds: str) -> tuple[str, ...]:
-        """The keys of some types."""
+        """The keys that the data file lists under `types` for these kinds."""
         return tuple(key for kind in kinds for key in self.keys(self.data["types"].get(kind, "")))
 
     def defaults(self, *groups: str) -> dict[str, Any]:
-        """The defaults of some groups by key."""
+        """The framework's defaults by whole key, of these groups of the data file."""
         return {self.key(key): value for group in groups for key, value in self.data["defaults"][group].items()}
 
     def reason(self, key: str) -> tuple[str, str, str] | None:
-        """The row of `reasons` for `key`."""
-        return next((row for row in self.reasons if _is_below(row[0], key)), None)
+        """The first entry of `reasons` whose beginning matches `key`; None: the data file does not mention it."""
+        return next((entry for entry in self.reasons if _is_below(entry[0], key)), None)
 
     def is_idle(self, key: str) -> bool:
         """Whether `key`, whatever its value, has no effect here."""
-        row = self.reason(key)
-        return row is not None and row[1] == "idle"
+        reason = self.reason(key)
+        return reason is not None and reason[1] == "idle"
 
     def check_types(self, data: Mapping[str, Any], source: str, sections_type: str = "sections") -> None:
-        """Raises ConfigFileError with all values of a wrong type."""
+        """Raises ConfigFileError that lists every value of a wrong type. `source`: the file's name in messages."""
         sections, counts, numbers = (self.of_type(kind) for kind in (sections_type, "counts", "numbers"))
         if problems := list(wrong_types(data, sections, counts, numbers)):
             raise ConfigFileError([Problem(path, message, Place(source)) for path, message in problems])
@@ -97,7 +98,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class Given:
-    """A value, with the key of the file that it comes from, and how its meaning differs here."""
+    """A value of a foreign file, its key there, and how its meaning differs here."""
 
     value: Any
     key: str
@@ -105,13 +106,13 @@ class Given:
 
 
 class ForeignFile:
-    """Settings of a file, which the translation takes out one by one, and the draft of the result."""
+    """Settings of a foreign file and the draft of their conversion. Converting a key takes it out of the settings."""
 
     def __init__(self, tables: Tables, data: dict[str, Any], draft: Draft) -> None:
         self.tables, self.data, self.draft = tables, data, draft
 
     def peek(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, which still counts as unread."""
+        """Returns the value of `key` and leaves it in the file."""
         here: Any = self.data
         for part in key.split("."):
             if not isinstance(here, dict) or part not in here:
@@ -120,7 +121,7 @@ class ForeignFile:
         return here
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, which then counts as read."""
+        """Returns the value of `key` and removes it from the file."""
         value = self.peek(key, default)
         *sections, last = key.split(".")
         section = self.peek(".".join(sections)) if sections else self.data
@@ -129,7 +130,7 @@ class ForeignFile:
         return value
 
     def given(self, key: str, meaning: str = "") -> Given | None:
-        """The value of `key`, or None; the key then counts as read."""
+        """Removes `key` from the file; returns its value with the key, or None where there is no value."""
         value = self.take(key)
         return None if value is None else Given(value, key, meaning)
 
@@ -138,30 +139,33 @@ class ForeignFile:
         self.draft.defaults |= fill_defaults(self.data, defaults)
 
     def put(self, path: tuple[str, ...], value: Any, key: str, meaning: str = "") -> None:
-        """Puts `value`, unless it is None, at `path` of the draft."""
+        """Puts `value` at `path` of the draft, with the origin `key`; does nothing for None."""
         if value is not None:
             self.draft.put(path, value, key, meaning)
 
     def move(
         self, key: str, path: tuple[str, ...], change: Callable[[Any], Any] = lambda value: value, meaning: str = ""
     ) -> None:
-        """Puts the value of `key`, where there is one, at `path`."""
+        """Moves the value of `key`, changed by `change`, to `path` of the draft; nothing without a value."""
         value = self.take(key)
         if value is not None:
             self.draft.put(path, change(value), key, meaning)
 
     def move_all(self, group: str, section: str = "") -> None:
-        """Moves the keys of a group of the data file's `moves`; with `section` they lie in this section."""
-        for name, row in self.tables.data["moves"][group].items():
+        """Moves every key that the data file lists under `moves.GROUP` to our key of it.
+
+        `section`: the section of this file that holds these keys; empty: the names in the data file are whole keys.
+        """
+        for name, target in self.tables.data["moves"][group].items():
             key = f"{section}.{name}" if section else self.tables.key(name)
-            ours, meaning = row if isinstance(row, list) else (row, "")
+            ours, meaning = target if isinstance(target, list) else (target, "")
             first, *rest = ours.split(".")
             self.move(key, (*_SECTIONS.get(first, (first,)), *rest), meaning=meaning)
 
     def check_all(self, group: str, section: str = "") -> None:
-        """Takes the keys of a group of the data file's `checks`; leaves out those with another value than accepted.
+        """Takes every key that the data file lists under `checks.GROUP`; leaves out those with other values.
 
-        With `section` the names of the group lie in this section.
+        `section`: as in `move_all`.
         """
         for name, (accepted, kind, why) in self.tables.data["checks"][group].items():
             key = f"{section}.{name}" if section else self.tables.key(name)
@@ -171,12 +175,12 @@ class ForeignFile:
                 self.draft.leave_out(key, kind, why.replace("{value}", str(value)))
 
     def leave_out(self, key: str, kind: Kind, why: str) -> None:
-        """Takes `key`, and records why it is not converted, if it has a value."""
+        """Removes `key` from the file; if it has a value, records why it is not converted."""
         if self.take(key) is not None:
             self.draft.leave_out(key, kind, why)
 
     def expect_off(self, *keys: str, why: str) -> None:
-        """Leaves out keys that must be off; as refused, with the reason `why`, where one is on."""
+        """Takes keys that must be off here. A key that is on is refused with the reason `why`."""
         for key in keys:
             value = self.take(key)
             if value is not None:
@@ -184,7 +188,7 @@ class ForeignFile:
                 self.draft.leave_out(key, "idle" if off else "refused", "is off, as here" if off else why)
 
     def leave_out_rest(self) -> None:
-        """Leaves out all keys that were not taken, by section."""
+        """Leaves out every key that was not taken yet, with the reason that the data file gives for it."""
         self._rest(self.data, "")
 
     def _rest(self, section: Mapping[str, Any], above: str) -> None:
@@ -193,6 +197,7 @@ class ForeignFile:
             reason = self.tables.reason(key)
             if value == {}:
                 continue  # all its keys were taken
+            # A section without a switch is only called off as a whole if the data file names it; else its keys are.
             if _is_off(value) and (
                 not isinstance(value, dict) or {"enabled", "enable"} & value.keys() or (reason and key == reason[0])
             ):
@@ -208,7 +213,7 @@ class ForeignFile:
 
 
 def _is_below(prefix: str, key: str) -> bool:
-    """Whether `key` is the section `prefix` or lies in it. One that ends in `_`, `-` or `.` begins keys."""
+    """Whether `key` is `prefix` or lies in that section. A `prefix` that ends in `_`, `-` or `.` begins keys."""
     return key == prefix or key.startswith(prefix if prefix.endswith(("_", "-", ".")) else f"{prefix}.")
 
 
@@ -255,11 +260,11 @@ def value_at(data: Any, key: str) -> Any:
 
 
 def number_of(value: Any) -> Any:
-    """The number that a text is, if it is one."""
+    """Converts a text to int, else to float; returns other texts and values unchanged."""
     if isinstance(value, str):
         for kind in (int, float):
             with suppress(ValueError):
-                return kind(value)
+                return kind(value)  # int first: "8" stays a whole number
     return value
 
 

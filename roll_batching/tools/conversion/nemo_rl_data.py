@@ -67,7 +67,7 @@ _WRITTEN_BY_TEMPLATE = {
 
 
 def convert_data(file: ForeignFile, task: str) -> None:
-    """Local files of `data` with the keys of their lines. Data sets of the Hub are left to be filled in."""
+    """Converts the local files of `data` and the keys of their lines; the user fills in data sets of the Hub."""
     default = file.take("data.default") or {}
     first = file.peek("data.train")
     first = first[0] if isinstance(first, list) and first else first
@@ -105,26 +105,27 @@ def _files(
 ) -> dict[str, tuple[Any, str]]:
     """Sets data_args.OURS to the files of `data.WHICH`; returns the keys of their lines, each with its origin.
 
-    Without a file that can be read, such as one named by an unset variable, the keys are those of the first one.
+    `before`: keys of files that were converted earlier; all files must have the same ones. If no file can be read (its
+    name may be an unset variable), the keys are those of the first file.
     """
     datasets = file.peek(f"data.{which}")
     names: list[str] = []
     keys: dict[str, tuple[Any, str]] = {}
     unread: dict[str, tuple[Any, str]] = {}
-    for number, one in enumerate(datasets if isinstance(datasets, list) else [datasets]):
-        if not isinstance(one, dict):
+    for number, data_set in enumerate(datasets if isinstance(datasets, list) else [datasets]):
+        if not isinstance(data_set, dict):
             continue
         where = f"data.{which}.{number}" if isinstance(datasets, list) else f"data.{which}"
-        merged = {**default, **one}
-        path, found, why = _local(task, merged)
+        merged = {**default, **data_set}
+        path, line_keys, why = _check_data_set(task, merged)
         wanted = {key: value for key, (value, _) in (keys or before or unread).items()}
-        if found and wanted and found != wanted:
-            other = f"its lines have the keys {found}, but all files are read by the same keys, {wanted}"
+        if line_keys and wanted and line_keys != wanted:
+            other = f"its lines have the keys {line_keys}, but all files are read by the same keys, {wanted}"
             why = f"{why}; {other}" if why else other
         kinds = _KINDS[task].get(_kind(task, merged), {})
-        named = {key: (value, f"{where}.{kinds[key][0]}") for key, value in found.items()}
-        if found:
-            _leave_out_details(file, task, where, one, merged)
+        named = {key: (value, f"{where}.{kinds[key][0]}") for key, value in line_keys.items()}
+        if line_keys:
+            _leave_out_details(file, task, where, data_set, merged)
         if why:
             file.draft.leave_out(where, "refused", why)
             unread = unread or named
@@ -137,48 +138,53 @@ def _files(
     return keys or unread
 
 
-def _kind(task: str, one: Mapping[str, Any]) -> str:
-    return str(one.get("dataset_name") or next(iter(_KINDS[task])))
+def _kind(task: str, data_set: Mapping[str, Any]) -> str:
+    return str(data_set.get("dataset_name") or next(iter(_KINDS[task])))
 
 
-def _local(task: str, one: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
-    """(path, keys of its lines by our keys, why it cannot be read) of one data set."""
-    path, kind = str(one.get("data_path") or ""), _kind(task, one)
+def _check_data_set(task: str, data_set: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
+    """(Path, keys of the lines by our keys, reason why the data set cannot be read or "")."""
+    path, kind = str(data_set.get("data_path") or ""), _kind(task, data_set)
     if kind == "PreferenceDataset" and task == "dpo":
         return path, {}, _RANKED
     if kind not in _KINDS[task]:
-        made = "is fetched and rewritten by NeMo-RL" if not path else "is read by code of NeMo-RL's"
-        return path, {}, f"{kind} {made}: write its lines as JSONL, and name them in actor_train.data_args"
-    keys = {ours: one.get(theirs) or plain for ours, (theirs, plain) in _KINDS[task][kind].items()}
+        reader = "is fetched and rewritten by NeMo-RL" if not path else "is read by code of NeMo-RL's"
+        return path, {}, f"{kind} {reader}: write its lines as JSONL, and name them in actor_train.data_args"
+    keys = {ours: data_set.get(theirs) or default for ours, (theirs, default) in _KINDS[task][kind].items()}
     suffix = Path(path).suffix
-    if not path or (suffix not in _READ and not Path(path).is_dir()):
-        what = f"a {suffix} file" if suffix in (".arrow", ".csv", ".txt") else "a data set on the Hub, or not here"
-        return path, keys, f"{path or 'data_path'} is {what}: JSONL, Parquet and saved folders are read"
-    return path, keys, ""
+    cure = "save its lines as JSONL or Parquet, and name that file in actor_train.data_args"
+    why = ""
+    if not path:
+        why = "data_path is missing: name a JSONL or Parquet file, or a saved folder, in actor_train.data_args"
+    elif suffix in (".arrow", ".csv", ".txt"):
+        why = f"{path} is a {suffix} file: {cure}"
+    elif suffix not in _READ and not Path(path).is_dir():
+        why = f"{path} is no local file or folder, perhaps a data set on the Hub: {cure}"
+    return path, keys, why
 
 
 def _leave_out_details(
-    file: ForeignFile, task: str, where: str, own: Mapping[str, Any], one: Mapping[str, Any]
+    file: ForeignFile, task: str, where: str, section: Mapping[str, Any], merged: Mapping[str, Any]
 ) -> None:
-    """Leaves out the other keys of a converted data set, from its `own` section or from both (`one`)."""
-    if own.get("prompt_file"):
+    """Leaves out the other keys of a converted data set; `merged` is its `section` over `data.default`."""
+    if section.get("prompt_file"):
         file.draft.leave_out(f"{where}.prompt_file", "refused", _PROMPT_FILE)
-    if one.get("system_prompt_file") or one.get("system_key") or one.get("system_prompt"):
+    if merged.get("system_prompt_file") or merged.get("system_key") or merged.get("system_prompt"):
         why = "write the system message into a key of the lines, and name that key in actor_train.data_args.system"
         file.draft.leave_out(f"{where}.system_prompt_file", "refused", why)
-    if one.get("processor") not in (None, *_PROCESSORS[task]):
-        why = f"{one['processor']}: texts are only processed by the chat template here"
+    if merged.get("processor") not in (None, *_PROCESSORS[task]):
+        why = f"{merged['processor']}: texts are only processed by the chat template here"
         file.draft.leave_out(f"{where}.processor", "refused", why)
-    if one.get("split_validation_size"):
+    if merged.get("split_validation_size"):
         why = "files are not split: name a file of held-out texts in eval_file_name"
         file.draft.leave_out(f"{where}.split_validation_size", "refused", why)
     for name, why in _IDLE.items():
-        if one.get(name) is not None:
+        if merged.get(name) is not None:
             file.draft.leave_out(f"{where}.{name}", "idle", why)
 
 
 def _reward(file: ForeignFile, environment: Any) -> None:
-    """The reward of the environment that the data names, if it is supported."""
+    """Converts the environment that the data names to a reward function; leaves out unsupported ones."""
     if _uses_gym(file, environment):
         _gym(file)
         return
@@ -187,11 +193,11 @@ def _reward(file: ForeignFile, environment: Any) -> None:
         why = _ENVIRONMENTS.get(str(environment), REWARDS)
         file.draft.leave_out("data.default.env_name", "refused", f"{environment}: {why}")
         return
-    verifier, by = math.get("verifier_type") or "math", math.get("math_verify_impl") or "hf_math_verify"
-    if verifier != "math" or by not in _VERIFIERS:
-        file.draft.leave_out("env.math", "refused", f"{by if verifier == 'math' else verifier}: {REWARDS}")
+    verifier, library = math.get("verifier_type") or "math", math.get("math_verify_impl") or "hf_math_verify"
+    if verifier != "math" or library not in _VERIFIERS:
+        file.draft.leave_out("env.math", "refused", f"{library if verifier == 'math' else verifier}: {REWARDS}")
         return
-    arguments, meaning = _VERIFIERS[by]
+    arguments, meaning = _VERIFIERS[library]
     file.draft.put(("reward_function",), "math_verify", "env.math.math_verify_impl", meaning)
     if arguments:
         file.draft.put(("reward_args",), arguments, "env.math.math_verify_impl", meaning)
@@ -207,7 +213,7 @@ def _uses_gym(file: ForeignFile, environment: Any) -> bool:
 
 
 def _gym(file: ForeignFile) -> None:
-    """The rollout function of NeMo-Gym, which is started by hand with the file's own section for it."""
+    """Converts NeMo-Gym to its rollout function. The user starts Gym, with the section `env.nemo_gym`."""
     key = "env.should_use_nemo_gym"
     meaning = "Gym and the engine are started by hand (docs/rollouts.md); NeMo-RL starts both"
     file.draft.put(("rollout_function",), NEMO_GYM, key, meaning)
@@ -228,7 +234,7 @@ def _gym(file: ForeignFile) -> None:
 
 
 def _common_keys(file: ForeignFile, task: str) -> None:
-    """Keys of `data` for all data sets."""
+    """Takes the keys of `data` that concern all data sets; leaves out those without a counterpart."""
     file.take("data.max_input_seq_length")
     if file.take("data.shuffle") is False:
         file.draft.leave_out("data.shuffle", "refused", "texts are shuffled anew in every epoch")
@@ -236,7 +242,8 @@ def _common_keys(file: ForeignFile, task: str) -> None:
     for name, why in _WRITTEN_BY_TEMPLATE.items():
         if file.take(f"data.{name}"):
             file.draft.leave_out(f"data.{name}", "refused", why)
-    opened = file.take("data.add_generation_prompt")
+    has_header = file.take("data.add_generation_prompt")
     if task == "sft":
+        # With the key NeMo-RL does not train on the header either, so leaving it out changes nothing.
         why = "the header of the assistant's turn is never trained on"
-        file.draft.leave_out("data.add_generation_prompt", "idle" if opened else "refused", why)
+        file.draft.leave_out("data.add_generation_prompt", "idle" if has_header else "refused", why)

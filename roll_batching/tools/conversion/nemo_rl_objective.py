@@ -13,36 +13,36 @@ from roll_batching.tools.conversion.train_infer import SECTION, nemo_rl_correcti
 
 
 def put_advantages(file: ForeignFile) -> None:
-    """Puts steps, groups, advantages and rewards."""
+    """Converts steps, groups, advantages and reward shaping of the section `grpo`."""
     file.move_all("grpo")
     if file.peek("grpo.max_rollout_turns") == 1:
         file.leave_out("grpo.max_rollout_turns", "idle", "max_steps ends the job; rollouts have one turn")
     section = "grpo.adv_estimator"
-    name, minus = file.take(f"{section}.name"), file.take(f"{section}.minus_baseline")
-    normalised = file.take(f"{section}.normalize_rewards")
-    others = file.take(f"{section}.use_leave_one_out_baseline")
+    name, has_baseline = file.take(f"{section}.name"), file.take(f"{section}.minus_baseline")
+    is_normalised = file.take(f"{section}.normalize_rewards")
+    leaves_one_out = file.take(f"{section}.use_leave_one_out_baseline")
     key = f"{section}.name"
     if name == "reinforce_plus_plus":
-        file.draft.put(("adv_estimator",), f"{name}_baseline" if minus else name, key)
+        file.draft.put(("adv_estimator",), f"{name}_baseline" if has_baseline else name, key)
     elif name != "grpo":
         file.draft.put(("adv_estimator",), name, key)
-    elif normalised:
-        file.draft.put(("adv_estimator",), "grpo_leave_one_out" if others else "grpo", key)
+    elif is_normalised:
+        file.draft.put(("adv_estimator",), "grpo_leave_one_out" if leaves_one_out else "grpo", key)
     else:
-        file.draft.put(("adv_estimator",), "rloo" if others else "reinforce", key)
-        if not others:
+        file.draft.put(("adv_estimator",), "rloo" if leaves_one_out else "reinforce", key)
+        if not leaves_one_out:
             file.draft.put(("norm_mean_type",), "group", f"{section}.normalize_rewards")
     _reward_shaping(file)
     low, high = file.take("grpo.advantage_clip_low"), file.take("grpo.advantage_clip_high")
     if high is not None and low is not None and low == -high:
         file.draft.put(("advantage_clip",), high, "grpo.advantage_clip_high")
     elif low is not None or high is not None:
-        why = f"from {low} to {high}: advantage_clip has one bound for both sides"
+        why = f"from {low} to {high}: advantage_clip has one bound for both sides; set it if one bound serves"
         file.draft.leave_out("grpo.advantage_clip_high", "refused", why)
 
 
 def read_dynamic_sampling(file: ForeignFile) -> DynamicSampling | None:
-    """Groups with equal rewards are replaced, where the file says so."""
+    """Reads the replacement of groups with equal rewards; None where the file does not switch it on."""
     most, multiplier = file.given("grpo.dynamic_sampling_max_gen_batches"), file.given("grpo.batch_multiplier")
     if file.take("grpo.use_dynamic_sampling") is not True:
         for given in filter(None, (most, multiplier)):
@@ -57,9 +57,9 @@ def read_dynamic_sampling(file: ForeignFile) -> DynamicSampling | None:
         most = Given(most.value + 1, most.key, "one more: NeMo-RL stops after the batch that follows its limit")
     prompts, size = file.draft.values.get("rollout_batch_size"), None
     if multiplier is not None and isinstance(prompts, int) and multiplier.value != 1:
-        wanted = float(prompts * multiplier.value)  # one that is not finite is refused by the loader
-        whole = int(wanted) if math.isfinite(wanted) else wanted
-        size = Given(whole, multiplier.key, "batch_multiplier x num_prompts_per_step")
+        wanted = float(prompts * multiplier.value)
+        count = int(wanted) if math.isfinite(wanted) else wanted  # the loader refuses infinity and NaN
+        size = Given(count, multiplier.key, "batch_multiplier x num_prompts_per_step")
     return DynamicSampling(Given(True, "grpo.use_dynamic_sampling", meaning), most, size)
 
 
@@ -80,26 +80,28 @@ def _reward_shaping(file: ForeignFile) -> None:
 
 
 def read_evaluation(file: ForeignFile, section: str) -> Evaluation:
-    """The evaluation in `section`."""
+    """Reads the evaluation from `section`: its period, and the number of held-out prompts."""
     period, most = file.given(f"{section}.val_period"), file.given(f"{section}.max_val_samples")
     period, size = period or Given(0, f"{section}.val_period"), file.take(f"{section}.val_batch_size")
-    wanted = any([file.take(f"{section}.val_at_start"), file.take(f"{section}.val_at_end"), period.value > 0])
+    # A list, not `or`: all keys must be taken.
+    is_on = any([file.take(f"{section}.val_at_start"), file.take(f"{section}.val_at_end"), period.value > 0])
     if file.take(f"{section}.val_start_at") not in (None, -1, 0):
         file.draft.leave_out(f"{section}.val_start_at", "refused", "evaluation begins before the first step")
     samples = None
     if most is not None and isinstance(most.value, int) and most.value > 0:
-        whole = most.value // size * size if isinstance(size, int) and 0 < size <= most.value else most.value
+        # NeMo-RL evaluates whole batches of val_batch_size only.
+        count = most.value // size * size if isinstance(size, int) and 0 < size <= most.value else most.value
         meaning = "prompts of an evaluation, repeated if there are fewer; NeMo-RL stops at the last one"
-        samples = Given(whole, most.key, meaning)
-    return Evaluation(period, wanted, samples=samples)
+        samples = Given(count, most.key, meaning)
+    return Evaluation(period, is_on, samples=samples)
 
 
 def put_loss(file: ForeignFile) -> Clipping | None:
     """Puts the policy loss and the engine correction; returns the bounds of the ratio."""
     low, high = file.given("loss_fn.ratio_clip_min"), file.given("loss_fn.ratio_clip_max")
-    dual, whole = file.given("loss_fn.ratio_clip_c"), file.given("loss_fn.token_level_loss")
-    if whole is not None:
-        file.put(("loss_agg_mode",), "token-mean" if whole.value else "seq-mean-token-mean", whole.key)
+    dual, token_level = file.given("loss_fn.ratio_clip_c"), file.given("loss_fn.token_level_loss")
+    if token_level is not None:
+        file.put(("loss_agg_mode",), "token-mean" if token_level.value else "seq-mean-token-mean", token_level.key)
     if file.take("loss_fn.use_cispo"):
         file.put(("loss_function",), "cispo", "loss_fn.use_cispo")
         dual = None
@@ -114,40 +116,51 @@ def put_loss(file: ForeignFile) -> Clipping | None:
         else:
             file.put((ROLE, "logprob_plan"), "none", key, "the only optimizer step of a rollout has the ratio 1")
     _engine_correction(file)
-    ranged = low is not None and high is not None
-    return Clipping("loss_fn.ratio_clip_min", low if ranged else None, high if ranged else None, dual)
+    has_both = low is not None and high is not None
+    return Clipping("loss_fn.ratio_clip_min", low if has_both else None, high if has_both else None, dual)
 
 
 def read_kl(file: ForeignFile) -> list[KlTerm]:
-    """The KL term in the loss, or in the rewards of PPO's tokens, if there is one."""
-    weight, key = file.given("loss_fn.reference_policy_kl_penalty"), "loss_fn.use_kl_in_reward"
+    """Reads the KL term of the loss, or of the rewards of tokens. Returns an empty list for a job without KL."""
+    weight, reward_key = file.given("loss_fn.reference_policy_kl_penalty"), "loss_fn.use_kl_in_reward"
+    is_in_reward = file.take(reward_key)
     if weight is None or not weight.value:
-        file.take(key)
         return []
-    if file.take(key):
-        estimator = str(file.draft.values.get("adv_estimator", ""))
-        if estimator == "gae":
-            if not file.take("grpo.skip_reference_policy_logprobs_calculation"):
-                return [KlTerm(key, weight, file.given("loss_fn.reference_policy_kl_type"), in_reward=True)]
-            why = "skip_reference_policy_logprobs_calculation is on: there is no KL term"
-        elif estimator.startswith("reinforce_plus_plus"):
-            why = "add_token_level_kl is similar: it also counts for earlier tokens; in NeMo-RL only for its own token"
-            file.draft.leave_out(key, "refused", why)
-            return []
-        else:
-            why = "removes KL from the loss, and only reinforce_plus_plus adds it to the reward: there is no KL term"
-        file.draft.leave_out(key, "idle", why)
-        return []
+    if is_in_reward:
+        return _read_kl_in_reward(file, reward_key, weight)
+    # NeMo-RL's gradient has the score function's term, unless the estimate is weighted by the ratio of the policies.
     gradient = Given("score_function", weight.key)
     if file.take("loss_fn.use_on_policy_kl_approximation"):
         meaning = "weighted by the ratio to the old policy; NeMo-RL: to the engine's"
         gradient = Given("importance", "loss_fn.use_on_policy_kl_approximation", meaning)
     kind, bound = file.given("loss_fn.reference_policy_kl_type"), file.given("loss_fn.kl_output_clamp_value")
-    return [KlTerm(weight.key, weight, kind, gradient, bound)]
+    return [KlTerm(switch=weight.key, weight=weight, estimator=kind, gradient=gradient, bound=bound)]
+
+
+def _read_kl_in_reward(file: ForeignFile, key: str, weight: Given) -> list[KlTerm]:
+    """Converts KL in the rewards of tokens: by PPO (`gae`) only. Leaves out `key` under other estimators."""
+    estimator = str(file.draft.values.get("adv_estimator", ""))
+    if estimator.startswith("reinforce_plus_plus"):
+        why = (
+            "the nearest key, add_token_level_kl, is not the same: with it the KL of a token also lowers the return "
+            "of earlier tokens; NeMo-RL charges it to that token alone"
+        )
+        file.draft.leave_out(key, "refused", why)
+        return []
+    if estimator != "gae":
+        why = "removes KL from the loss, and only reinforce_plus_plus adds it to the reward: there is no KL term"
+        file.draft.leave_out(key, "idle", why)
+        return []
+    if file.take("grpo.skip_reference_policy_logprobs_calculation"):
+        why = "skip_reference_policy_logprobs_calculation is on: there is no KL term"
+        file.draft.leave_out(key, "idle", why)
+        return []
+    kind = file.given("loss_fn.reference_policy_kl_type")
+    return [KlTerm(switch=key, weight=weight, estimator=kind, in_reward=True)]
 
 
 def check_forced_ratio(file: ForeignFile) -> None:
-    """Leaves out `force_on_policy_ratio` where a step's samples are not one global batch, which NeMo-RL refuses."""
+    """Leaves out `force_on_policy_ratio` where an RL step has several optimizer steps. NeMo-RL refuses such files."""
     key = "loss_fn.force_on_policy_ratio"
     prompts, responses = file.peek("grpo.num_prompts_per_step"), file.peek("grpo.num_generations_per_prompt")
     size = file.peek("policy.train_global_batch_size")
@@ -164,6 +177,10 @@ _NO_CAP = 1e9
 
 
 def _engine_correction(file: ForeignFile) -> None:
+    """Converts the weights that correct for the engine's log-probs, and the threshold of their error.
+
+    Weights per token without a threshold are arguments of the loss; all others need the section `SECTION`.
+    """
     key = "loss_fn.truncated_importance_sampling"
     corrected = file.take("loss_fn.use_importance_sampling_correction")
     kind, cap = file.take(f"{key}_type"), file.take(f"{key}_ratio")
@@ -189,11 +206,11 @@ def _engine_correction(file: ForeignFile) -> None:
 
 
 _OWN_NAMES = (("grpo.async_grpo", "ppo.async_ppo"), ("grpo", "ppo"))
-"""Sections under whose names PPO's are translated, each with PPO's name."""
+"""(Section of `grpo`, section of `ppo`): PPO's sections are converted under the names of `grpo`."""
 
 
 def read_ppo_as_grpo(file: ForeignFile) -> bool:
-    """Renames the section `ppo` to `grpo`: both have mostly the same keys. Returns whether the file has `ppo`."""
+    """Renames the section `ppo` to `grpo`, because most of their keys agree; returns whether the file has `ppo`."""
     if not isinstance(file.peek("ppo"), dict):
         return False
     if file.take("grpo") is not None:
@@ -205,7 +222,7 @@ def read_ppo_as_grpo(file: ForeignFile) -> bool:
 
 
 def restore_names(draft: Draft) -> None:
-    """Gives the keys of `draft` the names of PPO's sections again."""
+    """Renames the origins in `draft` back from `grpo` to `ppo`, as the file has them."""
     draft.origins = {path: _own_name(key) for path, key in draft.origins.items()}
     draft.left_out = {_own_name(key): entry for key, entry in draft.left_out.items()}
 
@@ -233,13 +250,13 @@ def convert_ppo(file: ForeignFile) -> None:
 
 
 def _estimator(file: ForeignFile) -> None:
-    """Generalised advantage estimation; one lambda serves advantages and returns."""
+    """Converts the lambda of generalised advantage estimation. One lambda serves advantages and returns here."""
     section = "grpo.adv_estimator"
-    whole = file.take(f"{section}.gae_lambda")
-    shares = [file.take(f"{section}.gae_lambda_{name}") for name in ("policy", "value")]
-    policy, value = (whole if one is None else one for one in shares)
+    common = file.take(f"{section}.gae_lambda")
+    separate = [file.take(f"{section}.gae_lambda_{name}") for name in ("policy", "value")]
+    policy, value = (common if lambd is None else lambd for lambd in separate)
     if policy is not None:
-        key = f"{section}.gae_lambda" if shares[0] is None else f"{section}.gae_lambda_policy"
+        key = f"{section}.gae_lambda" if separate[0] is None else f"{section}.gae_lambda_policy"
         file.draft.put(("lambd",), policy, key)
     if value != policy:
         why = f"{value}, but one lambda, {policy}, serves the policy's advantages and the critic's returns"
@@ -249,18 +266,18 @@ def _estimator(file: ForeignFile) -> None:
 
 
 def value_as_policy(file: ForeignFile) -> ForeignFile:
-    """The section `value` as the section `policy` of a file, whose keys it has."""
+    """Returns a file whose section `policy` is the section `value` of `file`: both have the same keys."""
     value = file.take("value") or {}
     below = ForeignFile(NEMO_RL, {"policy": value}, Draft(file.draft.source, framework=file.draft.framework))
     longest = "policy.max_total_sequence_length"
-    if below.peek(longest) == file.peek(longest):
+    if below.peek(longest) == file.peek(longest):  # else it is left out with a reason, as every key not taken
         below.take(longest)
     below.take("policy.reward_model_cfg")
     return below
 
 
 def read_value_model(file: ForeignFile, below: ForeignFile, megatron: bool) -> Critic:
-    """The critic of a translated value model."""
+    """Returns the critic; `below` is its converted value model, whose settings lie under `policy`."""
     scale, passes = file.take("value_loss_fn.scale"), file.peek("grpo.ppo_epochs")
     if isinstance(scale, int | float) and not isinstance(scale, bool):
         scale_loss(below.draft, TRAIN, scale, "value_loss_fn.scale")

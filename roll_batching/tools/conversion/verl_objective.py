@@ -36,7 +36,7 @@ _LOSSES: dict[str, tuple[str, str]] = {
 }
 """By loss_mode, our loss and the aggregation that verl's code sets, whatever loss_agg_mode says."""
 _ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Estimates of KL; with `+` behind it, one has the gradient of k2."""
+"""Estimates of KL. A `+` behind a name means: with the gradient of k2."""
 _CORRECTION = "algorithm.rollout_correction"
 
 
@@ -44,9 +44,10 @@ def put_advantages(file: ForeignFile) -> list[KlTerm]:
     """Puts the estimator and its normalisation; returns the KL term in the reward, if there is one."""
     name = file.take("algorithm.adv_estimator")
     scaled = file.take("algorithm.norm_adv_by_std_in_grpo")
-    single = file.draft.values.get("num_return_sequences_in_group") == 1 and name in ("grpo", "grpo_vectorized", "rloo")
+    has_one = file.draft.values.get("num_return_sequences_in_group") == 1
+    compares_groups = name in ("grpo", "grpo_vectorized", "rloo")
     name = _ESTIMATORS.get(str(name), name)
-    if single:
+    if has_one and compares_groups:
         meaning = "a group of one has no other to compare with: the advantage is the reward, as verl's is"
         file.put(("adv_estimator",), "reinforce", "algorithm.adv_estimator", meaning)
     elif name == "grpo" and scaled is False:
@@ -60,8 +61,9 @@ def put_advantages(file: ForeignFile) -> list[KlTerm]:
     elif gamma not in (None, 1):
         file.draft.leave_out("algorithm.gamma", "idle", f"verl's {name} does not read it")
     weight, kind = file.given("algorithm.kl_ctrl.kl_coef"), file.take("algorithm.kl_ctrl.type")
-    used, key = file.take("algorithm.use_kl_in_reward"), "algorithm.use_kl_in_reward"
-    if not used or weight is None or (not weight.value and kind == "fixed"):
+    is_used, key = file.take("algorithm.use_kl_in_reward"), "algorithm.use_kl_in_reward"
+    # An adaptive weight may start at 0 and grow.
+    if not is_used or weight is None or (not weight.value and kind == "fixed"):
         return []
     if name not in ("reinforce_plus_plus", "gae"):
         why = "lowers the reward of a response by its KL before groups are compared; use_kl_loss puts KL into the loss"
@@ -76,7 +78,7 @@ def put_advantages(file: ForeignFile) -> list[KlTerm]:
 
 
 def read_dynamic_sampling(file: ForeignFile) -> DynamicSampling | None:
-    """`filter_groups`, of verl's recipes, and the size of their generation batches."""
+    """Reads `filter_groups` of verl's recipes, and the generation batch size; None where no groups are filtered."""
     section = "algorithm.filter_groups"
     enabled, metric = file.given(f"{section}.enable"), file.given(f"{section}.metric")
     most, size = file.given(f"{section}.max_num_gen_batches"), file.given("data.gen_batch_size")
@@ -124,10 +126,11 @@ def put_loss(file: ForeignFile) -> Clipping | None:
 
 
 def _clipping(file: ForeignFile, mode: str) -> Clipping | None:
+    """Converts the arguments of the loss `mode`; returns the bounds of its ratio, None for a loss without any."""
     both = file.given(f"{ACTOR}.clip_ratio")
     low, high = (file.given(f"{ACTOR}.clip_ratio_{name}") for name in ("low", "high"))
-    given = f"{ACTOR}.clip_ratio" not in file.draft.defaults
-    if given and low and high and both and both.value not in (low.value, high.value):
+    is_in_file = f"{ACTOR}.clip_ratio" not in file.draft.defaults
+    if is_in_file and low and high and both and both.value not in (low.value, high.value):
         why = "verl reads it only where clip_ratio_low or clip_ratio_high is null, and both are 0.2 unless set"
         file.draft.leave_out(f"{ACTOR}.clip_ratio", "idle", why)
     dual = file.given(f"{ACTOR}.clip_ratio_c")
@@ -144,7 +147,7 @@ def _clipping(file: ForeignFile, mode: str) -> Clipping | None:
 
 
 def read_kl(file: ForeignFile) -> list[KlTerm]:
-    """The KL term of the loss, if there is one."""
+    """Reads the KL term of the loss; returns an empty list if `use_kl_loss` is off."""
     used, weight = file.take(f"{ACTOR}.use_kl_loss"), file.given(f"{ACTOR}.kl_loss_coef")
     kind = file.given(f"{ACTOR}.kl_loss_type")
     if not used or weight is None:
@@ -154,25 +157,26 @@ def read_kl(file: ForeignFile) -> list[KlTerm]:
     file.move("actor_rollout_ref.ref.model.path", ("reference", "model_args", "model_name_or_path"))
     gradient = None
     if kind is not None and (base := str(kind.value).removesuffix("+")) in _ESTIMATES:
-        if base != kind.value and base not in ("mse", "k2"):
+        if base != kind.value and base not in ("mse", "k2"):  # `+` gives k2's gradient, which k2 has anyway
             gradient = Given("straight_through", kind.key)
         kind = Given(base, kind.key)
-    return [KlTerm(f"{ACTOR}.use_kl_loss", weight, kind, gradient)]
+    return [KlTerm(switch=f"{ACTOR}.use_kl_loss", weight=weight, estimator=kind, gradient=gradient)]
 
 
 def _correction(file: ForeignFile) -> None:
-    """`algorithm.rollout_correction`: weights of the engine's samples, and old log-probs of the engine."""
+    """Converts `algorithm.rollout_correction`: weights and filters of the engine's samples, old log-probs."""
     kind, limit = file.take(f"{_CORRECTION}.rollout_is"), file.take(f"{_CORRECTION}.rollout_is_threshold")
     bypassed, loss = file.take(f"{_CORRECTION}.bypass_mode"), file.take(f"{_CORRECTION}.loss_type")
     if bypassed:
         key = f"{_CORRECTION}.bypass_mode"
         file.put(("actor_train", "logprob_plan"), "rollout", key)
         if loss not in (None, "ppo_clip"):
-            file.draft.leave_out(f"{_CORRECTION}.loss_type", "refused", f"{loss}: the loss is the one of loss_function")
+            why = f"{loss}: loss_function alone decides the loss; set it to the loss that you want"
+            file.draft.leave_out(f"{_CORRECTION}.loss_type", "refused", why)
     normalize = bool(file.take(f"{_CORRECTION}.rollout_is_batch_normalize"))
     modes, bounds = file.take(f"{_CORRECTION}.rollout_rs"), file.take(f"{_CORRECTION}.rollout_rs_threshold")
-    for name, given in (("rollout_is", kind), ("rollout_rs", modes)):
-        if bypassed and given is not None:
+    for name, value in (("rollout_is", kind), ("rollout_rs", modes)):
+        if bypassed and value is not None:
             why = "bypass_mode takes the engine's log-probs for old ones: there is no ratio before the update"
             file.draft.leave_out(f"{_CORRECTION}.{name}", "refused", why)
     filters: list[dict[str, Any]] = []
@@ -199,29 +203,31 @@ def _correction(file: ForeignFile) -> None:
 
 @dataclass(frozen=True)
 class RlSteps:
-    """RL steps, or parts of them, that a schedule counts, and the optimizer steps of one model in each."""
+    """Length of a learning-rate schedule in the units that it counts: RL steps, or parts of them."""
 
     updates: int = 1
-    """Optimizer steps of an RL step: passes over its samples x mini-batches."""
+    """Optimizer steps of this model in each unit: passes over the unit's samples x mini-batches."""
     total: int | None = None
-    """RL steps of the job; None where the file has no number."""
+    """Units in the whole job; None where the file has no number of steps."""
     idle: int = 0
     """RL steps at the beginning that do not train the model, but count in the length of its schedule."""
 
 
 def rl_steps_of(file: ForeignFile, critic: ForeignFile | None = None) -> RlSteps:
-    """RL steps of the actor, or of the `critic`, read as an actor."""
+    """Length of the actor's schedule, or of the schedule of `critic`, whose settings are those of an actor."""
     trained = critic or file
     prompts, mini = file.peek("data.train_batch_size"), trained.peek(f"{ACTOR}.ppo_mini_batch_size")
     epochs = trained.peek(f"{ACTOR}.ppo_epochs") or 1
     total = file.peek("trainer.total_training_steps")
     mode = f"trainer.v1.{file.peek('trainer.v1.trainer_mode')}"
+    # Parts of an RL step after which verl steps the schedule; 4 is its default under separate_async.
     parts = file.peek(f"{mode}.parameter_sync_step", 4 if mode.endswith(".separate_async") else 1)
     parts = parts if isinstance(parts, int) and parts > 0 else 1
     warmup = file.peek("trainer.critic_warmup") if critic is None else 0
     return RlSteps(
         updates=max(1, prompts // parts // mini) * epochs if prompts and mini else epochs,
         total=total * parts if isinstance(total, int) and total > 0 else None,
+        # critic_warmup only has a meaning with a critic; the policy trains in the step of that number already.
         idle=max(0, warmup - 1) if isinstance(warmup, int) and file.peek("algorithm.adv_estimator") == "gae" else 0,
     )
 
@@ -272,7 +278,7 @@ def read_schedule(file: ForeignFile, section: str, megatron: bool, steps: RlStep
 
 
 def _shape(file: ForeignFile, section: str) -> Given | None:
-    """The schedule's name. Megatron's cosine has half a cycle."""
+    """Returns the name of the schedule; leaves out `num_cycles` unless it is Megatron's half cycle of a cosine."""
     decay, style = file.given(f"{section}.lr_decay_style"), file.take(f"{section}.warmup_style")
     plain = file.take(f"{section}.lr_scheduler_type")
     shape = Given(style or plain, f"{section}.lr_scheduler_type") if style or plain else decay
@@ -286,15 +292,15 @@ def _shape(file: ForeignFile, section: str) -> Given | None:
 
 
 def _part(file: ForeignFile, section: str, name: str, ratio: str, rate: Any) -> Given | None:
-    """The learning rate under key `name`; if the key `ratio` has a share, that share of `rate` instead."""
+    """Returns a learning rate: the share of `rate` under the key `ratio`, else the value under the key `name`."""
     value, share = file.given(f"{section}.{name}"), file.take(f"{section}.{ratio}")
     if share and isinstance(share, int | float) and isinstance(rate, int | float):
-        return Given(float(f"{rate * share:.12g}"), f"{section}.{ratio}")
+        return Given(float(f"{rate * share:.12g}"), f"{section}.{ratio}")  # 12 digits: 1e-7, not 1.0000000000000001e-7
     return value
 
 
 def _warmup(file: ForeignFile, section: str, steps: RlSteps) -> tuple[Given | None, Given | None]:
-    """(Steps of the warm-up, its share of the schedule): one of them, steps where the file tells how many."""
+    """(Steps of the warm-up, its share of the schedule). One of the two is None: the share if steps are known."""
     warmup, share = file.given(f"{section}.lr_warmup_steps"), file.given(f"{section}.lr_warmup_steps_ratio")
     if warmup is not None and isinstance(warmup.value, int) and warmup.value > 0:
         return warmup, None
