@@ -1,4 +1,4 @@
-"""The critic of another framework's file as our role `critic`."""
+"""Writes the critic of another framework's file as our role `critic`."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from roll_batching.tools.conversion.foreign_file import Given
 ROLE = "critic"
 HEAD = (ROLE, "model_args", "value_head_std")
 _PLAIN = {"max_grad_norm": 1.0, "adam_epsilon": 1e-8}
-"""Keys of the optimizer that depend on the gradient's scale, with our defaults."""
+"""Our defaults of the optimizer's keys that depend on the scale of the gradient."""
 
 
 @dataclass(frozen=True)
 class Critic:
-    """A critic, whose settings are those of actor_train in a draft."""
+    """A critic of another framework's file, converted as if it were an actor."""
 
     draft: Draft
+    """Its settings, under `actor_train`."""
     head_std: Given
     """Standard deviation of the value head's first weights."""
     name: Callable[[str], str] = str
-    """The critic's name in the file of a key in the draft."""
+    """Converts a key of `draft`, which is named as an actor's, to the critic's key in the file."""
     value_clip: Given | None = None
     epochs: Given | None = None
     warmup: Given | None = None
-    """Steps before the policy is trained."""
+    """RL steps in which only the critic trains."""
     lambd: Given | None = None
 
 
 def write_critic(critic: Critic, draft: Draft) -> None:
-    """Puts `critic` into `draft`, which has the policy."""
+    """Puts `critic` into `draft`, the draft of the whole job, which already has the policy."""
     put_critic(draft, critic.draft, critic.name)
     draft.defaults.add(critic.head_std.key)
     values = {HEAD: critic.head_std, ("value_clip",): critic.value_clip, ("critic_epochs",): critic.epochs}
@@ -45,14 +46,15 @@ def write_critic(critic: Critic, draft: Draft) -> None:
 def share_layout(draft: Draft, below: Draft) -> None:
     """Gives the critic, translated in `below` as actor_train, the policy's devices and parallel sizes.
 
-    They leave its results as they are.
+    The critic's results do not depend on them.
     """
-    own, theirs = (one.values.setdefault("actor_train", {}) for one in (below, draft))
-    layout = own.setdefault("strategy_args", {}).setdefault("strategy_config", {})
-    policy = theirs.get("strategy_args", {}).get("strategy_config", {})
+    critic_role, policy_role = (part.values.setdefault("actor_train", {}) for part in (below, draft))
+    layout = critic_role.setdefault("strategy_args", {}).setdefault("strategy_config", {})
+    policy = policy_role.get("strategy_args", {}).get("strategy_config", {})
     for name in PARALLEL_KEYS:
-        given, shared = layout.pop(name, None), policy.get(name)
-        if given is not None and given != shared and not (given in (1, False) and shared is None):
+        size, shared = layout.pop(name, None), policy.get(name)
+        # 1 and False are the defaults of a policy without the key: nothing changes.
+        if size is not None and size != shared and not (size in (1, False) and shared is None):
             path = ("actor_train", "strategy_args", "strategy_config", name)
             why = "the critic has the policy's parallel sizes, which change speed and memory, not results"
             below.leave_out(below.origins.get(path, name), "idle", why)
@@ -61,10 +63,10 @@ def share_layout(draft: Draft, below: Draft) -> None:
 
 
 def put_critic(draft: Draft, below: Draft, name: Callable[[str], str]) -> None:
-    """Puts what `below` has for actor_train into the role `critic` of `draft`; `name` gives a key's name in the file.
+    """Puts the section `actor_train` of `below` into the role `critic` of `draft`, with all reports on its keys.
 
-    The model is put where it is not the policy's: without it, the critic starts from the policy's weights. Devices and
-    parallel sizes are the policy's.
+    `name` converts a key of `below` to the critic's key in the file. A model is written only if it differs from the
+    policy's: without one, the critic starts from the policy's weights. Devices and parallel sizes are the policy's.
     """
     values, train = below.values, below.values.get("actor_train", {})
     train.pop("device_mapping", None)
@@ -93,12 +95,13 @@ def put_critic(draft: Draft, below: Draft, name: Callable[[str], str]) -> None:
 
 
 def scale_loss(draft: Draft, training: tuple[str, ...], scale: float, key: str) -> None:
-    """Divides the clip range and epsilon of the optimizer at `training` by a loss's factor `scale`.
+    """Divides the gradient-norm limit and epsilon of the optimizer at `training` by `scale`, a factor of the loss.
 
-    AdamW's steps do not depend on the scale of the gradient otherwise: they are those of the loss times `scale`.
+    Nothing else in a step of AdamW depends on the scale of the gradient: with both divided, the steps are those of the
+    loss times `scale`.
     """
     if scale <= 0:
-        draft.leave_out(key, "refused", f"is {scale}: the critic would not learn")
+        draft.leave_out(key, "refused", f"is {scale}: the critic would not learn; set a scale above 0")
         return
     if scale == 1:
         return
@@ -107,5 +110,5 @@ def scale_loss(draft: Draft, training: tuple[str, ...], scale: float, key: str) 
         section = section.setdefault(part, {})
     for name, plain in _PLAIN.items():
         meaning = f"divided by {key}, {scale}, which the critic's loss does not have here: the steps are the same"
-        value = float(f"{section.get(name, plain) / scale:.12g}")
+        value = float(f"{section.get(name, plain) / scale:.12g}")  # 12 digits: no rounding error in the YAML
         draft.put((*training, name), value, draft.origins.get((*training, name), key), meaning)

@@ -1,4 +1,4 @@
-"""Parts of a layout that several frameworks write alike: context-parallel sizes per pack, FP8, and LoRA."""
+"""Parts of a layout: context-parallel sizes per pack, FP8 and LoRA, which frameworks write alike; slime's layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_batching.settings.adapters import ALL_LINEAR, LAYERS, PROJECTIONS
 from roll_batching.tools.conversion.draft import Draft
-from roll_batching.tools.conversion.foreign_file import FASTER, LAYOUT, PACKING, ForeignFile, section_at
+from roll_batching.tools.conversion.foreign_file import FASTER, LAYOUT, PACKING, ROLE, ForeignFile, section_at
 
 _SWITCHES = ("dynamic_context_parallel", "hybrid_context_parallel")
 _CAP, _SMALLEST, _SCHEDULER = (
@@ -20,13 +20,14 @@ _CAP, _SMALLEST, _SCHEDULER = (
 
 @dataclass(frozen=True)
 class ContextSizes:
-    """A file's context-parallel sizes per pack."""
+    """Settings of a file in which each pack has its own context-parallel size."""
 
     size: int
-    """Its `context_parallel_size`."""
+    """`context_parallel_size` of the file."""
     cap: int | None
     """Most tokens of a pack on one rank; None: not given."""
     cap_key: str
+    """The file's key of `cap`."""
 
 
 def convert_context_sizes(file: ForeignFile, key_of: Callable[[str], str]) -> ContextSizes | None:
@@ -72,7 +73,7 @@ def put_rank_cap(file: ForeignFile, sizes: ContextSizes, otherwise: int | None, 
 
 
 SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-"""TransformerEngine's variable: 1 keeps scales of blocks in fp32, without it they are powers of two."""
+"""Variable of TransformerEngine. If it is 1, scales of blocks are fp32 numbers, otherwise powers of two."""
 FP8_WEIGHTS = "weights are kept in bf16; their copies in FP8 are made once per optimizer step"
 _LAYERS = "FP8 is of TransformerEngine's layers"
 
@@ -92,7 +93,7 @@ def complete_fp8(draft: Draft, *, recipe: str | None = None) -> None:
 
 
 def convert_nemo_rl_fp8(file: ForeignFile, section: str, layout: tuple[str, ...]) -> None:
-    """The section `fp8_cfg` below `section`, where it is enabled, and the variables that it reads."""
+    """Converts `fp8_cfg` in `section` if it is enabled, and the environment variable that it reads."""
     key = f"{section}.fp8_cfg"
     if not file.peek(f"{key}.enabled"):
         return
@@ -112,7 +113,7 @@ def convert_nemo_rl_fp8(file: ForeignFile, section: str, layout: tuple[str, ...]
 
 
 def convert_slime_fp8(file: ForeignFile, layout: tuple[str, ...]) -> None:
-    """Slime's options `--fp8-format` and `--fp8-recipe`, with the variable that its actors get by default."""
+    """Converts slime's FP8 options, and sets the environment variable that slime's actors get by default."""
     fp8 = file.take("--fp8-format")
     if fp8 is None:
         return
@@ -130,6 +131,27 @@ def convert_slime_fp8(file: ForeignFile, layout: tuple[str, ...]) -> None:
         file.draft.put((layout[0], "system_envs", SCALES), "1", "--fp8-recipe", meaning)
 
 
+# ---- slime
+
+
+def convert_slime_layout(file: ForeignFile) -> None:
+    """Converts slime's sequence parallelism, router replay, router bias and FP8."""
+    parallel, key = file.take("--sequence-parallel"), "--sequence-parallel"
+    if section_at(file.draft.values, *LAYOUT).get("tensor_model_parallel_size", 1) > 1:
+        file.put((*LAYOUT, "sequence_parallel"), bool(parallel), key)
+    elif parallel:
+        file.draft.leave_out(key, "idle", "the tensor-parallel size is 1")
+    for option, mode in (("--use-routing-replay", "R2"), ("--use-rollout-routing-replay", "R3")):
+        if file.take(option):
+            file.put((ROLE, "router_replay", "mode"), mode, option)
+    rate, key = file.take("--moe-router-bias-update-rate"), "--moe-router-bias-update-rate"
+    if rate is None and file.peek("--moe-router-enable-expert-bias"):
+        rate = 1e-3
+        file.draft.defaults.add(key)
+    file.put((*LAYOUT, "moe_router_bias_update_rate"), rate, key)
+    convert_slime_fp8(file, LAYOUT)
+
+
 # ---- adapters
 
 
@@ -140,7 +162,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     **{f"linear_{name}": (f"{name}_proj",) for name in "qkv"},
     **{f"linear_fc1_{name}": (f"{name}_proj",) for name in ("gate", "up")},
 }
-"""Projections by the names that PEFT, Megatron-Bridge and its canonical LoRA have for them."""
+"""Projections of the model by every name of PEFT, of Megatron-Bridge and of its canonical LoRA."""
 _MODEL = ("actor_train", "model_args")
 _OWN_A = "queries, keys and values, and gate and up projection have a matrix A each; there they share one"
 
@@ -155,12 +177,14 @@ def convert_adapters(
         section: the section of all keys.
         rank: key of the rank.
         alpha: key of the scale, and its default.
-        shares_a: whether projections that Megatron fuses share a matrix A there.
+        shares_a: whether projections that Megatron fuses share a matrix A in the framework.
         names: keys that are left out where they are on, with the reason.
     """
     file.move(f"{section}.{rank}", (*_MODEL, "lora_rank"))
-    given = file.take(f"{section}.{alpha[0]}")
-    file.draft.put((*_MODEL, "lora_alpha"), alpha[1] if given is None else given, f"{section}.{alpha[0]}")
+    alpha_name, alpha_default = alpha
+    scale = file.take(f"{section}.{alpha_name}", alpha_default)
+    scale = alpha_default if scale is None else scale
+    file.draft.put((*_MODEL, "lora_alpha"), scale, f"{section}.{alpha_name}")
     key = f"{section}.target_modules"
     wanted, unknown = _projections(file.take(key) or [ALL_LINEAR])
     dropped, unknown_excluded = _projections(file.take(f"{section}.exclude_modules") or ())
@@ -179,7 +203,7 @@ def convert_adapters(
 
 
 def convert_verl_adapters(file: ForeignFile, model: str) -> None:
-    """Converts verl's LoRA where it is on: of PEFT under FSDP, of Megatron-Bridge (section `lora`) under Megatron."""
+    """Converts verl's LoRA if it is on: PEFT's keys under FSDP, the section `lora` of Megatron-Bridge otherwise."""
     section = f"{model}.lora"
     if file.peek(f"{section}.rank"):
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
@@ -206,13 +230,13 @@ def convert_verl_adapters(file: ForeignFile, model: str) -> None:
         convert_adapters(file, model, rank="lora_rank", alpha=("lora_alpha", 16), shares_a=False)
 
 
-def _projections(given: Any) -> tuple[set[str], list[str]]:
-    """(Projections, unknown names) of `given`: a list of names, or a text of names with commas."""
-    names: Iterable[Any] = given.split(",") if isinstance(given, str) else given
-    found: set[str] = set()
+def _projections(names: Any) -> tuple[set[str], list[str]]:
+    """(Projections, unknown names) of `names`: a list, or a text with commas."""
+    listed: Iterable[Any] = names.split(",") if isinstance(names, str) else names
+    projections: set[str] = set()
     unknown = []
-    for name in map(str, names):
-        found.update(_NAMES.get(name.strip(), ()))
+    for name in map(str, listed):
+        projections.update(_NAMES.get(name.strip(), ()))
         if name.strip() not in _NAMES:
             unknown.append(name)
-    return found, unknown
+    return projections, unknown

@@ -12,9 +12,9 @@ NEMO_RL = Tables("nemo_rl")
 RL_TASKS = ("grpo", "distill")
 """Tasks that sample."""
 CORRECTIONS = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "mask_sequences"}
-"""By `truncated_importance_sampling_type`, our `engine_correction`."""
+"""Our `engine_correction` by NeMo-RL's `truncated_importance_sampling_type`."""
 _RENAMED = {"policy": "value", "grpo": "ppo", "grpo.async_grpo": "ppo.async_ppo"}
-"""By section, the one of PPO with the same keys."""
+"""Section of PPO by the section of GRPO that has the same keys."""
 
 
 def check_types(data: Mapping[str, Any], source: str) -> None:
@@ -33,7 +33,7 @@ def check_types(data: Mapping[str, Any], source: str) -> None:
 
 
 def defaults_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults, by dotted key, that apply to a file with these settings."""
+    """NeMo-RL's defaults by dotted key, for the sections that `data` has."""
     sections = dict(NEMO_RL.data["defaults"])
     if isinstance(value_at(data, "distillation"), Mapping):
         sections["loss_fn"] = NEMO_RL.data["distillation_loss"]
@@ -48,6 +48,7 @@ def defaults_of(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(value_at(data, "async_rl"), Mapping):
         kind = value_at(data, "async_rl.sampler.name") or "in_order"
         defaults[f"async_rl.sampler.max_{'lookahead' if kind == 'in_order' else 'staleness'}_versions"] = 1
-    if (rows := value_at(data, "policy.train_micro_batch_size")) is not None:
-        defaults["policy.logprob_batch_size"] = rows
+    # Passes without gradient have the micro-batches of training by default.
+    if (batch_size := value_at(data, "policy.train_micro_batch_size")) is not None:
+        defaults["policy.logprob_batch_size"] = batch_size
     return defaults

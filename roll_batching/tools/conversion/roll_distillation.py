@@ -12,7 +12,7 @@ _ON_PROMPT = "is true: the teacher's distributions are compared over the answer 
 
 
 def rename_students(draft: Draft, data: dict[str, Any]) -> bool:
-    """Renames the student's roles of on-policy distillation in `data`; whether the file has them."""
+    """Renames `student_train` and `student_infer` in `data` to our roles; returns whether the file has them."""
     if "student_train" not in data:
         return False
     for theirs, ours in (("student_train", "actor_train"), ("student_infer", "actor_infer")):
@@ -22,7 +22,7 @@ def rename_students(draft: Draft, data: dict[str, Any]) -> bool:
 
 
 def convert_on_policy(draft: Draft) -> None:
-    """Converts on-policy distillation, whose advantages are a teacher's divergence, to `task: distill`."""
+    """Converts on-policy distillation to `task: distill`. In ROLL the teacher's divergence is the advantage."""
     values = draft.values
     draft.put(("task",), "distill", "student_train")
     meaning = (
@@ -66,17 +66,17 @@ def convert_texts(draft: Draft, student: dict[str, Any]) -> None:
 
 
 def _models(draft: Draft) -> None:
-    """The models of both roles; `student_pretrain` and `teacher_pretrain` stand for both if a role names none."""
+    """Writes the models of both roles: `student_pretrain` and `teacher_pretrain` unless both roles name one."""
     values, path = draft.values, ("model_args", "model_name_or_path")
-    given = {role: section_at(values, role, path[0]).get(path[1]) for role in ("actor_train", "teacher")}
+    named = {role: section_at(values, role, path[0]).get(path[1]) for role in ("actor_train", "teacher")}
     for role, key in (("actor_train", "student_pretrain"), ("teacher", "teacher_pretrain")):
         name = values.pop(key, None)
-        if name is not None and not all(given.values()):
+        if name is not None and not all(named.values()):
             draft.put((role, *path), name, key)
 
 
 def _texts(draft: Draft) -> None:
-    """Keys of the lines: an optional prompt, the question behind it, the answer; turns of a chat."""
+    """Converts the keys of a line: an optional prompt, the question after it, and the answer."""
     values, data = draft.values, ("actor_train", "data_args")
     prompt, question = values.pop("prompt_key", None), values.pop("question_key", "question")
     draft.put((*data, "prompt"), prompt or question, "prompt_key" if prompt else "question_key")
@@ -90,7 +90,7 @@ def _texts(draft: Draft) -> None:
 
 
 def record_origins(draft: Draft, ours: tuple[str, ...], theirs: tuple[str, ...], value: Any) -> None:
-    """Records the origin of every key of a section."""
+    """Records in `draft` that each key below `ours` in `value` came from the same key below `theirs`."""
     if isinstance(value, dict):
         for key, below in value.items():
             draft.origins[(*ours, key)] = ".".join((*theirs, str(key)))

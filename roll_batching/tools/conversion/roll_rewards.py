@@ -113,7 +113,7 @@ def _put_arguments(draft: Draft, name: str, worker: dict[str, Any], here: dict[s
         else:
             draft.missing.append(f"rewards.{name}.reward_args.grading: {_NO_GRADING}")
             if "reward_type" in worker:
-                draft.leave_out(f"rewards.{name}.reward_type", "refused", "is none of loose, soft and strict")
+                draft.leave_out(f"rewards.{name}.reward_type", "refused", "is none of loose, soft and strict: set one")
                 read.add("reward_type")
         if worker.get("response_length_penalty_coef"):
             why = "ROLL measures the padded length, which is the same for all responses"
@@ -125,7 +125,7 @@ def _put_arguments(draft: Draft, name: str, worker: dict[str, Any], here: dict[s
 
 
 def _put_judge(draft: Draft, name: str, worker: dict[str, Any], put: Callable[..., None]) -> None:
-    """Writes the arguments of a judge with `put`. Its key is not kept."""
+    """Writes the arguments of a judge with `put`. The API key is not kept."""
     model_key = "judge_model_name" if worker.get("judge_model_name") else "model_args"
     model = worker.get("judge_model_name") or section_at(worker, "model_args").get("model_name_or_path")
     if isinstance(model, str):
@@ -141,8 +141,8 @@ def _put_judge(draft: Draft, name: str, worker: dict[str, Any], put: Callable[..
         put("auth_variable", _KEY_VARIABLE, "judge_api_key", "the key is not kept: set the variable of this name")
     if worker.get("judge_prompt"):
         draft.leave_out(f"rewards.{name}.judge_prompt", "refused", _PROMPT)
-    given = section_at(worker, "generating_args")
-    request = {ours: given[key] for key, ours in _SAMPLING.items() if isinstance(given.get(key), (int, float))}
+    sampling = section_at(worker, "generating_args")
+    request = {ours: sampling[key] for key, ours in _SAMPLING.items() if isinstance(sampling.get(key), (int, float))}
     if request and worker.get("judge_model_type") != "api":  # ROLL sends none of them to a URL
         put("request", request, "generating_args")
 
@@ -150,7 +150,7 @@ def _put_judge(draft: Draft, name: str, worker: dict[str, Any], put: Callable[..
 def _drop_files(
     draft: Draft, texts: dict[str, Any], where: str, kept: Mapping[str, Any], dropped: Mapping[str, Any]
 ) -> None:
-    """Leaves out data files with prompts of dropped rewards only, by the tags of their lines, else by name."""
+    """Leaves out data files whose prompts all belong to dropped rewards, by the tags of their lines, else by name."""
     files = texts.get("file_name")
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         return
@@ -170,13 +170,13 @@ def _drop_files(
 
 
 def _names(rewards: Mapping[str, Any]) -> set[str]:
-    """The domains of rewards, and their tags."""
-    tags = (reward.get("tag_included") for reward in rewards.values())
-    return set(rewards) | {str(tag) for some in tags if isinstance(some, list) for tag in some}
+    """The names of all domains in `rewards`, and all tags that these include."""
+    tag_lists = (reward.get("tag_included") for reward in rewards.values())
+    return set(rewards) | {str(tag) for tags in tag_lists if isinstance(tags, list) for tag in tags}
 
 
 def _has(file: str, name: str) -> bool:
-    """Whether the file name contains `name`, ignoring case and characters between letters."""
+    """Whether the file name contains `name`, ignoring case and all but letters and digits; never for short names."""
     wanted = "".join(letter for letter in name.lower() if letter.isalnum())
     return len(wanted) >= _SHORTEST_NAME and wanted in "".join(
         letter for letter in Path(file).stem.lower() if letter.isalnum()
@@ -199,7 +199,7 @@ def _tags(path: Path, key: str) -> Iterator[str]:
 
 
 def divide_prompts(draft: Draft) -> None:
-    """Translates the parts of domains, and drops long prompts."""
+    """Converts `domain_interleave_probs` to the remaining domains, and sets `long_prompts: drop`."""
     texts, rewards = section_at(draft.values, "actor_train", "data_args"), draft.values.get("rewards") or {}
     shares = texts.get("domain_interleave_probs")
     if not isinstance(shares, dict):

@@ -11,14 +11,12 @@ from roll_batching.tools.conversion.critics import Critic, scale_loss, write_cri
 from roll_batching.tools.conversion.draft import Draft
 from roll_batching.tools.conversion.foreign_file import (
     DATA,
-    LAYOUT,
     REWARDS,
     ROLE,
     STRATEGY,
     ForeignFile,
     Given,
     number_of,
-    section_at,
 )
 from roll_batching.tools.conversion.foreign_job import (
     Batch,
@@ -34,7 +32,7 @@ from roll_batching.tools.conversion.foreign_job import (
     optimizer_steps,
     write_job,
 )
-from roll_batching.tools.conversion.layouts import convert_slime_fp8
+from roll_batching.tools.conversion.layouts import convert_slime_layout
 from roll_batching.tools.conversion.slime_command import PROGRAM, SLIME
 
 _SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
@@ -53,7 +51,7 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
     key = "bf16, in which slime trains unless it has --fp16"
     file.put((ROLE, "model_args", "dtype"), "bf16", key)
     file.draft.defaults.add(key)
-    _layout(file)
+    convert_slime_layout(file)
     devices = _devices(file, supervised, is_async)
     batch, updates = _batch(file, devices.training.value, supervised)
     parts = ForeignJob(devices=devices, batch=batch, schedule=_schedule(file), heads=_heads(file))
@@ -77,54 +75,38 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
     return file.draft
 
 
-def _layout(file: ForeignFile) -> None:
-    parallel, key = file.take("--sequence-parallel"), "--sequence-parallel"
-    if section_at(file.draft.values, *LAYOUT).get("tensor_model_parallel_size", 1) > 1:
-        file.put((*LAYOUT, "sequence_parallel"), bool(parallel), key)
-    elif parallel:
-        file.draft.leave_out(key, "idle", "the tensor-parallel size is 1")
-    for option, mode in (("--use-routing-replay", "R2"), ("--use-rollout-routing-replay", "R3")):
-        if file.take(option):
-            file.put((ROLE, "router_replay", "mode"), mode, option)
-    rate, key = file.take("--moe-router-bias-update-rate"), "--moe-router-bias-update-rate"
-    if rate is None and file.peek("--moe-router-enable-expert-bias"):
-        rate = 1e-3
-        file.draft.defaults.add(key)
-    file.put((*LAYOUT, "moe_router_bias_update_rate"), rate, key)
-    convert_slime_fp8(file, LAYOUT)
-
-
 def _devices(file: ForeignFile, supervised: bool, is_async: bool) -> Devices:
-    """Devices of training and of the engine, with the engine's options."""
+    """Reads the devices of training and of the engine; converts the engine's options."""
     key, nodes = "--actor-num-gpus-per-node", int(file.take("--actor-num-nodes") or 1)
     training = Given(nodes * int(file.take(key) or 8), key)
-    together, engine = file.take("--colocate"), file.given("--rollout-num-gpus")
+    is_colocated, engine = file.take("--colocate"), file.given("--rollout-num-gpus")
     size = file.take("--rollout-num-gpus-per-engine")
     if supervised:
         return Devices(training)
-    if not together and not (engine and engine.value):
+    if not is_colocated and not (engine and engine.value):
         lack = "actor_infer.device_mapping: is missing: the script has neither --colocate nor --rollout-num-gpus"
         file.draft.missing.append(lack)
     file.put((*STRATEGY, "strategy_name"), "sglang", "--rollout-num-gpus-per-engine")
     file.put((*STRATEGY, "strategy_config", "tp_size"), size, "--rollout-num-gpus-per-engine")
+    # A list, because `move` takes keys out of `file.data`. Options with a reason are left out by `leave_out_rest`.
     for key in [key for key in file.data if key.startswith("--sglang-")]:
         if not any(key.startswith(name) for name, _, _ in SLIME.reasons):
             file.move(key, (*STRATEGY, "strategy_config", key.removeprefix("--sglang-").replace("-", "_")), number_of)
     return Devices(
         training,
-        engine=engine if engine and engine.value and not together else None,
-        sleeps="--colocate" if together and not is_async else "",
+        engine=engine if engine and engine.value and not is_colocated else None,
+        sleeps="--colocate" if is_colocated and not is_async else "",
         machines=nodes,
     )
 
 
 def _heads(file: ForeignFile) -> Heads | None:
-    """Heads of multi-token prediction, which slime trains with `--enable-mtp-training` only."""
+    """Reads the heads of multi-token prediction; None unless `--enable-mtp-training` trains some."""
     keys = ("--mtp-num-layers", "--enable-mtp-training", "--mtp-loss-scaling-factor")
     number, trains, factor = map(file.given, keys)
     if not (number and number.value and trains and trains.value):
-        for key, given in zip(keys, (number, trains, factor), strict=True):
-            if given is not None:
+        for key, option in zip(keys, (number, trains, factor), strict=True):
+            if option is not None:
                 why = "heads that do not train stay as in the files, and an export copies them"
                 file.draft.leave_out(key, "idle", why)
         return None
@@ -136,7 +118,7 @@ def _heads(file: ForeignFile) -> Heads | None:
 
 
 def _batch(file: ForeignFile, devices: int, supervised: bool) -> tuple[Batch, int]:
-    """Mini-batches, micro-batches and caps; and the optimizer steps of a rollout."""
+    """(Mini-batches, micro-batches and caps; optimizer steps of a rollout)."""
     rows, packs = file.given("--micro-batch-size"), file.given("--use-dynamic-batch-size")
     cap, forward = file.given("--max-tokens-per-gpu"), file.given("--log-probs-max-tokens-per-gpu")
     if packs and packs.value and cap is not None:
@@ -144,6 +126,7 @@ def _batch(file: ForeignFile, devices: int, supervised: bool) -> tuple[Batch, in
     prompts, group = file.peek("--rollout-batch-size"), file.peek("--n-samples-per-prompt") or 1
     steps, sequences = file.take("--num-steps-per-rollout"), file.given("--global-batch-size")
     if sequences is None:
+        # slime computes the mini-batch from the number of steps where only that is given.
         size = prompts * group // (steps or 1) if prompts else None
         sequences = Given(size, "--num-steps-per-rollout" if steps else "--rollout-batch-size")
     if supervised:
@@ -178,9 +161,10 @@ def _schedule(file: ForeignFile) -> Schedule:
 
 
 def _lengths(file: ForeignFile) -> Lengths:
+    """Reads the limits of prompts and responses; lists a limit that no option gives as missing."""
     answer, key = file.take("--rollout-max-response-len"), "--rollout-max-prompt-len"
     prompt, whole = file.take(key), file.given("--rollout-max-context-len")
-    if whole is not None:
+    if whole is not None:  # at least one of its tokens is the prompt's
         answer = whole.value - 1 if answer is None else min(answer, whole.value - 1)
         if prompt is None and whole.value - answer > 1:
             prompt = whole.value - answer
@@ -199,6 +183,7 @@ def _lengths(file: ForeignFile) -> Lengths:
 
 
 def _rollouts(file: ForeignFile, is_async: bool) -> None:
+    """Converts the length of the job, asynchronous rollouts, the prompts and the reward."""
     steps, epochs = file.take("--num-rollout"), file.take("--num-epoch")
     file.put(("max_steps",), steps, "--num-rollout")
     if steps is None:
@@ -236,7 +221,7 @@ def _rollouts(file: ForeignFile, is_async: bool) -> None:
 
 
 def _texts(file: ForeignFile, what: str) -> None:
-    """Order of the texts, and what the chat template reads beside the messages."""
+    """Converts the order of the texts and the arguments of the chat template. `what`: their name in messages."""
     if not file.take("--rollout-shuffle"):
         why = f"is not given, but {what} are shuffled anew in every epoch"
         file.draft.leave_out("--rollout-shuffle", "refused", why)
@@ -250,6 +235,7 @@ def _texts(file: ForeignFile, what: str) -> None:
 
 
 def _evaluation(file: ForeignFile) -> Evaluation:
+    """Reads the evaluation; it is off without a period or without held-out prompts."""
     period, named = file.given("--eval-interval"), file.take("--eval-prompt-data")
     sampling = {name.replace("-", "_"): file.given(f"--eval-{name}") for name in ("temperature", "top-p", "top-k")}
     sampling["max_new_tokens"] = file.given("--eval-max-response-len")
@@ -258,7 +244,7 @@ def _evaluation(file: ForeignFile) -> Evaluation:
         if period is not None:
             file.draft.leave_out("--eval-config", "refused", "name the held-out prompts in data_args.eval_file_name")
         return Evaluation(period or Given(0, "--eval-interval"), is_on=False)
-    names = [named[0]] if len(named) == 1 else named[1::2]
+    names = [named[0]] if len(named) == 1 else named[1::2]  # a file, or pairs of a name and a file
     file.draft.missing.append(
         "eval_samples: slime evaluates all held-out prompts: set the number of answers (default: 512)"
     )
@@ -267,7 +253,7 @@ def _evaluation(file: ForeignFile) -> Evaluation:
 
 
 def _supervised(file: ForeignFile, updates: int) -> None:
-    """`--loss-type sft_loss`, whose steps are optimizer steps; a rollout of slime has `updates`."""
+    """Converts `--loss-type sft_loss`. Steps of the job are optimizer steps, `updates` in a rollout of slime."""
     if file.peek("--rollout-function-path") == _SFT_ROLLOUT:
         file.take("--rollout-function-path")
     for key in ("--debug-train-only", "--disable-compute-advantages-and-returns", "--n-samples-per-prompt"):
@@ -288,7 +274,7 @@ def _supervised(file: ForeignFile, updates: int) -> None:
 
 
 def _checkpoints(file: ForeignFile, updates: int) -> None:
-    """Checkpoints and the tracker; a step of the job is one of `updates` steps of a rollout."""
+    """Converts checkpoints and the tracker. slime counts rollouts; the job has `updates` steps in each."""
     count, unit = optimizer_steps(file.take("--save-interval"), updates, "a rollout")
     file.put(("save_steps",), count, "--save-interval", unit)
     if file.take("--use-wandb"):
@@ -300,18 +286,18 @@ def _advantages(file: ForeignFile) -> list[KlTerm]:
     """Puts the estimator of advantages; returns the KL term in rewards, if there is one."""
     key, weight = "--advantage-estimator", file.given("--kl-coef")
     name = file.take(key)
-    raw, centred = file.take("--disable-rewards-normalization"), file.take("--disable-grpo-std-normalization")
+    is_raw, is_centred = file.take("--disable-rewards-normalization"), file.take("--disable-grpo-std-normalization")
     estimator = name
     if name in ("grpo", "gspo", "cispo"):
         estimator = "grpo"
-        if raw or centred or file.draft.values.get("num_return_sequences_in_group") == 1:
+        if is_raw or is_centred or file.draft.values.get("num_return_sequences_in_group") == 1:
             estimator = "reinforce"
-            if not raw:
-                centred_by = "--disable-grpo-std-normalization" if centred else "--n-samples-per-prompt"
+            if not is_raw:
+                centred_by = "--disable-grpo-std-normalization" if is_centred else "--n-samples-per-prompt"
                 file.put(("norm_mean_type",), "group", centred_by)
         file.put(("importance_sampling",), "seq" if name == "gspo" else None, key)
         file.put(("loss_function",), "cispo" if name == "cispo" else None, key)
-    elif raw and name == "reinforce_plus_plus_baseline":
+    elif is_raw and name == "reinforce_plus_plus_baseline":
         why = "reinforce_plus_plus_baseline always subtracts the group's mean"
         file.draft.leave_out("--disable-rewards-normalization", "refused", why)
     file.put(("adv_estimator",), "gae" if name == "ppo" else estimator, key)
@@ -325,7 +311,7 @@ def _advantages(file: ForeignFile) -> list[KlTerm]:
         file.draft.leave_out("--gamma", "idle", why)
     if weight is None or not weight.value:
         return []
-    if name == "reinforce_plus_plus":
+    if name == "reinforce_plus_plus":  # slime takes the kind of KL in the reward from the option of the loss
         kinds = {"k2": "k2", "k3": "k3", "low_var_kl": "k3"}
         penalty = Given(kinds.get(file.peek("--kl-loss-type"), "kl"), "--kl-loss-type")
         return [KlTerm("--kl-coef", weight, penalty, in_reward=True)]
@@ -339,10 +325,10 @@ def _advantages(file: ForeignFile) -> list[KlTerm]:
 
 
 def _clipping(file: ForeignFile) -> Clipping:
-    """The bounds of the ratio; puts the aggregation of the loss, and weights of the engine's samples."""
+    """Returns the bounds of the ratio; converts the aggregation of the loss and weights of the engine's samples."""
     low, high = file.given("--eps-clip"), file.given("--eps-clip-high")
-    whole = file.take("--calculate-per-token-loss")
-    file.put(("loss_agg_mode",), "token-mean" if whole else "seq-mean-token-mean", "--calculate-per-token-loss")
+    per_token = file.take("--calculate-per-token-loss")
+    file.put(("loss_agg_mode",), "token-mean" if per_token else "seq-mean-token-mean", "--calculate-per-token-loss")
     corrected, cap, lowest = file.take("--use-tis"), file.take("--tis-clip"), file.take("--tis-clip-low")
     if corrected and file.peek("--custom-tis-function-path") is None:
         file.put(("loss_args", "engine_ratio_cap"), 2.0 if cap is None else cap, "--tis-clip")
@@ -353,22 +339,27 @@ def _clipping(file: ForeignFile) -> Clipping:
 
 
 def _kl_loss(file: ForeignFile) -> list[KlTerm]:
+    """Reads the KL term of the loss; returns an empty list if it is off or has no weight."""
     used, weight, kind = file.take("--use-kl-loss"), file.given("--kl-loss-coef"), file.given("--kl-loss-type")
     unbiased = file.take("--use-unbiased-kl")
     if not (used and weight and weight.value):
         for key in ("--use-kl-loss", "--kl-loss-coef", "--kl-loss-type"):
             file.draft.leave_out(key, "idle", "there is no KL term without --use-kl-loss, or with --kl-loss-coef 0")
         return []
+    # slime clamps this estimate alone at 10.
     bound = Given(10.0 if kind and kind.value == "low_var_kl" else None, "--kl-loss-type")
     gradient = Given("importance", "--use-unbiased-kl") if unbiased else None
-    return [KlTerm("--use-kl-loss", weight, kind, gradient, bound)]
+    return [KlTerm(switch="--use-kl-loss", weight=weight, estimator=kind, gradient=gradient, bound=bound)]
 
 
 def _dynamic_sampling(file: ForeignFile) -> DynamicSampling | None:
+    """Reads dynamic sampling; None for another filter than slime's own, which is left out."""
     path, size = file.given("--dynamic-sampling-filter-path"), file.given("--over-sampling-batch-size")
     if path is None or str(path.value).rpartition(".")[2] != _FILTER:
         if path is not None:
-            why = f"{path.value}: dynamic_sampling leaves out groups with equal rewards, as slime's {_FILTER}"
+            why = (
+                f"{path.value}: only slime's {_FILTER} is converted: dynamic_sampling: true leaves out the same groups"
+            )
             file.draft.leave_out(path.key, "refused", why)
         if size is not None:
             file.draft.leave_out(size.key, "idle", "belongs to dynamic sampling")
@@ -379,7 +370,7 @@ def _dynamic_sampling(file: ForeignFile) -> DynamicSampling | None:
 
 
 def _critic(file: ForeignFile) -> Critic:
-    """The critic, with the actor's model, optimizer and batching, and the keys that only it reads."""
+    """Returns the critic: the actor's model, optimizer and batching, with the options that only the critic reads."""
     below = Draft(file.draft.source, values={ROLE: copy.deepcopy(file.draft.values[ROLE])})
     below.values["pretrain"] = file.draft.values.get("pretrain")
     below.origins = {path: key for path, key in file.draft.origins.items() if path[:2] != DATA}

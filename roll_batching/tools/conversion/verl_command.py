@@ -20,7 +20,7 @@ PROGRAM = "program"
 GROUPS = "config_groups"
 """Key of the groups of files that a script chooses, such as `model_engine: megatron`."""
 _LAUNCHER = {"nproc": "n_gpus_per_node", "nnodes": "nnodes"}
-"""By option of torchrun, without `_per_node`, the key of `trainer` that it decides."""
+"""Key of `trainer` by option of torchrun, without `_per_node`. The option wins over the key."""
 _TORCHRUN = re.compile(r"(.*/)?torchrun|torch\.distributed\.(run|launch)")
 _GROUP_NAMES = ("model_engine", "engine", "optim", "model", "actor", "ref", "critic", "rollout", "data", "reward")
 
@@ -43,27 +43,28 @@ def compose_verl(path: Path) -> Composed:
 
 
 def _take_launcher(words: tuple[Value, ...], composed: Composed) -> None:
-    """Numbers of processes and machines of torchrun (1 by default), which count more than the keys of `trainer`."""
+    """Writes the process and machine counts of torchrun (1 by default) over the keys of `trainer`."""
     if any(_TORCHRUN.fullmatch(word.text or word.raw) for word in words):
         composed.data.setdefault("trainer", {}).update(dict.fromkeys(_LAUNCHER.values(), 1))
-    for place, word in enumerate(words[:-1]):
+    for position, word in enumerate(words[:-1]):
         option, equals, value = (word.text or word.raw).strip("\"'").partition("=")
         name = option.lstrip("-").replace("-", "_")
         key = _LAUNCHER.get(name.removesuffix("_per_node"))
         if key is None or not option.startswith("--"):
             continue
-        given = replace(word, text=None if word.text is None else value) if equals else words[place + 1]
+        argument = replace(word, text=None if word.text is None else value) if equals else words[position + 1]
         path, trainer = ("trainer", key), composed.data.setdefault("trainer", {})
         composed.places[path] = word.place
-        if given.text is not None and given.text.isdigit() and int(given.text) > 0:
-            trainer[key] = int(given.text)
+        if argument.text is not None and argument.text.isdigit() and int(argument.text) > 0:
+            trainer[key] = int(argument.text)
         else:
-            why = given.why or f"{shortened(given.text or given.raw)} is no number of processes"
+            why = argument.why or f"{shortened(argument.text or argument.raw)} is no number of processes"
             composed.failed[path] = f"line {word.place.line}: {option}: {why}"
             trainer[key] = None
 
 
 def _compose_yaml(path: Path) -> Composed:
+    """Composes one YAML file of verl; parents that are not verl's own are recorded as not followed."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -97,6 +98,7 @@ def _compose_yaml(path: Path) -> Composed:
 
 
 def _compose_command(program: str, words: tuple[Value, ...], script: Script) -> Composed:
+    """Composes the overrides of a command. What only a shell could tell goes into `failed`, with the reason."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -177,7 +179,7 @@ def _update(settings: Any, key: str, value: Any) -> None:
 
 
 def _override(text: str, depth: int, place: Place) -> tuple[Any, bool]:
-    """(value, whether the key is taken out) of one override of Hydra. Raises ConfigFileError."""
+    """(Value, whether the override deletes its key) of `text`, one override of Hydra. Raises ConfigFileError."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
