@@ -129,7 +129,7 @@ def _model(file: ForeignFile) -> None:
 
 
 def _caps_of_ranks(file: ForeignFile, sizes: ContextSizes) -> None:
-    """Caps of one rank from those of whole packs, where each pack has its own context-parallel size."""
+    """Divides the file's caps of whole packs by its context-parallel size, because `auto` counts tokens of a rank."""
     packing, key = file.draft.values["actor_train"].get("sequence_packing_args"), "policy.sequence_packing"
     if packing is None:
         return
@@ -142,7 +142,10 @@ def _caps_of_ranks(file: ForeignFile, sizes: ContextSizes) -> None:
 
 
 def _layout(file: ForeignFile) -> ContextSizes | None:
-    """Parallel sizes and recomputation, of Megatron or of DTensor, as Megatron's settings; sizes per pack, if any."""
+    """Converts parallel sizes and recomputation of Megatron or DTensor. Returns the context-parallel sizes per pack.
+
+    None: all packs have the same size.
+    """
     megatron = bool(file.peek("policy.megatron_cfg.enabled"))
     file.take("policy.megatron_cfg.enabled")
     file.take("policy.dtensor_cfg.enabled")
@@ -176,7 +179,7 @@ def _layout(file: ForeignFile) -> ContextSizes | None:
 
 
 def _router_loss(file: ForeignFile) -> None:
-    """The load-balancing loss, whose weight is Megatron-Bridge's for the model where the file gives none."""
+    """Leaves out the type of the load-balancing loss if its weight is 0."""
     layout = section_at(file.draft.values, *LAYOUT)
     section = "policy.megatron_cfg"
     if layout.get("moe_router_load_balancing_type") == "aux_loss" and layout.get("moe_aux_loss_coeff") == 0:
@@ -191,12 +194,12 @@ _REPEATED_HEAD = (
 
 
 def _heads(file: ForeignFile) -> None:
-    """Heads of multi-token prediction: their settings have no effect without them."""
+    """Leaves out settings of multi-token prediction that have no effect, and heads that share one layer."""
     layout = section_at(file.draft.values, *LAYOUT)
     number = layout.get("mtp_num_layers")
-    repeated = number not in (None, 0, 1) and layout.get("mtp_use_repeated_layer") and layout.get("mtp_detach_heads")
+    is_repeated = number not in (None, 0, 1) and layout.get("mtp_use_repeated_layer") and layout.get("mtp_detach_heads")
     for key in [key for key in layout if key.startswith("mtp_")]:
-        if repeated:
+        if is_repeated:
             del layout[key]
             file.draft.leave_out(f"policy.megatron_cfg.{key}", "refused", _REPEATED_HEAD)
         elif not number:
@@ -218,8 +221,8 @@ def _adapters(file: ForeignFile, section: str, megatron: bool) -> None:
     if file.take(f"{section}.match_all_linear"):
         file.take(f"{section}.target_modules")
     for name in ("lora_A_init", "lora_A_init_method", "lora_B_init_method"):
-        if (given := file.take(f"{section}.{name}")) not in (None, "uniform", "kaiming", "zero"):
-            file.draft.leave_out(f"{section}.{name}", "idle", f"{given}: A starts uniform within 1 / sqrt(inputs)")
+        if (start := file.take(f"{section}.{name}")) not in (None, "uniform", "kaiming", "zero"):
+            file.draft.leave_out(f"{section}.{name}", "idle", f"{start}: A starts uniform within 1 / sqrt(inputs)")
     for name in ("dropout_position", "use_triton", "a2a_experimental", "lora_dtype"):
         file.take(f"{section}.{name}")  # without dropout: how the same numbers are computed
     why = "adapters have no dropout: the first ratio would differ from 1"
@@ -227,6 +230,7 @@ def _adapters(file: ForeignFile, section: str, megatron: bool) -> None:
 
 
 def _lengths(file: ForeignFile, task: str) -> Lengths:
+    """Reads the limit of a whole sequence; in RL divides it into limits of prompt and response."""
     whole, longest = file.given("policy.max_total_sequence_length"), file.take("data.max_input_seq_length")
     if whole is None or not isinstance(whole.value, int):
         return Lengths()
@@ -234,6 +238,7 @@ def _lengths(file: ForeignFile, task: str) -> Lengths:
     if task not in RL_TASKS:
         return Lengths(whole)
     meaning = "prompts and responses have a limit each; in NeMo-RL they share max_total_sequence_length"
+    # Without a limit of prompts that leaves room for a response, prompts get a quarter.
     prompt = longest if isinstance(longest, int) and longest < whole.value else max(1, whole.value // 4)
     response = None
     if answer is not None and isinstance(answer.value, int):
@@ -254,7 +259,7 @@ def _checkpoints(file: ForeignFile) -> None:
 
 
 def _tracker(file: ForeignFile) -> None:
-    """Weights & Biases, else SwanLab: a job has one tracker beside its own files."""
+    """Converts the tracker: Weights & Biases, else SwanLab. A job has one tracker besides its own files."""
     enabled = [name for name in ("wandb", "swanlab") if file.take(f"logger.{name}_enabled")]
     for name in enabled[:1]:
         file.draft.put(("track_with",), name, f"logger.{name}_enabled")

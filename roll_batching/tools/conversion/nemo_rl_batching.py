@@ -35,7 +35,7 @@ _ORIGINS: Mapping[tuple[str, ...], str] = {
     ("planning_args", "dynamic_algorithm"): f"{_DYNAMIC}.enabled",
     ("planning_args", "shared_shapes"): f"{_DYNAMIC}.enabled",
 }
-"""By key of actor_train that `convert_policy` writes, the key of `policy` that it comes from."""
+"""Key of NeMo-RL's `policy`, by the key of actor_train that `convert_policy` makes of it."""
 
 
 def read_batch(file: ForeignFile, source: str, task: str, devices: int) -> Batch:
@@ -66,9 +66,9 @@ def read_batch(file: ForeignFile, source: str, task: str, devices: int) -> Batch
 
 
 def steps_of_a_rollout(file: ForeignFile, section: str, size: Any = None) -> int:
-    """Optimizer steps of one pass over the samples of a rollout.
+    """Optimizer steps of one pass over the samples of a rollout; 1 if the file has no numbers.
 
-    `section` has their number, and mini-batches have `size` samples (default: the policy's).
+    `section` of the file has the number of samples. `size`: samples of a mini-batch; None: the policy's.
     """
     size = file.peek("policy.train_global_batch_size") if size is None else size
     numbers = [file.peek(f"{section}.num_{name}") for name in ("prompts_per_step", "generations_per_prompt")]
@@ -78,14 +78,14 @@ def steps_of_a_rollout(file: ForeignFile, section: str, size: Any = None) -> int
 
 
 def _integers(value: Any) -> Any:
-    """Whole floats, results of a division such as `${div:...}`, as integers."""
+    """Converts whole floats in `value` and its sections to int: `${div:...}` makes floats of all numbers."""
     if isinstance(value, dict):
         return {key: _integers(below) for key, below in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def convert_policy(policy: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(keys of actor_train for NeMo-RL's `policy` section; keys of it without effect here, each with the reason).
+    """(Keys of actor_train; reason by each key of NeMo-RL's section `policy` that has no effect here).
 
     Reads `sequence_packing`, `dynamic_batching` and `make_sequence_length_divisible_by`. Raises `PlanError` when both
     are enabled, and for a token budget that is missing or no number (such as an unresolved `${mul:...}`).
@@ -132,7 +132,7 @@ def convert_policy(policy: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def _budgets(section: str, values: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of a micro-batch in training, and without gradient."""
+    """Most tokens of a micro-batch (in training, in passes without gradient); removes both from `values`."""
     if values.get("train_mb_tokens") is None:
         raise PlanError(f"{section}.train_mb_tokens is missing; it is the cap of a micro-batch in tokens")
     train = _whole_number(f"{section}.train_mb_tokens", values.pop("train_mb_tokens"))
@@ -159,16 +159,16 @@ def _whole_number(key: str, value: Any) -> int:
 _SCHEDULER = "policy.megatron_cfg.scheduler"
 _PASS = "a pass over a rollout"
 _SPANNED = (*RL_TASKS, "value")
-"""Tasks and roles whose schedule may have another length than the job."""
+"""Tasks and roles whose learning-rate schedule may be shorter or longer than the job."""
 _ABSENT = object()
 _LINEAR = {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
 """Defaults of torch.optim.lr_scheduler.LinearLR."""
 
 
 def read_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFile | None = None) -> Schedule:
-    """Converts the optimizer; returns its schedule, which counts passes of `steps` optimizer steps.
+    """Converts the optimizer; returns its learning-rate schedule, whose unit is a pass of `steps` optimizer steps.
 
-    `job` has the length of the job, where `file` has not.
+    `job`: the file with the length of the job, if `file` has only the settings of a critic.
     """
     megatron = "megatron_cfg" in file.data["policy"]
     if megatron:
@@ -185,8 +185,8 @@ def read_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFile | N
         if name is not None and "adam" not in str(name).lower():
             file.draft.leave_out(key, "refused", f"{name}: parameters are trained by AdamW")
     keys = ["policy.megatron_cfg.optimizer.clip_grad", "policy.max_grad_norm"]
-    key, other = keys if megatron else reversed(keys)
-    file.take(other)
+    key, unused = keys if megatron else reversed(keys)
+    file.take(unused)
     if (norm := file.take(key, _ABSENT)) is not _ABSENT:  # null switches clipping off
         file.draft.put((*TRAIN, "max_grad_norm"), 0.0 if norm is None else norm, key)
     file.check_all("training")
@@ -194,6 +194,7 @@ def read_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFile | N
 
 
 def _megatron_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFile) -> Schedule:
+    """Converts `policy.megatron_cfg.scheduler`; arguments as in `read_schedule`."""
     shape, start = file.given(f"{_SCHEDULER}.lr_decay_style"), file.given(f"{_SCHEDULER}.lr_warmup_init")
     length, warmup = file.given(f"{_SCHEDULER}.lr_decay_iters"), file.given(f"{_SCHEDULER}.lr_warmup_iters")
     section = {"distill": "distillation", "value": "grpo"}.get(task, task)
@@ -203,18 +204,22 @@ def _megatron_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFil
     if warmup and isinstance(warmup.value, int) and isinstance(horizon, int) and warmup.value > horizon > 0:
         meaning = f"{warmup.value}, but Megatron-Bridge ends a warm-up with the schedule's length, {horizon}"
         warmup = Given(horizon, warmup.key, meaning)
-    constant = shape is None or shape.value == "constant"
-    if length is not None and (constant or task not in _SPANNED):
-        why = "the learning rate's schedule " + ("is constant" if constant else "ends with the job's last step")
-        file.draft.leave_out(length.key, "idle" if constant else "refused", why)
+    is_constant = shape is None or shape.value == "constant"
+    if length is not None and (is_constant or task not in _SPANNED):
+        why = "the learning rate's schedule " + ("is constant" if is_constant else "ends with the job's last step")
+        file.draft.leave_out(length.key, "idle" if is_constant else "refused", why)
         length = None
     return Schedule(steps, _PASS, shape, None, start, warmup, None, length)
 
 
 def _torch_schedule(file: ForeignFile, task: str, steps: int) -> Schedule:
-    """Converts `policy.scheduler`, a list of torch's: a LinearLR that ends at 1 is the warm-up, a cosine may follow."""
-    given = file.take("policy.scheduler")
-    entries = [entry for entry in (given if isinstance(given, list) else [given]) if isinstance(entry, dict)]
+    """Converts `policy.scheduler`, a list of torch's schedulers: a LinearLR up to 1 (the warm-up), then a cosine.
+
+    Others are left out. `milestones`, an entry of the list, holds the passes at which the next scheduler begins.
+    """
+    schedulers = file.take("policy.scheduler")
+    schedulers = schedulers if isinstance(schedulers, list) else [schedulers]
+    entries = [entry for entry in schedulers if isinstance(entry, dict)]
     named = [(str(entry["name"]), entry.get("kwargs")) for entry in entries if entry.get("name")]
     schedules = [(name, settings if isinstance(settings, dict) else {}) for name, settings in named]
     milestones = (entry["milestones"] for entry in entries if isinstance(entry.get("milestones"), list))
@@ -238,7 +243,7 @@ def _torch_schedule(file: ForeignFile, task: str, steps: int) -> Schedule:
 
 
 def _warmup(linear: dict[str, Any], end: Any) -> Given | None:
-    """Passes of LinearLR, if it is a warm-up that is not cut off."""
+    """Passes of a LinearLR; None unless it is a warm-up that is complete before the pass `end`."""
     count = linear["total_iters"]
     if linear["end_factor"] != 1.0 or not isinstance(count, int) or (isinstance(end, int) and end < count):
         return None
@@ -246,7 +251,7 @@ def _warmup(linear: dict[str, Any], end: Any) -> Given | None:
 
 
 def _start(file: ForeignFile, factor: Any) -> Given | None:
-    """The learning rate at the beginning of LinearLR."""
+    """The learning rate at the beginning of a LinearLR with this `start_factor`; None without numbers."""
     rate = section_at(file.draft.values, *TRAIN).get("learning_rate")
     if not isinstance(rate, int | float) or not isinstance(factor, int | float):
         return None

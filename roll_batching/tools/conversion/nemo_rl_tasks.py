@@ -13,13 +13,13 @@ from roll_batching.tools.conversion.layouts import convert_nemo_rl_fp8
 from roll_batching.tools.conversion.nemo_rl_batching import convert_policy
 
 _NO_LIMIT = 1_000_000
-"""Numbers of steps from here on mean no limit in NeMo-RL's files."""
+"""NeMo-RL's files write such a number of steps, or a larger one, for no limit."""
 ALL_TEXTS = 1_000_000_000
-"""Number of held-out texts that stands for all of them."""
+"""Number of held-out texts that means: all of them."""
 
 
 def task_of(file: ForeignFile) -> str:
-    """The task by the sections of the file: `sft`, `dpo`, `distill`, else `grpo`."""
+    """Returns the task, by the first section that the file has; leaves out the sections of other tasks."""
     tasks = [task for task in ("sft", "dpo", "distillation", "grpo") if isinstance(file.peek(task), dict)]
     for other in tasks[1:]:
         file.take(other)
@@ -42,6 +42,7 @@ def convert_supervised(file: ForeignFile, task: str) -> None:
 
 
 def _length(file: ForeignFile, task: str) -> None:
+    """Writes the length of the job: steps if the file limits them, otherwise epochs."""
     steps, epochs = file.take(f"{task}.max_num_steps"), file.take(f"{task}.max_num_epochs", 1)
     by_steps = isinstance(steps, int) and 0 < steps < _NO_LIMIT
     if by_steps:
@@ -52,17 +53,19 @@ def _length(file: ForeignFile, task: str) -> None:
 
 
 def read_texts_evaluation(file: ForeignFile, task: str) -> Evaluation:
-    """The evaluation on held-out texts or pairs."""
+    """Reads the evaluation on held-out texts or pairs."""
     period = Given(file.take(f"{task}.val_period", 0) or 0, f"{task}.val_period")
     batches, size = file.take(f"{task}.val_batches", 0), file.take(f"{task}.val_global_batch_size", 1)
     file.take(f"{task}.val_micro_batch_size")
-    wanted = any([file.take(f"{task}.val_at_start"), file.take(f"{task}.val_at_end"), period.value > 0])
+    # A list, not `or`: all keys must be taken.
+    is_on = any([file.take(f"{task}.val_at_start"), file.take(f"{task}.val_at_end"), period.value > 0])
     count = batches * size if batches and batches > 0 else ALL_TEXTS
     meaning = f"the first {count} held-out texts" if count != ALL_TEXTS else "all held-out texts"
-    return Evaluation(period, wanted, samples=Given(count, f"{task}.val_batches", meaning))
+    return Evaluation(period, is_on, samples=Given(count, f"{task}.val_batches", meaning))
 
 
 def _preferences(file: ForeignFile) -> None:
+    """Converts the loss of `dpo`. The weight of the pairs is 1 here, so the weight of SFT is divided by it."""
     draft = file.draft
     draft.put(("loss_function",), "dpo", "dpo.preference_loss")
     draft.put(("reference",), {}, "dpo")
@@ -94,7 +97,7 @@ _FORWARD = (
     *("use_sequence_packing", "use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer"),
     *("sequence_length_round_in_infer", "planning_args"),
 )
-"""Keys of a role that batch passes without gradient."""
+"""Keys of a role that decide the micro-batches of passes without gradient."""
 _LAYOUT = ("teacher", "strategy_args", "strategy_config")
 
 
@@ -114,10 +117,10 @@ def convert_distillation(file: ForeignFile) -> None:
 
 
 def _temperatures(file: ForeignFile) -> None:
-    """The sampling temperature of each model, by which NeMo-RL also divides its logits in the loss."""
+    """Converts the sampling temperatures of both models: NeMo-RL also divides the logits of the loss by them."""
     key = "generation.temperature"
     student, teacher = (file.peek(f"{role}.{key}", 1.0) for role in ("policy", "teacher"))
-    if not all(isinstance(one, (int, float)) and one > 0 for one in (student, teacher)):
+    if not all(isinstance(value, (int, float)) and value > 0 for value in (student, teacher)):
         return
     if student != 1:
         meaning = "NeMo-RL divides the logits of the loss by it, too"
@@ -128,7 +131,7 @@ def _temperatures(file: ForeignFile) -> None:
 
 
 def _teacher(file: ForeignFile, teacher: Mapping[str, Any]) -> None:
-    """Model, parallel sizes and batching of the teacher; the rest of the section has no effect."""
+    """Converts model, parallel sizes and batching of the teacher; the rest of the section has no effect."""
     file.move("teacher.model_name", ("teacher", "model_args", "model_name_or_path"))
     file.draft.put(("teacher", "strategy_args", "strategy_name"), "megatron_infer", "teacher")
     precisions = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}

@@ -35,13 +35,13 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ),
     ("reward_model", REWARD_WORKERS),
 )
-"""Sections and keys of pipelines that are not supported, with the reason."""
+"""(Unsupported section or key of ROLL, reason for leaving it out)."""
 _PAIR_KEYS = ("chosen_key", "rejected_key", "beta", "ipo", "label_smoothing")
 """Keys of ROLL's DPO pipeline."""
 
 
 def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
-    """Translates composed settings of ROLL."""
+    """Converts composed settings of ROLL. `source`: name of the file in messages."""
     data = copy.deepcopy(data)
     draft = Draft(source, framework="ROLL")
     on_policy = rename_students(draft, data)
@@ -99,13 +99,13 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
 
 
 _VARIANTS: Mapping[str, str] = {"ppo": "policy", "vanilla": "gpg", "topr": "topr", "cispo": "cispo"}
-"""By variant of ROLL's ActorPGWorker, our loss."""
+"""Our loss by `pg_variant` of ROLL's ActorPGWorker."""
 _CISPO_RANGE = 0.1
 """Default of `cispo_epsilon_low` and `cispo_epsilon_high`, which files of ROLL cannot set."""
 
 
 def _heads(draft: Draft) -> None:
-    """Translates `mtp_training_mode` of the policy: standalone heads train apart from the model, joint ones with it."""
+    """Converts `mtp_training_mode` of the policy. Gradients of standalone heads stop before the model."""
     role = section_at(draft.values, "actor_train")
     mode, key = role.get("mtp_training_mode"), "actor_train.mtp_training_mode"
     if mode not in ("standalone", "joint"):
@@ -120,6 +120,7 @@ def _heads(draft: Draft) -> None:
 def _policy_gradient(draft: Draft) -> None:
     """Translates `pg_variant` of ROLL's ActorPGWorker to a loss."""
     role = section_at(draft.values, "actor_train")
+    # Taken even if another variant makes them idle: the loader does not know these keys.
     weights = {name: role.pop(f"topr_{name}_weight", None) for name in ("positive", "negative")}
     variant = role.pop("pg_variant", None)
     if variant is None:
@@ -144,9 +145,10 @@ def _policy_gradient(draft: Draft) -> None:
 
 
 def _aggregation(draft: Draft) -> None:
-    """Translates `seq-mean-token-sum-norm`, which ROLL divides by the padded length less one, not by sequences too.
+    """Converts `seq-mean-token-sum-norm` to `token-sum` with ROLL's divisor.
 
-    Source: `roll/utils/functionals.py:274`. Samples are padded to `sequence_length`, and the last token predicts none.
+    ROLL divides the sum over all sequences by their padded length less one (the last token predicts none), and not by
+    the number of sequences. Samples are padded to `sequence_length`. Source: `roll/utils/functionals.py:274`.
     """
     if draft.values.get("loss_agg_mode") != "seq-mean-token-sum-norm":
         return
@@ -170,10 +172,10 @@ _PIXELS: Mapping[str, int] = {"image_max_pixels": 4096 * 4096, "image_min_pixels
 
 
 def _images(draft: Draft, data: dict[str, Any]) -> None:
-    """Names the key of images where actor_train has limits of pixels; leaves out other keys of images and videos."""
+    """Sets `data_args.images` if actor_train has pixel limits; leaves out the other keys of images and videos."""
     train = section_at(data, "actor_train", "data_args")
-    if given := [key for key in _PIXELS if train.get(key) is not None]:
-        where = f"actor_train.data_args.{given[0]}"
+    if limits := [key for key in _PIXELS if train.get(key) is not None]:
+        where = f"actor_train.data_args.{limits[0]}"
         meaning = "ROLL's key; a place without an image, or an image without a place, is an error here"
         draft.put(("actor_train", "data_args", "images"), "images", where, meaning)
         train["images"] = "images"
@@ -199,11 +201,11 @@ def _images(draft: Draft, data: dict[str, Any]) -> None:
 
 
 _SGLANG = {"gpu_memory_utilization": "mem_fraction_static", "tensor_parallel_size": "tp_size"}
-"""Options of vLLM by SGLang's names."""
+"""SGLang's name of an option, by vLLM's name."""
 
 
 def _serve_with_sglang(draft: Draft, strategy: dict[str, Any]) -> None:
-    """Replaces vLLM, which takes no images here, by SGLang; its other options are left out."""
+    """Replaces vLLM, which takes no images here, by SGLang; leaves out options that only vLLM has."""
     if strategy.get("strategy_name") != "vllm":
         return
     where = "actor_infer.strategy_args"
@@ -219,21 +221,21 @@ def _serve_with_sglang(draft: Draft, strategy: dict[str, Any]) -> None:
 _ENCODER = ("vision_model", "model.visual", "visual")
 """Names of the whole vision encoder."""
 _ENCODERS = ("vision_model", "audio_model", "talker", "code2wav", "model.visual", "visual")
-"""Beginnings of ROLL's names of modules beside the text model."""
+"""Beginnings of the names that ROLL gives to modules outside the text model."""
 
 
 def _frozen_encoders(draft: Draft, data: dict[str, Any]) -> None:
-    """Leaves out frozen modules that are not built here."""
+    """Leaves out frozen modules that are not built here: encoders, except the vision encoder of a job with images."""
     for role in ("actor_train", "critic", "sft_train"):
         model = section_at(data, role, "model_args")
-        given = model.get("freeze_module_prefix")
-        if role == "actor_train" and given in _ENCODER and "images" in section_at(data, role, "data_args"):
+        frozen = model.get("freeze_module_prefix")
+        if role == "actor_train" and frozen in _ENCODER and "images" in section_at(data, role, "data_args"):
             model["freeze_module_prefix"] = "visual"
             continue
-        if not isinstance(given, str):
+        if not isinstance(frozen, str):
             continue
-        kept = [name for name in map(str.strip, given.split(",")) if not name.startswith(_ENCODERS)]
-        if len(kept) < len(given.split(",")):
+        kept = [name for name in map(str.strip, frozen.split(",")) if not name.startswith(_ENCODERS)]
+        if len(kept) < len(frozen.split(",")):
             why = "encoders are not built: of a model with some, the text model trains, and an export copies them"
             draft.leave_out(f"{role}.model_args.freeze_module_prefix", "idle", why)
             del model["freeze_module_prefix"]
@@ -260,16 +262,16 @@ def _supervised(draft: Draft, role: dict[str, Any]) -> None:
     draft.meanings["sequence_length",] = meaning
 
 
-def _preferences(draft: Draft, given: dict[str, Any]) -> None:
-    """Translates the keys of ROLL's DPO pipeline to `task: dpo`."""
+def _preferences(draft: Draft, settings: dict[str, Any]) -> None:
+    """Converts `settings`, the keys of ROLL's DPO pipeline (`_PAIR_KEYS`), to `task: dpo`."""
     draft.put(("task",), "dpo", "chosen_key")
-    draft.put(("loss_function",), "ipo" if given.get("ipo") else "dpo", "ipo")
-    draft.put(("loss_args", "beta"), given.get("beta", 0.1), "beta")
-    if given.get("label_smoothing") and not given.get("ipo"):
-        draft.put(("loss_args", "label_smoothing"), given["label_smoothing"], "label_smoothing")
+    draft.put(("loss_function",), "ipo" if settings.get("ipo") else "dpo", "ipo")
+    draft.put(("loss_args", "beta"), settings.get("beta", 0.1), "beta")
+    if settings.get("label_smoothing") and not settings.get("ipo"):
+        draft.put(("loss_args", "label_smoothing"), settings["label_smoothing"], "label_smoothing")
     _chat(draft, {"prompt": ("", "instruction")})
     for key in ("chosen", "rejected"):
-        draft.put(("actor_train", "data_args", key), given.get(f"{key}_key", key), f"{key}_key")
+        draft.put(("actor_train", "data_args", key), settings.get(f"{key}_key", key), f"{key}_key")
     arguments = section_at(draft.values, "actor_train", "training_args")
     meaning = "counts sequences, two of each pair; ROLL counts pairs"
     for path in (
@@ -289,7 +291,7 @@ def _preferences(draft: Draft, given: dict[str, Any]) -> None:
 
 
 def _chat(draft: Draft, keys: Mapping[str, tuple[str, str]]) -> None:
-    """Marks texts as turns of a chat, as in ROLL; `keys` has by our key the key in the file and its default."""
+    """Marks texts as turns of a chat, as in ROLL. `keys`: (key in the file, its default) by our key."""
     for ours, (key, default) in keys.items():
         draft.put(("actor_train", "data_args", ours), draft.values.pop(key, None) or default, key or "data_args")
     meaning = "texts go through the tokenizer's chat template; in ROLL, through the one that `template` names"
@@ -311,7 +313,7 @@ def _validation(draft: Draft, role: dict[str, Any]) -> None:
 
 
 def _reference(draft: Draft) -> None:
-    """Moves a reference on an engine or a Hugging Face model to Megatron."""
+    """Replaces an engine or a Hugging Face model as the reference's strategy by Megatron."""
     strategy = section_at(draft.values, "reference", "strategy_args")
     name = strategy.get("strategy_name")
     if isinstance(name, str) and not name.startswith("megatron"):

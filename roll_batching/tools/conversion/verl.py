@@ -50,12 +50,12 @@ _PROGRAMS = (
     *("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync"),
     *("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
 )
-"""Programs whose settings mean what the converter reads in them."""
+"""Programs of verl whose settings the converter knows; another program may read them differently."""
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
-    """Translates composed settings of verl. Raises ConfigError for a file of another kind."""
+    """Converts composed settings of verl. Raises ConfigError for a file of another kind."""
     groups, program = data.get(GROUPS) or {}, str(data.get(PROGRAM) or "")
     supervised = "sft_trainer" in program or ("actor_rollout_ref" not in data and "optim" in data)
     VERL.check_types(data, source, "sft_sections" if supervised else "sections")
@@ -79,7 +79,7 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
 
 
 def _convert_rl(file: ForeignFile, engine: str) -> None:
-    """The section actor_rollout_ref and those beside it."""
+    """Converts an RL job of verl. `engine`: section of the actor's engine settings."""
     number, machines = _devices(file)
     _model(file, MODEL)
     _layout(file, f"{ACTOR}.{engine}", MODEL, engine)
@@ -114,7 +114,7 @@ def _convert_rl(file: ForeignFile, engine: str) -> None:
 
 
 def _convert_supervised(file: ForeignFile, engine: str) -> None:
-    """verl.trainer.sft_trainer as `task: sft`."""
+    """Converts a job of verl's SFT trainer to `task: sft`."""
     devices, _ = _devices(file)
     _model(file, "model")
     _layout(file, "engine", "model", engine)
@@ -147,7 +147,7 @@ def _convert_supervised(file: ForeignFile, engine: str) -> None:
 
 
 def _devices(file: ForeignFile) -> tuple[Given, int]:
-    """Devices of all machines, by which batches are divided; and the number of machines."""
+    """(Devices of all machines, number of machines). Lists the devices as missing if the file has no number."""
     nodes, each = file.take("trainer.nnodes"), file.take("trainer.n_gpus_per_node")
     devices = int((nodes or 1) * (each or 8))
     if not nodes or not each:
@@ -158,7 +158,7 @@ def _devices(file: ForeignFile) -> tuple[Given, int]:
 
 
 def _critic(file: ForeignFile, devices: int, engine: str) -> Critic | None:
-    """The critic of adv_estimator: gae, translated as an actor that has the actor's devices and parallel sizes."""
+    """Returns the critic of `adv_estimator: gae`, converted as an actor; None if the file has none."""
     if not has_critic(file.data):
         file.draft.leave_out("critic.enable", "refused", "is false, but algorithm.adv_estimator: gae needs a critic")
         return None
@@ -180,6 +180,7 @@ def _critic(file: ForeignFile, devices: int, engine: str) -> Critic | None:
     below.take(f"{MODEL}.tokenizer_path")
     below.leave_out_rest()
     file.put(("whiten_advantages",), True, "algorithm.adv_estimator", "verl's gae always whitens advantages")
+    # `first`: number of the first RL step that trains the policy, from 1; `warmup`: the steps before it.
     warmup, first = None, file.take("trainer.critic_warmup")
     if first:
         meaning = f"the first {first - 1} steps; verl trains the actor in step {first}"
@@ -198,7 +199,7 @@ def _critic(file: ForeignFile, devices: int, engine: str) -> Critic | None:
 
 
 def _switched_off(file: ForeignFile, model: str) -> None:
-    """Takes settings of LoRA and router replay where both are off."""
+    """Takes settings of LoRA and of router replay that are off; converts a router replay that is on."""
     if not file.peek(f"{model}.lora_rank") and not file.peek(f"{model}.lora.rank"):
         for name in ("lora", "lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
             file.take(f"{model}.{name}")
@@ -212,14 +213,14 @@ def _switched_off(file: ForeignFile, model: str) -> None:
 
 
 def _without_targets(value: Any) -> Any:
-    """`value` without `_target_`, the name of verl's class, in any section."""
+    """Copy of `value` without the keys `_target_`, which name classes of verl."""
     if isinstance(value, dict):
         return {key: _without_targets(below) for key, below in value.items() if key != "_target_"}
     return value
 
 
 def _engine(file: ForeignFile, groups: dict[str, Any], supervised: bool) -> str:
-    """The section of the engine's settings in the actor: megatron, fsdp_config, or another engine's."""
+    """Name of the section with the engine's settings: megatron or fsdp_config. Other engines are left out."""
     chosen = groups.get("engine" if supervised else "model_engine")
     strategy = file.take("engine.strategy") if supervised else file.take(f"{ACTOR}.strategy")
     for name in (file.take("model_engine"), chosen, strategy):
@@ -231,8 +232,9 @@ def _engine(file: ForeignFile, groups: dict[str, Any], supervised: bool) -> str:
             why = f"{name}: only verl's Megatron and FSDP engines are converted; Megatron-Core trains here"
             file.draft.leave_out("model_engine", "refused", why)
         return "fsdp_config"
-    found = file.peek("engine.tensor_model_parallel_size") if supervised else file.peek(f"{ACTOR}.megatron")
-    return "megatron" if found is not None else "fsdp_config"
+    # Nothing names the engine: only Megatron's settings tell.
+    sign = file.peek("engine.tensor_model_parallel_size") if supervised else file.peek(f"{ACTOR}.megatron")
+    return "megatron" if sign is not None else "fsdp_config"
 
 
 def _model(file: ForeignFile, model: str) -> None:
@@ -243,6 +245,7 @@ def _model(file: ForeignFile, model: str) -> None:
 
 
 def _layout(file: ForeignFile, section: str, model: str, engine: str) -> None:
+    """Converts the engine's settings in `section`, and those of the section `model` that belong to the layout."""
     recomputed = file.take(f"{model}.enable_gradient_checkpointing")
     dtype = file.take(f"{section}.dtype") or "bfloat16"
     file.put((ROLE, "model_args", "dtype"), _PRECISIONS.get(str(dtype), dtype), f"{section}.dtype")
@@ -273,7 +276,7 @@ def _layout(file: ForeignFile, section: str, model: str, engine: str) -> None:
     for below in (section, f"{section}.override_transformer_config", f"{section}.override_ddp_config"):
         for name, value in list((file.peek(below) or {}).items()):
             if name == "attention_backend" or name == "use_precision_aware_optimizer":
-                continue
+                continue  # settings of speed and memory: left out by `leave_out_rest`
             if name.startswith("recompute_") and (
                 granularity is None or (name == "recompute_modules" and granularity == "full")
             ):
@@ -283,7 +286,7 @@ def _layout(file: ForeignFile, section: str, model: str, engine: str) -> None:
 
 
 def _heads(file: ForeignFile, section: str) -> Heads | None:
-    """Heads of multi-token prediction, as many as the model has: one, in all families with heads here."""
+    """Reads the heads of multi-token prediction: one, as all supported families have. None unless they train."""
     if not (file.peek(f"{section}.enable") and file.peek(f"{section}.enable_train")):
         return None
     for name in ("enable", "method", "enable_train"):
@@ -296,7 +299,7 @@ def _heads(file: ForeignFile, section: str) -> Heads | None:
 
 
 def _batch(file: ForeignFile, devices: int) -> Batch:
-    """Mini-batches, micro-batches and caps. verl counts a mini-batch in prompts, a cap in tokens per device."""
+    """Reads mini-batches, micro-batches and caps. verl counts a mini-batch in prompts, a cap in tokens per device."""
     key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     rows, packs = file.given(key), file.given(f"{ACTOR}.use_dynamic_bsz")
     if file.take(f"{ACTOR}.ppo_micro_batch_size") is not None:
@@ -321,16 +324,17 @@ def _batch(file: ForeignFile, devices: int) -> Batch:
 
 
 def _trainer(file: ForeignFile) -> None:
+    """Converts the tracker, the names of the run, and its checkpoints."""
     project, name = file.take("trainer.project_name"), file.take("trainer.experiment_name")
     loggers = file.take("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else loggers or []
-    tracker = next((one for one in ("wandb", "swanlab") if one in loggers), None)
+    tracker = next((name for name in ("wandb", "swanlab") if name in loggers), None)
     if tracker is not None:
         file.put(("track_with",), tracker, "trainer.logger")
         file.put(("tracker_kwargs", "project"), project, "trainer.project_name")
-    for one in loggers:
-        if one not in (tracker, "console", "tensorboard", "file"):
-            file.draft.leave_out(f"trainer.logger ({one})", "refused", "track_with knows wandb and swanlab")
+    for logger in loggers:
+        if logger not in (tracker, "console", "tensorboard", "file"):
+            file.draft.leave_out(f"trainer.logger ({logger})", "refused", "track_with knows wandb and swanlab")
     file.put(("exp_name",), name if name is None else str(name).replace("/", "_"), "trainer.experiment_name")
     folder = file.take("trainer.default_local_dir")
     if folder is None and project is not None:

@@ -26,17 +26,18 @@ _SIZES = {
         "max_num_seqs": "max_running_requests",
     },
 }
-"""By engine, its name of an option where verl has another."""
-
-
+"""The engine's name of an option where verl has another name, by engine and verl's name."""
 _FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
-"""Sections of a reward function of one's own."""
+"""Sections that name the user's reward function."""
 _WITH_IMAGES = re.compile("vl", re.IGNORECASE)
-"""In the name of a model that reads images."""
+"""Matches the name of a model that reads images."""
 
 
 def _images(file: ForeignFile) -> None:
-    """The key of images where the file or the model's name tells of some: verl has a default for all models."""
+    """Converts the key of images if the file or the model's name says that there are images.
+
+    verl has a default of the key for all models, so the key alone says nothing.
+    """
     key, frozen = file.take("data.image_key"), file.take(f"{ACTOR}.freeze_vision_tower")
     name = str(file.peek(f"{MODEL}.path") or file.draft.values.get("pretrain") or "").rpartition("/")[2]
     # Composed files hold verl's defaults of all keys; a script has the keys that somebody wrote.
@@ -50,15 +51,15 @@ def _images(file: ForeignFile) -> None:
 
 
 def convert_chat_template(file: ForeignFile, supervised: bool) -> None:
-    """Converts what the chat template reads beside the messages; verl reads columns in its SFT trainer only."""
+    """Converts the arguments of the chat template; verl reads those from columns in its SFT trainer only."""
     kwargs = file.take("data.apply_chat_template_kwargs")
     if isinstance(kwargs, dict) and kwargs:
         file.put((*DATA, "chat_template_kwargs"), kwargs, "data.apply_chat_template_kwargs")
     tools, thinking = file.take("data.tools_key"), file.take("data.enable_thinking_key")
     default = file.take("data.enable_thinking_default")
-    given = {"tools_key": tools, "enable_thinking_key": thinking, "enable_thinking_default": default}
+    columns = {"tools_key": tools, "enable_thinking_key": thinking, "enable_thinking_default": default}
     if not supervised:
-        for key in [name for name, value in given.items() if value is not None]:
+        for key in [name for name, value in columns.items() if value is not None]:
             file.draft.leave_out(f"data.{key}", "idle", "verl reads it in its SFT trainer only")
         return
     file.put((*DATA, "tools"), tools, "data.tools_key")
@@ -90,11 +91,11 @@ def convert_data(file: ForeignFile) -> None:
 
 
 def _reward_function(file: ForeignFile) -> None:
-    """Verl's own function for rewards, and the manager that calls it."""
+    """Converts the user's reward function for verl; leaves out unsupported managers and verl's own rewards."""
     manager = _manager(file)
     file.take("reward_model.reward_manager")
-    found = [name for name in _FUNCTIONS if file.peek(f"{name}.path") is not None]
-    for section in found[:1]:
+    sections = [name for name in _FUNCTIONS if file.peek(f"{name}.path") is not None]
+    for section in sections[:1]:
         path = file.take(f"{section}.path")
         meaning = "verl's contract: data_source, solution_str, ground_truth, extra_info"
         file.draft.put(("reward_function",), "verl_compute_score", f"{section}.path", meaning)
@@ -104,9 +105,9 @@ def _reward_function(file: ForeignFile) -> None:
         file.put(("reward_args", "reward_kwargs"), kwargs or None, f"{section}.reward_kwargs")
     for section in _FUNCTIONS:
         file.take(section)
-    if manager not in (None, "naive", "dapo", *(("batch",) if found else ())):  # dapo: a penalty for long responses
+    if manager not in (None, "naive", "dapo", *(("batch",) if sections else ())):  # dapo: a penalty for long responses
         file.draft.leave_out("reward.reward_manager.name", "refused", f"{manager}: {REWARDS}")
-    if not found:
+    if not sections:
         key = "reward (by data_source)"
         file.draft.leave_out(key, "refused", f"verl chooses a function by the data_source of a line: {REWARDS}")
 
@@ -117,7 +118,7 @@ def _manager(file: ForeignFile) -> Any:
 
 
 def _overlong_buffer(file: ForeignFile) -> None:
-    """The penalty for long responses of verl's reward manager `dapo`, the only one that reads it."""
+    """Converts the penalty for long responses, which only verl's reward manager `dapo` reads."""
     if _manager(file) != "dapo":
         for kwargs in ("reward_model.reward_kwargs", "reward.reward_kwargs"):
             if file.take(f"{kwargs}.overlong_buffer_cfg") is not None:
@@ -137,7 +138,7 @@ def _overlong_buffer(file: ForeignFile) -> None:
 
 
 def convert_engine(file: ForeignFile) -> bool:
-    """Converts the engine that samples, and its options; whether servers run."""
+    """Converts the engine that samples and its options; returns whether the job starts servers."""
     engine, key = file.take(f"{ROLLOUT}.name") or "vllm", f"{ROLLOUT}.name"
     if engine not in ("vllm", "sglang"):
         meaning = f"{engine}: there is no such engine here, so the training model samples; vllm and sglang exist"
@@ -164,15 +165,15 @@ def convert_engine(file: ForeignFile) -> bool:
 
 
 def read_evaluation(file: ForeignFile) -> Evaluation:
-    """The period, the files and the sampling of the evaluation."""
+    """Reads the evaluation; it is off without files, or if neither a period nor `val_before_train` asks for it."""
     period, first = Given(file.take("trainer.test_freq"), "trainer.test_freq"), file.take("trainer.val_before_train")
     section, files = f"{ROLLOUT}.val_kwargs", file.given("data.val_files")
     sampling = {name: file.given(f"{section}.{name}") for name in ("temperature", "top_p", "top_k")}
-    samples, answers = file.take(f"{section}.do_sample"), file.given(f"{section}.n")
+    does_sample, answers = file.take(f"{section}.do_sample"), file.given(f"{section}.n")
     if files is None or (not first and (not isinstance(period.value, int) or period.value <= 0)):
         return Evaluation(period, is_on=False)
     lack = "eval_samples: verl evaluates all held-out prompts: set the number of answers (default: 512)"
     file.draft.missing.append(lack)
-    if samples is False or (sampling["temperature"] is not None and sampling["temperature"].value == 0):
+    if does_sample is False or (sampling["temperature"] is not None and sampling["temperature"].value == 0):
         sampling = {"temperature": Given(0, f"{section}.do_sample")}
     return Evaluation(period, files=files, answers=answers, sampling=sampling)
