@@ -1,6 +1,6 @@
 """Composes YAML files of other frameworks into plain data, with Hydra and OmegaConf as these frameworks do.
 
-`defaults` are followed and `${...}` is computed. Values that cannot be computed are recorded by key.
+It follows `defaults` and computes `${...}`. Values that cannot be computed are recorded with their keys.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Composed:
     data: dict[str, Any]
     """The values that could be computed."""
     failed: dict[KeyPath, str] = field(default_factory=dict)
-    """By key of a value that could not be computed, the reason."""
+    """Reasons of the values that could not be computed, by key."""
     outside: dict[KeyPath, str] = field(default_factory=dict)
-    """By key of a value from the environment or the clock, the expression in the file."""
+    """Expressions in the file whose values come from the environment or the clock, by key."""
     places: dict[KeyPath, Place] = field(default_factory=dict)
-    """File and line by key, of files that are no YAML."""
+    """File and line of each key, for files other than YAML."""
 
 
 def compose_hydra(path: Path) -> Composed:
@@ -74,11 +74,12 @@ def compose_inheriting(path: Path) -> Composed:
 
 
 def _merge_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
-    """The file at `path` over its parents; `children` are the files that led to it."""
+    """Merges the file at `path` over its parents. `children`: the files that inherit from it, the first one first."""
     path = path.resolve() if children else path
     if path in children or len(children) >= DEEPEST:
-        trail = " -> ".join(str(one) for one in (*children, path))
-        raise ConfigFileError([Problem(("defaults",), f"inherit from each other: {trail}", Place(str(children[0])))])
+        trail = " -> ".join(str(file) for file in (*children, path))
+        text = f"inherit from each other: {trail}; take out the one that leads back"
+        raise ConfigFileError([Problem(("defaults",), text, Place(str(children[0])))])
     data = read_yaml(path).data
     parents = data.pop("defaults", [])
     merged: dict[str, Any] = {}
@@ -96,12 +97,13 @@ def _merge_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _merge(base: Any, override: Any) -> Any:
-    """`override` merged over `base`. A section with `_override_: true` replaces that of `base`."""
+    """Merges `override` over `base`. A section with `_override_: true` replaces the section of `base`."""
     if not isinstance(override, Mapping):
         return override
     if not isinstance(base, Mapping) or override.get("_override_"):
         base = {}
     merged = {key: _merge(base.get(key), value) for key, value in override.items() if key != "_override_"}
+    # "???" marks a value that a child must set; it does not replace a value of the parent.
     return {**base, **{key: value for key, value in merged.items() if value != "???" or key not in base}}
 
 
@@ -121,9 +123,9 @@ def require_hydra() -> None:
 
 @contextlib.contextmanager
 def resolvers() -> Iterator[None]:
-    """Registers the functions that these files call in `${name:...}`, beside OmegaConf's `oc.*`.
+    """Context in which `${name:...}` can call the functions of these frameworks, besides OmegaConf's `oc.*`.
 
-    In this context `${oc.env:NAME}` fails for names that look like secrets, so that no value holds one.
+    Inside, `${oc.env:NAME}` fails for names that look like secrets, so that no converted value holds one.
     """
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
@@ -153,15 +155,15 @@ def resolvers() -> Iterator[None]:
 
 
 def plain_data(node: Any, path: Path) -> Composed:
-    """The values of an OmegaConf node, computed inside `resolvers`; `path` is the file, for messages."""
+    """The values of an OmegaConf node. Call it inside `resolvers`. `path`: the file, for messages."""
     result = Composed({})
-    values = iter(range(MOST_VALUES))
+    values = iter(range(MOST_VALUES))  # one is drawn for each value: references can make a short file endless
     result.data.update(_section(node, (), result, values, path))
     return result
 
 
 def _section(node: Any, at: KeyPath, result: Composed, values: Iterator[int], path: Path) -> dict[str, Any]:
-    """The values of an OmegaConf section; failures go into `result.failed`. `values` counts down to the limit."""
+    """The values of an OmegaConf section; failures go into `result.failed`. `values` ends at the limit of values."""
     section: dict[str, Any] = {}
     for key in node:
         value = _value(node, key, (*at, key), result, values, path)
@@ -174,6 +176,7 @@ _ABSENT = object()
 
 
 def _value(node: Any, key: Any, at: KeyPath, result: Composed, values: Iterator[int], path: Path) -> Any:
+    """The value of `key` in `node`, `_ABSENT` if it cannot be computed; arguments as in `_section`."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -52,10 +52,10 @@ def convert_file(path: Path, origin: Origin) -> Conversion:
     try:
         draft = origin.translate(str(path), composed.data)
     except ConfigFileError as error:
-        raise ConfigFileError((_placed(one, composed) for one in error.problems), more=error.more) from None
+        raise ConfigFileError((_placed(problem, composed) for problem in error.problems), more=error.more) from None
     for key, why in composed.failed.items():
         sections = [name for end in range(1, len(key)) if (name := dotted(key[:end])) in draft.left_out]
-        # A section that was left out for the lack of this value.
+        # The value's own reason replaces the section's, where that was left out for the lack of this value.
         if all(str(key[-1]) in draft.left_out[name][1] for name in sections):
             draft.left_out[dotted(key)] = ("refused", why)
     paths = {origin: path for path, origin in draft.origins.items()}
@@ -66,13 +66,13 @@ def convert_file(path: Path, origin: Origin) -> Conversion:
 
 
 def _placed(problem: Problem, composed: Composed) -> Problem:
-    """`problem` with the line of its key, where `composed` has it."""
+    """Copy of `problem` with file and line of its key, if `composed` knows them."""
     place = composed.places.get(problem.path)
     return problem if place is None else replace(problem, place=place)
 
 
 def origin_of(path: Path) -> Origin:
-    """The framework of the file at `path`, recognised by its content. Raises ConfigError for unknown ones."""
+    """Recognises the framework of the file at `path` by its content. Raises ConfigError if it is none of ours."""
     if path.suffix == ".sh":
         words = [word.text or word.raw for command in read_script(path).commands for word in command.words]
         framework = "verl" if any(map(is_verl, words)) else "slime" if any(map(is_slime, words)) else None

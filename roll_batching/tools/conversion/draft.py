@@ -39,13 +39,13 @@ class Draft:
     source: str
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
-    """By our key, the key of the file, where the two differ."""
+    """Key of the file by our key, where the two differ."""
     meanings: dict[KeyPath, str] = field(default_factory=dict)
-    """By our key, how its meaning differs from that in the framework."""
+    """Difference between our meaning of a key and the framework's, by our key."""
     left_out: dict[str, tuple[Kind, str]] = field(default_factory=dict)
-    """By key of the file, why it is not converted."""
+    """Reason why a key is not converted, by key of the file."""
     missing: list[str] = field(default_factory=list)
-    """What a run needs beyond what the loader asks for, as `key: what`."""
+    """Values that a run needs and the loader does not ask for, as `key: explanation`."""
     framework: str = ""
     """Name of the framework that the file is for."""
     defaults: set[str] = field(default_factory=set)
@@ -75,7 +75,10 @@ class Draft:
 
 
 def check_draft(draft: Draft) -> Conversion:
-    """`draft` as a conversion whose settings load without a notice, but for an evaluation that lacks its data."""
+    """Reduces `draft` to settings that load without an error or notice; reports every key that is left out.
+
+    Keys of an evaluation without data stay, although they bring a notice.
+    """
     data = _known_values(draft)
     absent = [path for path in _PLACEHOLDERS if path[0] in data and _value_at(data, path) is _ABSENT]
     for path in absent:
@@ -107,12 +110,12 @@ def check_draft(draft: Draft) -> Conversion:
 
 
 def _meaning(draft: Draft, path: KeyPath) -> str:
-    """The other meaning of the key at `path`, or of the innermost section that has one."""
+    """The difference in meaning of the key at `path`, else of the innermost section with one; empty for none."""
     return next((draft.meanings[path[:end]] for end in range(len(path), 0, -1) if path[:end] in draft.meanings), "")
 
 
 def _known_values(draft: Draft) -> dict[str, Any]:
-    """The draft's values without secrets, foreign keys and defaults that are ours, too."""
+    """Copies the draft's values without secrets, keys without effect here, and defaults that equal ours."""
     data: dict[str, Any] = copy.deepcopy(draft.values)
     for path, value, key in list(given_foreign_keys(data)):
         _drop(data, draft, path, "refused" if key.refuses(value) else "idle", key.reason)
@@ -124,7 +127,7 @@ def _known_values(draft: Draft) -> dict[str, Any]:
         schema_field = field_at(path)
         if schema_field is not None and draft.origin(path) in draft.defaults and not isinstance(value, dict):
             ours = schema_field.get_default(call_default_factory=True)
-            if value == ours and isinstance(value, bool) == isinstance(ours, bool):
+            if value == ours and isinstance(value, bool) == isinstance(ours, bool):  # 1 == True in Python
                 _remove(data, path)
     return data
 
@@ -136,7 +139,7 @@ def _without_secrets(path: KeyPath, value: Any) -> Any:
 
 
 def _remove(data: dict[str, Any], path: KeyPath) -> None:
-    """Takes the value at `path` out of `data`, and the sections that become empty."""
+    """Removes the value at `path` from `data`, and then every section that became empty."""
     section = _value_at(data, path[:-1])
     del section[path[-1]]
     if not section and path[:-1]:
@@ -152,7 +155,10 @@ def _pairs(data: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyP
 
 
 def _load_without_problems(data: dict[str, Any], draft: Draft) -> JobConfig | None:
-    """The job of `data`, which loses every key that the loader refuses or does not read; None where none loads."""
+    """Removes from `data` every key that the loader refuses or does not read; returns the job that it then loads.
+
+    None: no settings are left that load.
+    """
     for _ in range(_ROUNDS):
         try:
             job = check_source(Source(draft.source, copy.deepcopy(data)))
@@ -178,10 +184,11 @@ def _load_without_problems(data: dict[str, Any], draft: Draft) -> JobConfig | No
 
 
 def _drop_problem(data: dict[str, Any], draft: Draft, problem: Problem) -> bool:
-    """Takes out the key that `problem` is about. False where `data` has neither the key nor a section to drop."""
+    """Removes the key that `problem` names, or the section that lacks it; returns whether there was one."""
     path = problem.path
     while path and _value_at(data, path) is _ABSENT:
         path = path[:-1]
+    # A whole role such as actor_train stays, whatever it lacks.
     if not path or (path != problem.path and isinstance(_value_at(data, path), Mapping) and len(path) < 2):
         return False
     why = "there is no such setting here" if problem.unknown_key else problem.message
@@ -204,7 +211,7 @@ def _value_at(data: Any, path: KeyPath) -> Any:
 
 
 def _drop(data: dict[str, Any], draft: Draft, path: KeyPath, kind: Kind, why: str) -> None:
-    """Takes the value at `path` out of `data` and records why; nothing where it is absent."""
+    """Removes the value at `path` from `data` and records why; does nothing if it is absent."""
     if _value_at(data, path) is _ABSENT:
         return
     draft.leave_out(draft.origin(path), kind, why)
@@ -226,7 +233,7 @@ class KeptKey:
 
     key: str
     to: str
-    """Its key in our file."""
+    """Our key."""
     meaning: str = ""
     """The difference in meaning; empty without one."""
 
@@ -254,10 +261,10 @@ class Conversion:
     """Defaults of the framework that differ from ours, for keys that the file leaves out."""
     left_out: list[LeftOut] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """Keys that a run needs and the file lacks, as `key: what`."""
+    """Keys that a run needs and the file lacks, as `key: explanation`."""
 
     def left_out_as(self, *kinds: Kind) -> list[LeftOut]:
-        """The keys left out for one of these reasons."""
+        """The keys that were left out, of these kinds."""
         return [entry for entry in self.left_out if entry.kind in kinds]
 
     def to_yaml(self) -> str:
@@ -303,13 +310,13 @@ class Conversion:
 
 
 def is_unedited_yaml(content: bytes) -> bool:
-    """Whether `content` is a file of `to_yaml` that nobody has edited since."""
+    """Whether `content` was written by `to_yaml` and not edited since."""
     _, digest, text = (*content.decode("utf-8", "replace").split("\n", 2), "", "")[:3]
     return digest == f"{_DIGEST}{_digest(text)}"
 
 
 def is_json_report(content: bytes) -> bool:
-    """Whether `content` is a file of `to_json`."""
+    """Whether `content` was written by `to_json`."""
     return content[:200].startswith(f'{{\n "written_by": "{_COMMAND}"'.encode())
 
 

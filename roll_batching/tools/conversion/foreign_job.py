@@ -1,7 +1,7 @@
 """A job of another framework in our terms: `ForeignJob`, which its reader fills, and `write_job`, which writes it.
 
-Every value comes as `Given`, with its key in the file. Here stands what several keys of a file decide together; keys
-that only have another name here are moved by the data file (`foreign_file`).
+Every value comes as `Given`, with its key in the file. This module writes settings that several keys of a file decide
+together; keys that only have another name here are moved by the data file (`foreign_file`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roll_batching.tools.conversion.draft import Draft
 from roll_batching.tools.conversion.foreign_file import DATA, HELD_OUT, LAYOUT, PACKING, ROLE, TRAIN, Given, section_at
 
 _ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-"""By estimator of KL, its name in `loss_args.kl_estimator` where that is another."""
+"""Name in `loss_args.kl_estimator` of an estimator of KL, where the two names differ."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Devices:
     """Devices of training and of the engine that samples."""
 
     training: Given
-    """Their number."""
+    """Number of devices that train."""
     engine: Given | None = None
     """Number of devices that only sample, which follow those that train."""
     sleeps: str = ""
-    """The key by which the engine has the devices of training and sleeps while it runs."""
+    """Key of the file by which the engine shares the devices of training, and sleeps during training."""
     machines: int = 1
     """Machines on which engines run."""
 
@@ -45,7 +45,7 @@ class Batch:
     packs: Given | None = None
     """Whether micro-batches are packs; None: the reader has written how micro-batches are made."""
     cap: Given | None = None
-    """Most tokens of a pack, for each of its context-parallel ranks."""
+    """Most tokens of a pack on each of its context-parallel ranks."""
     forward_cap: Given | None = None
     """`cap` of passes without gradient."""
     forward_rows: Given | None = None
@@ -80,7 +80,7 @@ class Lengths:
     prompt: Given | None = None
     response: Given | None = None
     drops: Given | None = None
-    """What is done with longer prompts."""
+    """What happens to longer prompts (`data_args.long_prompts`)."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Clipping:
     """Bounds of the ratio to the old policy."""
 
     switch: str
-    """The key that enables them."""
+    """Key of the file that enables the bounds."""
     low: Given | None = None
     high: Given | None = None
     dual: Given | None = None
@@ -99,7 +99,7 @@ class KlTerm:
     """KL to a reference, in the loss or in the rewards of tokens."""
 
     switch: str
-    """The key that enables it."""
+    """Key of the file that enables the term."""
     weight: Given
     estimator: Given | None = None
     gradient: Given | None = None
@@ -109,13 +109,13 @@ class KlTerm:
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Groups with equal rewards are replaced by others."""
+    """Replacement of groups with equal rewards by other groups."""
 
     switch: Given
     most: Given | None = None
     """Most batches that are sampled for one step."""
     size: Given | None = None
-    """Prompts of such a batch."""
+    """Prompts of one of these batches."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Evaluation:
     """The evaluation on held-out records."""
 
     period: Given
-    """Steps between evaluations; below 1: only at the beginning and the end."""
+    """Steps between evaluations; below 1: evaluations only before the first and after the last step."""
     is_on: bool = True
     files: Given | None = None
     samples: Given | None = None
@@ -161,7 +161,7 @@ class ForeignJob:
 
 
 def write_job(job: ForeignJob, draft: Draft) -> None:
-    """Puts the parts of `job` into `draft`, which has the parallel sizes already."""
+    """Puts the parts of `job` into `draft`, which must have the parallel sizes already: counts depend on them."""
     _put(draft, {("task",): job.task})
     if job.devices is not None:
         _write_devices(job.devices, draft)
@@ -177,10 +177,10 @@ def write_job(job: ForeignJob, draft: Draft) -> None:
     if job.clipping is not None:
         clipping, dual = job.clipping, job.clipping.dual
         if clipping.low is not None or clipping.high is not None:
-            ranged = Given(True, clipping.switch)
+            switch = Given(True, clipping.switch)
             _put(
                 draft,
-                {("use_pg_clip_range",): ranged, ("pg_clip_low",): clipping.low, ("pg_clip_high",): clipping.high},
+                {("use_pg_clip_range",): switch, ("pg_clip_low",): clipping.low, ("pg_clip_high",): clipping.high},
             )
         if dual is not None:
             _put(draft, {("dual_clip_loss",): Given(True, dual.key), ("dual_clip_ratio",): dual})
@@ -227,6 +227,7 @@ def _write_devices(devices: Devices, draft: Draft) -> None:
 
 
 def _write_batch(batch: Batch, draft: Draft) -> None:
+    """Writes packs or padded micro-batches, and accumulates micro-batches to the sequences of an optimizer step."""
     layout, rows = section_at(draft.values, *LAYOUT), batch.rows
     context = context_ranks(layout)
     if batch.packs is not None and batch.packs.value:

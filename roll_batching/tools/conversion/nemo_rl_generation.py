@@ -19,7 +19,7 @@ from roll_batching.tools.conversion.train_infer import SECTION
 
 _SECTION = "policy.generation"
 _UNRESTRICTED: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-"""By sampling key, the value that null stands for."""
+"""Value of each sampling key that means no restriction, as null does in NeMo-RL."""
 _ENGINES = ("vllm", "sglang")
 _NOT_SGLANG = ("model_path", "random_seed", "skip_tokenizer_init", "sglang_server_config", "sglang_router_config")
 """Keys of `sglang_cfg` that the job sets, or that SGLang does not have."""
@@ -27,28 +27,29 @@ SERVERS = "servers are configured by engine_args, strategy_config and device_map
 
 
 def read_devices(file: ForeignFile, task: str) -> Devices:
-    """Devices of training, and of an engine with its own devices."""
+    """Reads the devices of training and, if the engine does not share them, of the engine."""
     nodes, each = file.take("cluster.num_nodes") or 1, file.take("cluster.gpus_per_node") or 1
-    total, own = nodes * each, 0
+    total, engine_gpus = nodes * each, 0
     if task in RL_TASKS and file.peek(f"{_SECTION}.colocated.enabled", True) is False:
         resources = file.peek(f"{_SECTION}.colocated.resources") or {}
-        own = min(total - 1, (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or each))
+        engine_gpus = min(total - 1, (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or each))
     backend = file.peek(f"{_SECTION}.backend", "vllm")
-    separate = own and (backend in _ENGINES or (backend == "megatron" and nodes == 1))
+    # A Megatron engine on separate devices needs one machine here.
+    is_separate = engine_gpus and (backend in _ENGINES or (backend == "megatron" and nodes == 1))
     meaning = "the devices that train" + (" and generate" if task in RL_TASKS else "")
-    if own:
+    if engine_gpus:
         meaning = "the devices that train; generation has other devices"
-        if not separate:
+        if not is_separate:
             meaning = "the devices that train, which also generate; in NeMo-RL generation has other devices"
-    training, key = Given(total - own, "cluster", meaning), f"{_SECTION}.colocated"
-    if task not in RL_TASKS or not (backend in _ENGINES or separate):
+    training, key = Given(total - engine_gpus, "cluster", meaning), f"{_SECTION}.colocated"
+    if task not in RL_TASKS or not (backend in _ENGINES or is_separate):
         return Devices(training)
-    sleeps = "" if own or _ahead(file) else key  # ahead: the engine samples while the model trains
-    return Devices(training, Given(own, key) if own else None, sleeps, nodes)
+    sleeps = "" if engine_gpus or _steps_ahead(file) else key  # an asynchronous engine samples while the model trains
+    return Devices(training, Given(engine_gpus, key) if engine_gpus else None, sleeps, nodes)
 
 
 def convert_generation(file: ForeignFile) -> None:
-    """Engine and sampling of rollouts and held-out answers."""
+    """Converts the engine, the sampling of rollouts and held-out answers, and asynchronous rollouts."""
     backend = file.take(f"{_SECTION}.backend", "vllm")
     _sampling(file)
     if backend == "vllm":
@@ -62,7 +63,7 @@ def convert_generation(file: ForeignFile) -> None:
         else:
             meaning = f"{backend}: there is no such engine here, so the training model samples; vllm and sglang exist"
             file.draft.meanings[(*STRATEGY, "strategy_name")] = meaning
-    _ahead_of_training(file)
+    _async_rollouts(file)
 
 
 def _sampling(file: ForeignFile) -> None:
@@ -131,7 +132,7 @@ def _sglang(file: ForeignFile) -> None:
             file.move(key, (*STRATEGY, "strategy_config", name))
 
 
-def _ahead(file: ForeignFile) -> int:
+def _steps_ahead(file: ForeignFile) -> int:
     """Most RL steps that rollouts run ahead of training; 0: synchronous."""
     if file.peek("grpo.async_grpo.enabled"):
         return int(file.peek("grpo.async_grpo.max_trajectory_age_steps", 1))
@@ -142,8 +143,9 @@ def _ahead(file: ForeignFile) -> int:
     return int(sampler.get("max_lookahead_versions" if in_order else "max_staleness_versions", 1))
 
 
-def _ahead_of_training(file: ForeignFile) -> None:
-    ahead, section = _ahead(file), "grpo.async_grpo"
+def _async_rollouts(file: ForeignFile) -> None:
+    """Converts how far rollouts run ahead of training; leaves out the other keys of asynchronous rollouts."""
+    ahead, section = _steps_ahead(file), "grpo.async_grpo"
     key = f"{section}.max_trajectory_age_steps" if file.peek(f"{section}.enabled") else "async_rl.sampler"
     if ahead:
         meaning = "rollouts are trained on in the order of their requests"

@@ -53,7 +53,7 @@ def apply_defaults(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> No
 
 
 def _defaults_of(data: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
-    """ROLL's defaults that can differ from ours, by dotted key. Absent sections stay absent."""
+    """ROLL's defaults that can differ from ours, by dotted key, for the sections that `data` has."""
     trained = "sft_train" if pipeline == "sft" else "actor_train"
     found = ROLL.defaults("job", *(("policy",) if pipeline in ("rlvr", "agentic") else ()))
     found |= {f"{trained}.{key}": value for key, value in _TRAINED.items()}
@@ -100,20 +100,21 @@ def _defaults_of_distillation(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _override_models(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> None:
-    """Applies `pretrain` to all roles unless every role names a model; in SFT always."""
+    """Removes the models of the roles, so that `pretrain` counts, unless every role names one. In SFT always."""
     path = ("model_args", "model_name_or_path")
     needed = {"rlvr": _ROLES[:3], "agentic": _ROLES[:3], "dpo": ("actor_train", "reference")}.get(pipeline, ())
     named = [section_at(data, role, path[0]).get(path[1]) for role in needed]
     if data.get("pretrain") is None or (named and all(named)):
         return
     for role in needed or ("sft_train",):
-        given = section_at(data, role, path[0]).pop(path[1], None)
-        if given not in (None, data["pretrain"]):
+        model = section_at(data, role, path[0]).pop(path[1], None)
+        if model not in (None, data["pretrain"]):
             why = f"{_CODE} to pretrain, {data['pretrain']}"
             draft.leave_out(dotted((role, *path)), "idle", f"{why}, unless all roles name a model" if needed else why)
 
 
 def _override_policy(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> None:
+    """Applies the values of RL files that ROLL's code sets: the norm under grpo, group size and lengths."""
     if data.get("adv_estimator") == "grpo" and data.get("norm_std_type") in ("batch", "running"):
         _replace(draft, data, ("norm_std_type",), "group", "to group under grpo")
     if pipeline != "rlvr":
@@ -145,16 +146,19 @@ _DIFFERENCE = "to sequence_length - prompt_length"
 
 
 def _response_length(draft: Draft, data: dict[str, Any]) -> int | None:
-    """Most tokens of a response, by `sequence_length` first, or None if the file has no limit."""
+    """Overrides both limits of a response as ROLL's code does; returns the limit, None if the file has none.
+
+    `sequence_length` counts first, then `response_length`.
+    """
     prompt: Any = data.get("prompt_length", 1024)
     total: Any = data.get("sequence_length")
-    given: Any = data.get("response_length")
-    if not _is_count(prompt) or not _is_count(given if total is None else total):
+    response: Any = data.get("response_length")
+    if not _is_count(prompt) or not _is_count(response if total is None else total):
         return None
-    answer: int = given if total is None else total - prompt
+    answer: int = response if total is None else total - prompt
     if answer < 1:  # the loader reports it with the line
         return None
-    if _is_count(given) and answer != given:
+    if _is_count(response) and answer != response:
         _replace(draft, data, ("response_length",), answer, _DIFFERENCE)
     if section_at(data, "actor_infer", "generating_args").get("max_new_tokens", answer) != answer:
         text = "to response_length" if total is None else _DIFFERENCE
@@ -163,7 +167,7 @@ def _response_length(draft: Draft, data: dict[str, Any]) -> int | None:
 
 
 def _replace(draft: Draft, data: dict[str, Any], path: tuple[str, ...], value: Any, text: str) -> None:
-    """Sets a value that ROLL's code sets."""
+    """Sets the value at `path` and notes that ROLL's code does. `text`: what it is set to, for the note."""
     section = section_at(data, *path[:-1])
     written = f", whatever the file says ({section[path[-1]]})" if path[-1] in section else ""
     section[path[-1]] = value
@@ -180,7 +184,7 @@ def _is_count(value: Any) -> bool:
 AGENTIC = "environments and turns are written as a rollout_function (docs/rollouts.md)"
 _MANAGERS = ("custom_envs", "train_env_manager", "val_env_manager", "env_manager_cls")
 _NORMS = {"mean": ("group", None), "mean_std": ("group", "group"), "asym_clip": ("group", "group")}
-"""By `method`, the scopes of mean and deviation unless `grouping` is batch; none for other methods."""
+"""(Scope of the mean, of the deviation) by `method`, if `grouping` is not batch; no scopes for other methods."""
 
 
 def convert_agentic(draft: Draft, data: dict[str, Any]) -> None:
@@ -200,8 +204,11 @@ def convert_agentic(draft: Draft, data: dict[str, Any]) -> None:
 
 
 def _groups(draft: Draft, data: dict[str, Any], size: Any) -> None:
+    """Converts `rollout_batch_size` from trajectories to groups of `size` trajectories."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        draft.leave_out("train_env_manager.group_size", "refused", f"{size!r} is no number of trajectories")
+        draft.leave_out(
+            "train_env_manager.group_size", "refused", f"{size!r} is no number of trajectories: write 1 or more"
+        )
         return
     if data.pop("num_return_sequences_in_group", None) is not None:
         why = "ROLL's agentic pipeline reads train_env_manager.group_size"
@@ -221,7 +228,10 @@ def _groups(draft: Draft, data: dict[str, Any], size: Any) -> None:
 
 
 def _normalisation(draft: Draft, data: dict[str, Any], tags: Any) -> None:
-    """Writes `reward_normalization`, which alone says how rewards are compared in ROLL's agentic pipeline."""
+    """Converts `reward_normalization`, the only section with which ROLL's agentic pipeline compares rewards.
+
+    `tags`: the tags of its environments.
+    """
     section = data.pop("reward_normalization", None) or {}
     if not isinstance(section, dict):
         draft.leave_out("reward_normalization", "refused", f"{section!r} is no section of keys and values")

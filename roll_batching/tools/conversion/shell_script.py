@@ -1,9 +1,9 @@
 """The commands of a shell script with their arguments, as far as the script alone tells them. Nothing is run.
 
-Replaced are variables and arrays that the same file, or a `.sh` file that it sources, assigns by `NAME=value`; the
-default of `${NAME:-default}`, whatever the environment holds; whole numbers in `$((...))`; HOME; the script's folder.
-Every other value has a reason instead of a text. Conditions are not evaluated: an assignment inside `if`, `case`, a
-loop or a function, or after `&&`, is marked.
+It replaces variables and arrays that the script, or a `.sh` file that it sources, assigns by `NAME=value`; takes the
+default of `${NAME:-default}`, whatever the environment holds; and computes whole numbers in `$((...))`, HOME and the
+script's folder. Every other value has a reason instead of a text. Conditions are not evaluated: an assignment inside
+`if`, `case`, a loop or a function, or after `&&`, is marked as conditional.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    # Bash rounds to zero, `//` down. Above 2**52 a float would lose digits.
     ast.Div: lambda left, right: int(left / right) if abs(left) < 1 << 52 else left // right,
     ast.Mod: operator.mod,
 }
@@ -53,7 +54,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class Value:
-    """One argument: its text, or why it has none."""
+    """One argument: its text, or the reason why it has none."""
 
     text: str | None
     place: Place
@@ -61,9 +62,9 @@ class Value:
     why: str = ""
     """Why there is no text."""
     conditional: bool = False
-    """Whether a condition decides that it is there at all."""
+    """Whether the argument is only given under a condition."""
     from_home: bool = False
-    """Whether it contains the home directory of the current user."""
+    """Whether the text contains the home directory of the current user."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +93,23 @@ def read_script(path: Path) -> Script:
 
 
 def training_command(script: Script, is_program: Callable[[str], bool], what: str) -> tuple[Command, int]:
-    """The command of `script` that trains, and the position of its program. Raises ConfigError unless it is one."""
-    found = []
+    """(Command of `script` that trains, position of the program in it). Raises ConfigError unless there is just one.
+
+    `what`: the program, for messages.
+    """
+    matches = []
     for command in script.commands:
         position = next((at for at, word in enumerate(command.words) if is_program(word.text or word.raw)), None)
         if position is not None:
-            found.append((command, position))
-    if not found:
+            matches.append((command, position))
+    if not matches:
         raise ConfigError(f"{script.path} has no command that starts {what}: give a script with one")
-    if len(found) > 1:
-        lines = ", ".join(str(command.place.line) for command, _ in found)
+    if len(matches) > 1:
+        lines = ", ".join(str(command.place.line) for command, _ in matches)
         raise ConfigFileError(
-            [Problem((), f"{len(found)} commands start {what} (lines {lines}): keep one", found[1][0].place)]
+            [Problem((), f"{len(matches)} commands start {what} (lines {lines}): keep one", matches[1][0].place)]
         )
-    return found[0]
+    return matches[0]
 
 
 class _Interpreter:
@@ -115,7 +119,7 @@ class _Interpreter:
         self.length = 0
 
     def read(self, path: Path, above: tuple[Path, ...]) -> None:
-        """Reads the file at `path`; of files that others source, only the assignments."""
+        """Reads the file at `path`. `above`: the files that source it; of a sourced file, only assignments count."""
         depth = 0
         for statement in statements(read_text(path), str(path)):
             words = list(statement.words)
@@ -144,6 +148,7 @@ class _Interpreter:
             self.script.commands.append(Command(arguments, words[0].place))
 
     def _assign(self, word: Word, conditional: bool, path: Path) -> None:
+        """Stores the value of an assignment. Under a condition a variable gets a reason, and an array marked items."""
         before = self.variables.get(word.name, ())
         if word.items is None:
             value = self._join(word, path)
@@ -161,25 +166,27 @@ class _Interpreter:
         self._limit(len(self.variables[word.name]), word)
 
     def _limit(self, words: int, word: Word) -> None:
+        """Raises ConfigFileError if `word` expands to too many words, or the script as a whole does."""
         self.length += words
         if words > _MOST_WORDS or self.length > 50 * _MOST_WORDS:
-            raise ConfigFileError([Problem((), f"expands to more than {_MOST_WORDS:,} words", word.place)])
+            raise ConfigFileError([Problem((), f"expands to more than {_MOST_WORDS:,} words: write fewer", word.place)])
 
     def _source(self, word: Word, path: Path, above: tuple[Path, ...]) -> None:
+        """Reads the file that `source` names, or records why it is not read."""
         value = self._join(word, path)
         why = value.why
         if value.text is not None:
             name = Path(value.text)
             folders = (path.resolve().parent, *path.resolve().parents[1 : 1 + _FOLDERS_ABOVE])
-            found = next((folder / name for folder in folders if (folder / name).is_file()), None)
+            sourced = next((folder / name for folder in folders if (folder / name).is_file()), None)
             if name.suffix != ".sh":
                 why = f"{shortened(str(name))} is not read: only files that end in .sh are"
-            elif found is None:
+            elif sourced is None:
                 why = f"{shortened(str(name))} is not there: what it assigns is missing"
-            elif found.resolve() in (*above, path.resolve()) or len(above) >= _DEEPEST_SOURCE:
+            elif sourced.resolve() in (*above, path.resolve()) or len(above) >= _DEEPEST_SOURCE:
                 why = f"{shortened(str(name))} is sourced by itself"
             else:
-                self.read(found, (*above, path.resolve()))
+                self.read(sourced, (*above, path.resolve()))
                 return
         self.script.unread_sources.append((word.place, why))
 
@@ -191,7 +198,7 @@ class _Interpreter:
         return values
 
     def _expand(self, word: Word, path: Path) -> list[Value]:
-        """The arguments that a word becomes: several for an array or an unquoted variable with spaces, perhaps none."""
+        """The arguments that bash makes of a word: none, one, or several (arrays, unquoted variables with spaces)."""
         only = word.parts[0] if len(word.parts) == 1 and not word.name else None
         if isinstance(only, Variable) and only.name in ("@", "*"):
             return []  # arguments of the script itself
@@ -200,7 +207,7 @@ class _Interpreter:
                 return []  # the environment holds no arrays
         if isinstance(only, Variable) and only.name in self.variables and not is_secret(only.name):
             values = self.variables[only.name]
-            if only.quoted or any(value.text is None for value in values):
+            if only.quoted or any(value.text is None for value in values):  # without a text nothing can be divided
                 return [replace(value, raw=value.raw or word.raw) for value in values]
             return [_part_of(value, text) for value in values for text in (value.text or "").split()]
         value = self._join(word, path)
@@ -239,6 +246,7 @@ class _Interpreter:
         return "".join(texts), "", from_home
 
     def _variable(self, part: Variable, path: Path) -> tuple[str | None, str, bool]:
+        """(Text, why there is none, whether it contains the home directory) of a variable."""
         if is_secret(part.name):
             return None, f"{part.name} {SECRET}", False
         if part.name.isdigit() and part.name != "0" and part.default is None:
@@ -271,10 +279,12 @@ class _Interpreter:
             return None, why
 
     def _number(self, node: ast.expr) -> int:
+        """The value of `node`. Raises ValueError for anything but whole numbers and the operators of `_OPERATORS`."""
         if isinstance(node, ast.Constant) and type(node.value) is int:
             result = node.value
         elif isinstance(node, ast.Name):
             values = self.variables.get(node.id) or ()
+            # int("") raises the ValueError that `_sum` turns into a reason.
             result = int(values[0].text or "") if len(values) == 1 and not is_secret(node.id) else int("")
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             result = -self._number(node.operand)
@@ -288,7 +298,7 @@ class _Interpreter:
 
 
 def _part_of(value: Value, text: str) -> Value:
-    """One word of a value that the shell divides at spaces."""
+    """A copy of `value` with `text`, one of the words into which the shell divides it."""
     return replace(value, text=text, from_home=value.from_home and str(Path.home()) in text)
 
 

@@ -1,6 +1,6 @@
 """Splits a bash script into statements and words, without running anything.
 
-Read are quotes, `$NAME`, `${NAME:-default}`, `$((...))`, arrays, comments, continued lines and redirections. What only
+It reads quotes, `$NAME`, `${NAME:-default}`, `$((...))`, arrays, comments, continued lines and redirections. What only
 a shell could compute, such as `$(...)`, becomes an `Unread` part with the reason.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
 
 _DEEPEST = 20
-"""Most quotes and expansions inside each other."""
+"""Deepest nesting of quotes and expansions."""
 _SPACE = " \t\r"
 _ENDS = _SPACE + "\n;&|<>()"
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)")
@@ -21,7 +21,7 @@ _FOLDER = re.compile(
     r"\s*cd\s+(?:--\s+)?\"?\$\(\s*dirname\s+(?:--\s+)?\"?\$(?:\{BASH_SOURCE(?:\[0\])?\}|BASH_SOURCE|0)\"?\s*\)"
     r"((?:/\.\.)*)/?\"?\s*(?:(?:&>|>)\s*/dev/null)?\s*(?:2>&1)?\s*&&\s*pwd\s*(?:-P\s*)?"
 )
-"""The usual command for the folder of the script, with the folders above it that follow."""
+"""Matches the usual command for the folder of the script; its group holds the `/..` that follow."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ Part = Text | Variable | Arithmetic | ScriptFolder | Unread
 
 @dataclass(frozen=True)
 class Word:
-    """One word of a statement; an assignment has `name`, and one of an array also `items`."""
+    """One word of a statement. An assignment has a `name`; the assignment of an array also has `items`."""
 
     parts: tuple[Part, ...]
     place: Place
@@ -107,14 +107,15 @@ class _Reader:
         return self.text[self.at : self.at + length]
 
     def step(self, length: int = 1) -> str:
-        """The next characters, which are passed."""
+        """Moves behind the next `length` characters and returns them."""
         passed = self.peek(length)
         self.line += passed.count("\n")
         self.at += length
         return passed
 
     def statements(self) -> list[Statement]:
-        found: list[Statement] = []
+        """Reads the rest of the text as statements."""
+        complete: list[Statement] = []
         words: list[Word] = []
         heredocs: list[str] = []
         after = ""
@@ -132,7 +133,7 @@ class _Reader:
                 heredocs += self._redirection()
             elif char in "\n;&|()":
                 if words:
-                    found.append(Statement(tuple(words), after))
+                    complete.append(Statement(tuple(words), after))
                     words = []
                 after = self.peek(2) if self.peek(2) in ("&&", "||") else char
                 self.step(len(after))
@@ -142,7 +143,7 @@ class _Reader:
                 word = self.word()
                 if not (word.raw.isdigit() and self.peek() in ("<", ">")):  # else a descriptor, as in 2>&1
                     words.append(word)
-        return [*found, Statement(tuple(words), after)] if words else found
+        return [*complete, Statement(tuple(words), after)] if words else complete
 
     def _pass_line(self) -> None:
         end = self.text.find("\n", self.at)
@@ -164,6 +165,7 @@ class _Reader:
         return [re.sub(r"[\"'\\]", "", word.raw)] if document else []
 
     def _pass_heredocs(self, delimiters: list[str]) -> None:
+        """Moves behind the here-documents that end at `delimiters`, and empties the list."""
         for delimiter in delimiters:
             first = self.line - 1
             while True:
@@ -192,6 +194,7 @@ class _Reader:
         return Word(parts, place, self.text[begin : self.at], name, appends)
 
     def _items(self) -> tuple[Word, ...]:
+        """Reads the items of an array from its `(` to behind its `)`."""
         first = self.line
         self.step()
         items: list[Word] = []
@@ -215,7 +218,7 @@ class _Reader:
                 items.append(Word(self.parts(_ENDS), place, self.text[begin : self.at]))
 
     def parts(self, ends: str, quoted: bool = False) -> tuple[Part, ...]:
-        """The parts up to one of the characters `ends`, which is not passed."""
+        """Reads parts up to the first of the characters `ends`, and stops before it."""
         parts: list[Part] = []
         while self.at < len(self.text) and self.peek() not in ends:
             char = self.peek()
@@ -235,7 +238,7 @@ class _Reader:
                 parts.append(Unread("runs a command in backticks"))
             else:
                 parts.append(Text(self.step()))
-        merged: list[Part] = []
+        merged: list[Part] = []  # neighbouring texts become one
         for part in parts:
             if isinstance(part, Text) and merged and isinstance(last := merged[-1], Text):
                 merged[-1] = Text(last.text + part.text)
@@ -244,14 +247,15 @@ class _Reader:
         return tuple(merged)
 
     def _escaped(self, quoted: bool) -> str:
+        """Reads a backslash and the character that it protects; returns the text that bash makes of them."""
         self.step()
         if quoted and self.peek() not in ('"', "\\", "$", "`", "\n"):
-            return "\\"
+            return "\\"  # in double quotes, it protects only these characters
         following = self.step()
         return "" if following == "\n" else following
 
     def _until(self, mark: str) -> str:
-        """The text between two `mark`s."""
+        """Reads from one `mark` to behind the next; returns the text between them."""
         first = self.line
         self.step()
         end = self.text.find(mark, self.at)
@@ -262,6 +266,7 @@ class _Reader:
         return inside
 
     def _double(self) -> list[Part]:
+        """Reads a text in double quotes."""
         first = self.line
         self.step()
         parts = list(self.parts('"', quoted=True))
@@ -271,6 +276,7 @@ class _Reader:
         return parts or [Text("")]
 
     def _dollar(self, quoted: bool) -> Part:
+        """Reads the expansion that begins at `$`, or the sign alone."""
         first = self.line
         if self.peek(3) == "$((":
             inside = self._balanced("(", ")")
@@ -289,18 +295,19 @@ class _Reader:
         return Variable(name[0], quoted)
 
     def _braces(self, inside: str, quoted: bool, line: int) -> Part:
-        found = _EXPANSION.match(inside)
-        rest = "" if found is None else inside[found.end() :]
-        if found is None or found[1].startswith("!") or (rest and not found[3]):
+        """Converts the text between `${` and `}`: a name, perhaps `[@]` of an array, perhaps a default."""
+        expansion = _EXPANSION.match(inside)
+        rest = "" if expansion is None else inside[expansion.end() :]
+        if expansion is None or expansion[1].startswith("!") or (rest and not expansion[3]):
             name = re.match(r"\W?(\w*)", inside)
             return Unread(f"changes the value of {name[1] if name else ''} with `${{...}}`")
         default = None
-        if found[3]:
+        if expansion[3]:
             default = _Reader(rest, self.name, line, self.depth + 1).parts("", quoted)
-        return Variable(found[1], quoted, default, is_array=found[2] is not None)
+        return Variable(expansion[1], quoted, default, is_array=expansion[2] is not None)
 
     def _balanced(self, opening: str, closing: str) -> str:
-        """The text between `$(` or `${` and what closes it."""
+        """Reads from `$(` or `${` to behind the sign that closes it; returns the text between them."""
         first = self.line
         self.step(2)
         begin, depth = self.at, 1

@@ -39,7 +39,10 @@ def compose_slime(path: Path) -> Composed:
 
 
 def _options(words: tuple[Value, ...]) -> Iterator[tuple[Value, list[Value]]]:
-    """Yields each option of a command line with its values; splits `--name=value` into option and value."""
+    """Yields each option of a command line with its values; splits `--name=value` into option and value.
+
+    An argument that cannot be read before the first option, or an array of arguments, is yielded as an option itself.
+    """
     option: Value | None = None
     values: list[Value] = []
     for word in words:
@@ -65,7 +68,7 @@ def _options(words: tuple[Value, ...]) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _read(option: Value, values: list[Value], composed: Composed) -> Problem | None:
-    """Puts one option into `composed`; the problem of its value, if it has one."""
+    """Puts one option into `composed`; returns the problem of its value, None for a valid one."""
     name, place = option.text or "", option.place
     unread = next((value for value in values if value.text is None), None)
     if option.conditional:
@@ -95,7 +98,7 @@ def _read(option: Value, values: list[Value], composed: Composed) -> Problem | N
 
 
 def _value(name: str, texts: list[str]) -> Any:
-    """The value of an option by its type. Raises ValueError with what is wrong."""
+    """The value of an option in its type. Raises ValueError with the fault and its cure."""
     integers, floats, lists = SLIME.of_type("counts", "integers"), SLIME.of_type("floats"), SLIME.of_type("lists")
     if name in SLIME.of_type("flags"):
         if texts:

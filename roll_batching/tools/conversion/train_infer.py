@@ -17,29 +17,29 @@ _ROLL_KEYS = {
     "filters": {"enabled", "agg_type", "ratio_enabled", "diff_enabled", *_ROLL_RATIO, *_ROLL_DIFF},
 }
 _LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
-"""By level of verl's `rollout_rs`, ours."""
+"""Our `agg_type` by the level of verl's `rollout_rs`."""
 
 
 def convert_roll_section(draft: Draft, data: dict[str, Any]) -> None:
-    """Takes ROLL's section out of `data`: what is enabled there, with ROLL's defaults."""
-    given = data.pop(SECTION, None)
-    if given is None:
+    """Replaces ROLL's section in `data` by ours: the enabled weight and filters, with ROLL's defaults."""
+    theirs = data.pop(SECTION, None)
+    if theirs is None:
         return
-    if not isinstance(given, dict) or not isinstance(given.get("filters") or [], list):
-        draft.leave_out(SECTION, "refused", "is no section with is_weight and filters")
+    if not isinstance(theirs, dict) or not isinstance(theirs.get("filters") or [], list):
+        draft.leave_out(SECTION, "refused", "is no section with is_weight and filters: write one, or leave it out")
         return
     section: dict[str, Any] = {}
-    for key in given.keys() - _ROLL_KEYS.keys():
+    for key in theirs.keys() - _ROLL_KEYS.keys():
         draft.leave_out(f"{SECTION}.{key}", "refused", "is no key of ROLL's section")
-    weight = _roll_keys(draft, "is_weight", given.get("is_weight"))
+    weight = _roll_keys(draft, "is_weight", theirs.get("is_weight"))
     if weight.get("enabled"):
         section["is_weight"] = {"weight_type": weight.get("weight_type", "token")}
         section["is_weight"]["upper_bound"] = weight.get("upper_bound", 1.2)
         if weight.get("detach") is False:
             draft.leave_out(f"{SECTION}.is_weight.detach", "refused", "weights have no gradient")
-    parts = [_roll_keys(draft, "filters", one, f".{number}") for number, one in enumerate(given.get("filters") or [])]
-    filters = [_roll_filter(one) for one in parts if one.get("enabled")]
-    if filters := [one for one in filters if len(one) > 1]:
+    parts = [_roll_keys(draft, "filters", part, f".{index}") for index, part in enumerate(theirs.get("filters") or [])]
+    filters = [_roll_filter(part) for part in parts if part.get("enabled")]
+    if filters := [bounds for bounds in filters if len(bounds) > 1]:  # a filter with agg_type alone has no bounds
         section["filters"] = filters
     if not section:
         draft.leave_out(SECTION, "idle", "nothing in it is enabled")
@@ -50,7 +50,7 @@ def convert_roll_section(draft: Draft, data: dict[str, Any]) -> None:
 
 
 def _roll_keys(draft: Draft, name: str, given: Any, place: str = "") -> Mapping[str, Any]:
-    """The part `name` of ROLL's section, if it has keys; what it cannot have is left out."""
+    """Returns the part `name` of ROLL's section, empty for none; records its unknown keys as left out."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -61,20 +61,21 @@ def _roll_keys(draft: Draft, name: str, given: Any, place: str = "") -> Mapping[
     return given
 
 
-def _roll_filter(given: Mapping[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = {"agg_type": given.get("agg_type", "token")}
-    if given.get("ratio_enabled", True):
-        own |= {key: given.get(key, default) for key, default in _ROLL_RATIO.items()}
-    if given.get("diff_enabled", False):
-        own |= {key: given.get(key, default) for key, default in _ROLL_DIFF.items()}
-    return own
+def _roll_filter(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Our filter for one of ROLL's, with ROLL's defaults."""
+    ours: dict[str, Any] = {"agg_type": theirs.get("agg_type", "token")}
+    if theirs.get("ratio_enabled", True):
+        ours |= {key: theirs.get(key, default) for key, default in _ROLL_RATIO.items()}
+    if theirs.get("diff_enabled", False):
+        ours |= {key: theirs.get(key, default) for key, default in _ROLL_DIFF.items()}
+    return ours
 
 
 def verl_weight(kind: str, limit: Any, normalize: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(`is_weight`, `filters`) of verl's `rollout_is` and `rollout_is_threshold`.
+    """(Our `is_weight`, our `filters`) for verl's `rollout_is` and `rollout_is_threshold`.
 
-    One number truncates weights. Two, such as 0.5_2.0, set the weights outside to 0, as IcePop does, and truncate none.
-    Raises ValueError for others than numbers.
+    A limit of one number truncates weights. Two numbers, such as 0.5_2.0, set the weights outside to 0, as IcePop does,
+    and truncate none. Raises ValueError for a limit that is not made of numbers.
     """
     low, _, high = str(limit).rpartition("_")
     weight = {"weight_type": kind, "upper_bound": None if low else float(high)}
@@ -85,7 +86,7 @@ def verl_weight(kind: str, limit: Any, normalize: bool) -> tuple[dict[str, Any],
 
 
 def verl_filters(modes: str, thresholds: Any) -> list[dict[str, Any]]:
-    """Filters of verl's `rollout_rs` and `rollout_rs_threshold`. Raises ValueError for unknown ones.
+    """Our filters for verl's `rollout_rs` and `rollout_rs_threshold`. Raises ValueError for unknown names.
 
     verl compares the k1 estimate, -log p_train / p_infer, with the logarithms of its bounds: the ratio lies between
     their reciprocals.
@@ -100,6 +101,7 @@ def verl_filters(modes: str, thresholds: Any) -> list[dict[str, Any]]:
 
 
 def _verl_filter(name: str, threshold: str) -> dict[str, Any]:
+    """Our filter for one of verl's, such as `seq_mean_k1`. One bound of k1 holds for both directions."""
     match = re.fullmatch(r"(token|seq_sum|seq_mean|seq_max)_(k[123])", name)
     if match is None or name == "seq_max_k1":
         raise ValueError(f"{name!r} is no filter of verl's: leave it out")
@@ -115,9 +117,14 @@ def _verl_filter(name: str, threshold: str) -> dict[str, Any]:
 def nemo_rl_correction(
     kind: str | None, cap: float | None, lowest: float | None, *, per_sequence: bool, error: float | None
 ) -> dict[str, Any]:
-    """The section of NeMo-RL's weights and of its `seq_logprob_error_threshold`, `error`.
+    """Our section for NeMo-RL's importance weights and its threshold of the engine's log-prob error.
 
-    `kind`: `truncated_importance_sampling_type`; "none": there are no weights.
+    Args:
+        kind: `truncated_importance_sampling_type`; "none": there are no weights.
+        cap: largest weight.
+        lowest: smallest weight.
+        per_sequence: whether a sequence has one weight.
+        error: `seq_logprob_error_threshold`.
     """
     section: dict[str, Any] = {}
     filters: list[dict[str, Any]] = []

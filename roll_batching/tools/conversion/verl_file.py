@@ -15,7 +15,7 @@ _OF_ROLLOUTS = {
     "forward_max_token_len_per_gpu": "log_prob_max_token_len_per_gpu",
     "forward_micro_batch_size_per_gpu": "log_prob_micro_batch_size_per_gpu",
 }
-"""By key of the critic, the key of rollouts that does for the actor what it does for the critic."""
+"""Key of rollouts with the same effect on the actor, by key of the critic."""
 _NAMES = (
     *((f"{ROLLOUT}.{theirs}", f"critic.{name}") for name, theirs in _OF_ROLLOUTS.items()),
     (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config"),
@@ -25,7 +25,7 @@ _NAMES = (
 
 
 def defaults_of(supervised: bool, megatron: bool) -> dict[str, Any]:
-    """Verl's defaults by dotted key, of a run of one engine."""
+    """Verl's defaults by dotted key, for a job of one task with one engine."""
     engine, model = ("engine", "model") if supervised else (f"{ACTOR}.megatron", MODEL)
     optimizer = VERL.defaults("optimizer", f"{'megatron' if megatron else 'fsdp'}_optimizer")
     defaults = VERL.defaults("sft" if supervised else "rl", "both")
@@ -36,13 +36,13 @@ def defaults_of(supervised: bool, megatron: bool) -> dict[str, Any]:
 
 
 def has_critic(data: Mapping[str, Any]) -> bool:
-    """Whether verl trains a critic with these settings: where critic.enable says so, else with gae."""
+    """Whether verl trains a critic: as `critic.enable` says, or without that key for the estimator `gae`."""
     enabled = value_at(data, "critic.enable")
     return (value_at(data, "algorithm.adv_estimator") or "gae") == "gae" if enabled is None else bool(enabled)
 
 
 def critic_defaults(file: ForeignFile) -> dict[str, Any]:
-    """Verl's defaults of the critic, also those taken from the actor."""
+    """Verl's defaults of the critic, with those that it takes from the actor's settings."""
     cap = file.peek("critic.ppo_max_token_len_per_gpu", 32768)
     shared = ("ppo_mini_batch_size", "use_dynamic_bsz", "ppo_epochs", "loss_agg_mode")
     defaults = VERL.defaults("critic") | {f"critic.{name}": file.peek(f"{ACTOR}.{name}") for name in shared}
@@ -50,7 +50,10 @@ def critic_defaults(file: ForeignFile) -> dict[str, Any]:
 
 
 def critic_as_actor(file: ForeignFile, megatron: bool) -> ForeignFile:
-    """The section `critic` as the actor, its model and its rollouts in a file, with the engine's defaults."""
+    """Returns a file whose actor, model and rollouts have the settings of the section `critic` of `file`.
+
+    Keys that the critic lacks have the engine's defaults.
+    """
     critic = copy.deepcopy(file.take("critic") or {})
     model = critic.pop("model", None) or {}
     critic["fsdp_config"] = model.pop("fsdp_config", None) or {}
@@ -59,13 +62,13 @@ def critic_as_actor(file: ForeignFile, megatron: bool) -> ForeignFile:
     below = ForeignFile(VERL, {"actor_rollout_ref": sections}, Draft(file.draft.source, framework="verl"))
     engine = (f"{ACTOR}.optim.", f"{ACTOR}.megatron.", f"{MODEL}.")
     defaults = defaults_of(supervised=False, megatron=megatron)
-    del defaults[f"{ACTOR}.optim.lr"]
+    del defaults[f"{ACTOR}.optim.lr"]  # `critic_defaults` has the critic's learning rate
     below.fill_defaults({key: value for key, value in defaults.items() if key.startswith(engine)})
     return below
 
 
 def critic_name(text: str) -> str:
-    """`text` with the critic's names for keys of the actor."""
+    """Replaces the actor's keys in `text` by the critic's keys in the file."""
     for actor, critic in _NAMES:
         text = text.replace(actor, critic)
     return text
