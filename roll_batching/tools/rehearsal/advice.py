@@ -31,6 +31,7 @@ from roll_batching.tools.rehearsal.task import (
 
 Rehearse = Callable[[JobConfig], Rehearsal]
 _PROBES = 6
+"""Most rehearsals of a search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class TriedChange:
 
 @dataclass
 class _Search:
-    """Regula falsi over rehearsals, because memory grows almost linearly with a cap."""
+    """Search for the largest cap that fits, by regula falsi: memory grows almost linearly with a cap."""
 
     cap: Cap
     gpu_memory: float
@@ -84,20 +85,20 @@ class _Search:
             return below * 2 if len(self.needs) < _PROBES - 1 else None
         if below is None:
             return self.cap.least if above > self.cap.least else None
-        if above - below <= max(step, below // 50):
+        if above - below <= max(step, below // 50):  # 2% is close enough
             return None
         share = (self.gpu_memory - self.needs[below]) / (self.needs[above] - self.needs[below])
         guess = int(below + share * (above - below)) // step * step
         return guess if below + step <= guess < above else below + step
 
     def limit(self) -> Limit:
-        """Bounds so far."""
+        """The bounds that the rehearsals so far give."""
         at = self.below if self.below is not None else min(self.needs)
         return Limit(key=self.cap.key, value=self.cap.value, fits=self.below, too_large=self.above, need=self.needs[at])
 
 
 def find_limits(rehearsal: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> list[Limit]:
-    """Limits of the caps whose phases do not fit; for a job that fits, the limit of the training cap.
+    """Searches the limits of the caps whose phases do not fit; for a job that fits, of the training cap.
 
     The memory of a phase depends on its own cap only, so one rehearsal serves the searches of all caps.
     """
@@ -147,14 +148,16 @@ def try_changes(
                 continue
             if tried[-1].need <= gpu_memory:
                 break
-    nearest = min(tried, key=lambda one: one.need, default=None)
+    nearest = min(tried, key=lambda change: change.need, default=None)
     if nearest is None or nearest.need <= gpu_memory or not last_resort:
         return tried
     changed = nearest.change.of(rehearsal.config)
     dims = changed.actor_train.strategy_args.strategy_config.parallel_dims(rehearsal.dims.world_size)
     least = {cap.key: cap.least for cap in caps_of(changed, dims) if cap.least < cap.value}
+    if not least:
+        return tried
     both = Change(settings={**nearest.change.settings, **least})
-    return [*tried, TriedChange(change=both, need=rehearse(both.of(rehearsal.config)).worst.need)] if least else tried
+    return [*tried, TriedChange(change=both, need=rehearse(both.of(rehearsal.config)).worst.need)]
 
 
 # ---- changed copies of a job
@@ -178,17 +181,17 @@ _COARSE, _FINE = 1024, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings of a job by dotted path. A parallel layout is set for every role."""
+    """Changed settings of a job by dotted path. Keys of the policy's layout also change roles that share it."""
 
     settings: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """The limits as overrides on the command line."""
+        """The settings as overrides for the command line."""
         texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.settings.items()}
         return " ".join(f"{path}={text}" for path, text in texts.items())
 
     def of(self, config: JobConfig) -> JobConfig:
-        """Copy of `config` with this change. Roles with a layout of their own keep it."""
+        """Copy of `config` with this change. Roles whose layout differs from the policy's keep theirs."""
         followers = [name for name in config.roles if name != "actor_train" and follows(config, name)]
         for path, value in self.settings.items():
             config = with_value(config, path, value)
@@ -204,7 +207,7 @@ def follows(config: JobConfig, name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """Key that bounds the memory of some phases."""
+    """A key that bounds the memory of some phases."""
 
     key: str
     """Dotted path in the job."""

@@ -1,4 +1,4 @@
-"""Vision encoder on fake tensors: transformers' code reads the sizes of images, which stay real tensors on the host."""
+"""Runs transformers' vision encoder on fake tensors. It reads image sizes, which stay real tensors on the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rehearse_encoders(device: str) -> None:
     where = fake_cuda.DEVICE if device == "cuda" else torch.device("cpu")
 
     class RehearsedEncoder(vision.VisionEncoder):
-        """transformers' encoder with real grids, and one call of attention for all windows of one length."""
+        """Runs transformers' encoder on fake tensors; windows of equal length share one attention call."""
 
         def __init__(self, config: Any, settings: VisionConfig) -> None:
             config._attn_implementation = _ATTENTION
@@ -66,7 +66,7 @@ class _HostFactories(TorchDispatchMode):
 
 
 def _join_windows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Join all windows of one length: thousands of calls per layer become a few, of the same memory and FLOPs."""
+    """Hook: joins all windows of equal length. Memory and FLOPs stay; thousands of calls per layer become a few."""
     lengths, counts = kwargs["cu_seqlens"].diff().unique(return_counts=True)
     attention.rehearsed_lengths = iter(lengths.tolist())
     ends = (lengths * counts).cumsum(0)
@@ -82,8 +82,8 @@ def _attend(
     scaling: float,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface, [1, heads, patches, channels], inside windows of one length."""
+    """Attention for transformers' interface over joined windows of one length: [1, heads, patches, channels]."""
     length = next(attention.rehearsed_lengths)
     q, k, v = (states[0].unflatten(1, (-1, length)).transpose(0, 1) for states in (query, key, value))
-    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
-    return found.transpose(1, 2).flatten(0, 1)[None].contiguous(), None
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
+    return attended.transpose(1, 2).flatten(0, 1)[None].contiguous(), None

@@ -1,4 +1,4 @@
-"""Samples and packs without contents, for passes on fake tensors: real lengths, shapes and sizes of images."""
+"""Makes samples and packs for passes on fake tensors: real lengths, shapes and image sizes, but no contents."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _OF_SAMPLES = ("advantages", "rewards", "reference_point")
 
 
 def samples_of(plan: Plan, dp_rank: int, top_k: int = 0, *, token_advantages: bool = False) -> SampleBatch:
-    """Samples that `plan` assigns to a data-parallel rank: real lengths, zeros as contents, and every field of a loss.
+    """Makes the samples that `plan` assigns to a data-parallel rank, with every field that a loss may read.
 
-    All tokens are response tokens, and samples 2i and 2i + 1 are a pair. `top_k`: likely tokens of a teacher at each
-    position; 0: none. `token_advantages`: advantages per token instead of per sample.
+    Lengths are real, contents zeros. All tokens are response tokens; samples 2i and 2i + 1 are a pair. `top_k`: likely
+    tokens of a teacher at each position; 0: no teacher. `token_advantages`: advantages per token, not per sample.
     """
     indices = plan.rank_samples(dp_rank)
     lengths = torch.from_numpy(plan.lengths[indices].copy())
@@ -64,7 +64,7 @@ def samples_of(plan: Plan, dp_rank: int, top_k: int = 0, *, token_advantages: bo
 
 
 def samples_of_critic(plan: Plan, dp_rank: int) -> SampleBatch:
-    """The same samples with the fields of the critic's loss alone."""
+    """Makes the samples of `samples_of` with the fields of the critic's loss only."""
     local = samples_of(plan, dp_rank).only(("input_ids", "response_mask"))
     names = ("returns", "old_values")
     return local.with_fields(
@@ -113,7 +113,7 @@ def _copied(pack: PackedBatch, copy: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 _AROUND = 3
-"""Tokens of a prompt beside those of its image: its start, its end, and one of text."""
+"""Fewest other tokens of a prompt with an image: the image's start and end token, and one of text."""
 _LONGEST = 4
 """Largest ratio of an image's sides."""
 
@@ -146,14 +146,14 @@ class ImageSizes:
         return (height, width) if height * width >= self.least else None
 
     def note(self, lengths: Sequence[int]) -> str:
-        """Assumption about samples of these lengths, for the report."""
-        found = [self.largest(length) for length in lengths]
-        grids = sorted({grid for grid in found if grid is not None}, key=math.prod)
+        """Sentence for the report: the assumed images of samples of these lengths."""
+        largest = [self.largest(length) for length in lengths]
+        grids = sorted({grid for grid in largest if grid is not None}, key=math.prod)
         if not grids:
             return f"images: none, as no sample has room for {self.least:,} tokens"
         height, width = grids[-1]
         size = f"{width * self.side:,} x {height * self.side:,} pixels = {height * width:,} tokens"
-        who = "each sample" if None not in found else f"each sample with room for {self.least:,} tokens"
+        who = "each sample" if None not in largest else f"each sample with room for {self.least:,} tokens"
         room = f"the prompt's {self.prompt:,} tokens" if self.prompt else "the sample"
         most = "" if len(grids) == 1 else "at most "
         return (
@@ -179,7 +179,9 @@ def image_sizes(config: JobConfig) -> ImageSizes | None:
         if folder is not None:
             low, high = ImageProcessor(folder, low, high).limits
     if high is None:
-        text = f"is missing, and {name} is not a directory here: a rehearsal needs the largest size of images"
+        text = (
+            f"is missing, and {name} is not a directory here: set it, as a rehearsal needs the largest size of images"
+        )
         raise config.error(Problem(("actor_train", "data_args", "image_max_pixels"), text))
     vision = architecture.vision
     pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
@@ -192,7 +194,10 @@ def image_sizes(config: JobConfig) -> ImageSizes | None:
 
 
 def with_images(batch: SampleBatch, sizes: ImageSizes) -> SampleBatch:
-    """`batch`, whose tokens are zeros, with the largest image of each sample at its start and zeros as pixels."""
+    """Copy of `batch` in which each sample begins with its largest image; pixels are zeros.
+
+    The tokens of `batch` must be zeros. Samples without room for an image stay as they are.
+    """
     vision = sizes.vision
     ids, merge = batch["input_ids"].clone(), vision.spatial_merge_size
     fields: dict[str, torch.Tensor] = {"input_ids": ids}
@@ -231,9 +236,10 @@ def prompts_with_images(count: int, context: int, sizes: ImageSizes) -> SampleBa
 
 
 def images_of_rows(model: Any, sizes: ImageSizes, context: int, prompt_of: Sequence[int], *, with_values: bool) -> Any:
-    """`strategy.prompt_images.SequenceImages` of rows of a rollout, by the prompt of each.
+    """Makes the `strategy.images.SequenceImages` of the rows of a rollout.
 
-    Places of images are found on the host. `with_values`: on real tensors.
+    `prompt_of`: index of each row's prompt. Positions of images are computed on the host. `with_values`: the result has
+    real tensors, not fake ones.
     """
     from roll_batching.strategy.images import PromptImages, SequenceImages
 
@@ -250,10 +256,13 @@ def images_of_rows(model: Any, sizes: ImageSizes, context: int, prompt_of: Seque
     with _disable_current_modes():
         source = PromptImages(prompts_with_images(max(prompt_of) + 1, context, sizes), on_host)
         rows = RowImages(source, torch.tensor(prompt_of))
-    rows._shifts = copy(rows._shifts)
+    rows._shifts = copy(rows._shifts)  # read on the device, unlike the positions
     return rows
 
 
 def keep_grids(copied: Any, images: Any) -> Any:
-    """`copied` with the grids of `images`, whose values decide shapes inside the encoder; both may be None."""
+    """Copy of `copied` with the real grids of `images`: their values decide shapes inside the encoder.
+
+    Both may be None.
+    """
     return None if images is None else dataclasses.replace(copied, grids=images.grids)

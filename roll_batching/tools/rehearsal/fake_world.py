@@ -31,7 +31,7 @@ def join(rank: int, world_size: int) -> None:
     """Initialize torch.distributed as `rank` of a fake process group of `world_size`."""
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    # Any value serves: the fake backend never waits.
+    # Megatron asks for a timeout, but the fake backend never waits: any value serves.
     groups.group_timeout = parallel_layout.group_timeout = lambda group: datetime.timedelta(minutes=30)
     _replace_gloo()
     # Ranks exchange facts on the host. All ranks of a rehearsal would state the same, so this rank's suffice.
@@ -75,9 +75,9 @@ def _replace_gloo() -> None:
 
 
 def patch_for_fake_tensors() -> None:
-    """Replace, for the rest of the process, what needs tensor values, and make checks of samples run on the host.
+    """Replace functions that need tensor values, for the rest of the process; check samples on the host.
 
-    Needing values: RNG states, the in-place `Module._apply`, and reads of tensors by C++.
+    Replaced are RNG states, the in-place `Module._apply`, and reads of tensors by C++.
     """
     import megatron.core.tensor_parallel.random as randomness
 
@@ -144,7 +144,7 @@ def _patch_tensor_reads() -> None:
 
 
 def _apply_out_of_place(module: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` (`to`, `bfloat16`) that gives modules new parameters instead of swapping tensors in place."""
+    """Replaces `Module._apply` (`to`, `bfloat16`): makes new parameters, because fake ones cannot be swapped."""
     changed: dict[int, torch.nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -210,7 +210,7 @@ def fake_device(device: str) -> Iterator[None]:
 
 
 def assume_balanced_routing(imbalance: float) -> None:
-    """Patch Megatron so that tokens go to experts as assumed, for the rest of the process."""
+    """Patch Megatron for the rest of the process: its dispatcher gets the assumed token counts of the experts."""
     from megatron.core.transformer.moe import token_dispatcher
 
     kind: Any = token_dispatcher.MoEAlltoAllTokenDispatcher

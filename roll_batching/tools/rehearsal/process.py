@@ -1,6 +1,6 @@
 """Run rehearsals in separate processes, because fake CUDA and fake process groups cannot be undone.
 
-As a module it is such a process: it reads a pickled task from stdin and writes its report to stdout.
+Run as a program, this module is one such process: it reads a pickled task from stdin and writes the report to stdout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from roll_batching.lifetime import end_with_parent
 from roll_batching.tools.rehearsal.task import RankReport, RankTask
 
 PARENT = "ROLL_BATCHING_REHEARSED_BY"
-"""Environment variable with the process id of the parent, whose end also ends the rehearsal."""
+"""Environment variable with the process id of the parent. The rehearsal ends when the parent ends."""
 
 
 class RehearsalError(RollBatchingError, RuntimeError):

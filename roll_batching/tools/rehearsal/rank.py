@@ -27,7 +27,7 @@ _FIRST_STEP = "first step"
 
 
 def rehearse_rank(task: RankTask) -> RankReport:
-    """Rehearse `task` on fake tensors. Once per process: patches and process groups stay."""
+    """Rehearse `task` on fake tensors. Call it once per process, because patches and process groups stay."""
     architecture = task.config.actor_train.model_args.architecture
     if architecture is not None and architecture.vision is not None:
         from roll_batching.tools.rehearsal.encoder import rehearse_encoders  # few models take images
@@ -44,7 +44,7 @@ def rehearse_rank(task: RankTask) -> RankReport:
 
 
 def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
-    """Run the passes of `task` and report on them; `with_values`: on real tensors in a real process group."""
+    """Run the passes of `task` and report on them. `with_values`: on real tensors, in a real process group."""
     started = time.perf_counter()
     recorder = Recorder(task.device)
     job = task.config if task.layers is None else with_layers(task.config, task.layers)
@@ -81,7 +81,7 @@ def _name_modules(recorder: Recorder, passes: Passes) -> None:
 
 def _kinds(recorder: Recorder, passes: Passes) -> dict[int, str]:
     models = {"": passes.policy} | ({} if passes.critic is None else {CRITIC: passes.critic})
-    parts = {name: (one.chunks, one.optimizer) for name, one in models.items()}
+    parts = {name: (model.chunks, model.optimizer) for name, model in models.items()}
     return kinds_of(recorder, parts, passes.frozen_chunks)
 
 
@@ -106,7 +106,7 @@ def _report(
         stage=policy.layout.pp_rank,
         parameters=sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()),
         # Without a backward pass TransformerEngine copies a weight by rows only.
-        layer_weights=sum(layer_weights(one.chunks) for one in (policy, passes.critic) if one is not None)
+        layer_weights=sum(layer_weights(model.chunks) for model in (policy, passes.critic) if model is not None)
         + sum(map(layer_weights, passes.frozen_chunks.values())) / 2,
         kept=kept_bytes(recorder.blocks, kinds),
         peaks={
@@ -127,14 +127,17 @@ def _report(
 
 
 def _without_offloaded(peak: PhasePeak, of_rl: bool) -> PhasePeak:
-    """`peak` without the state that the job keeps on the host during the phase; a supervised job keeps its teacher."""
+    """Copy of `peak` without the states that the job offloads to the host during its phase.
+
+    `of_rl`: whether the job is RL; a supervised job offloads its teacher only.
+    """
     if peak.phase == "build":
-        return peak
+        return peak  # states are offloaded only once all models are built
     states = {"gradients", "optimizer"}
     offloaded = {"reference", TEACHER} if of_rl else {TEACHER}
     if peak.phase in ROLLOUT:
         offloaded |= {*states, *(CRITIC + kind for kind in states)}
-    offloaded -= {peak.phase}  # the pass of a frozen model
+    offloaded -= {peak.phase}  # the phase of a frozen model, which is then on the device, has the name of its kind
     kinds = {kind: size for kind, size in peak.kinds.items() if kind not in offloaded}
     return replace(peak, bytes=peak.bytes - sum(peak.kinds.values()) + sum(kinds.values()), kinds=kinds)
 
@@ -167,8 +170,10 @@ def kinds_of(
 ) -> dict[int, str]:
     """Kind of each storage that outlives a step, by its index in `recorder.blocks`.
 
-    `trained` has chunks and optimizer of the policy, under an empty text, and of the critic, each by the beginning of
-    its kinds' names; `frozen` the chunks of the reference and of the teacher, by kind.
+    Args:
+        recorder: has recorded the storages.
+        trained: (chunks, optimizer) of the policy and the critic, by the prefix of their kinds ("", `CRITIC`).
+        frozen: chunks of the reference and the teacher, by kind.
     """
     kinds: dict[int, str] = {}
 
@@ -198,7 +203,7 @@ def kinds_of(
 
 
 def kept_bytes(blocks: Sequence[Block], kinds: Mapping[int, str]) -> dict[str, float]:
-    """Bytes that outlive a step, by kind."""
+    """Bytes of the storages that are still held at the end, by kind."""
     total: dict[str, float] = {}
     for at, kind in kinds.items():
         if blocks[at].freed is None:
@@ -237,7 +242,7 @@ def peaks_of(blocks: Sequence[Block], kinds: Mapping[int, str], phases: Sequence
 def timeline_of(
     blocks: Sequence[Block], kinds: Mapping[int, str], phases: Sequence[str], first: int, points: int = 1200
 ) -> tuple[tuple[str, dict[str, float]], ...]:
-    """Phase and bytes by kind from the operation `first` on: the peak of each of `points` intervals."""
+    """(Phase, bytes by kind) at the peak of each of `points` intervals, from the operation `first` on."""
     end = len(phases)
     change: dict[str, Any] = {}
     for at, block in enumerate(blocks):
@@ -272,5 +277,5 @@ def _peak(phase: str, blocks: Sequence[Block], kinds: Mapping[int, str], alive: 
 
 
 def holder(block: Block) -> str:
-    """Module and tensor of a storage, with one name for all layers."""
+    """Name of a storage for reports: its module and tensor, with `*` for the number of the layer."""
     return f"{_LAYER.sub('layers.*', block.owner) or block.phase} {block.tensor}"

@@ -35,7 +35,7 @@ _COLOURS = (
 def advice_lines(
     rehearsal: Rehearsal, limits: Sequence[Limit], ways: Sequence[TriedChange], gpu_memory: float
 ) -> Iterator[str]:
-    """Lines of advice: settings that fit, written as overrides of the command line."""
+    """Yields the lines of advice: settings that fit, as overrides for the command line."""
     if rehearsal.fits(gpu_memory):
         for limit in limits:
             beyond = "larger values were not tried" if limit.too_large is None else f"{limit.too_large:,} does not fit"
@@ -68,7 +68,7 @@ def advice_lines(
 
 
 def lines_of(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
-    """Lines of the report; the first is the verdict."""
+    """Yields the lines of the report, the verdict first."""
     worst = rehearsal.worst
     verdict = "fits" if rehearsal.fits(gpu_memory) else "does not fit"
     yield (
@@ -170,7 +170,7 @@ def report_json(rehearsal: Rehearsal, gpu_memory: float) -> dict[str, Any]:
 
 
 def _totals_json(rehearsal: Rehearsal, *, critic: bool = False) -> Any:
-    """Totals of the training passes, or a list of them by context-parallel size where each pack has its own."""
+    """Totals of the training passes; a list, one for each context-parallel size, if packs have different sizes."""
     sizes = rehearsal.cp_sizes
     of_sizes = [{"cp_size": size, **asdict(totals_of(rehearsal, size, critic=critic))} for size in sizes]
     return of_sizes or asdict(totals_of(rehearsal, critic=critic))

@@ -1,4 +1,4 @@
-"""Kinds of pipeline stages that a rehearsal runs, and the layers of each: extrapolated, or TransformerEngine's."""
+"""Chooses the pipeline stages and model depths to rehearse; extrapolates deep models, and FP8 copies of weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WHOLE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StageKind:
-    """Pipeline stages of which the rehearsed one, the first of `numbers`, needs the most memory."""
+    """A group of like pipeline stages. One of them is rehearsed for all: the one that needs the most memory."""
 
     numbers: tuple[int, ...]
-    """Their numbers; the first one is rehearsed."""
+    """Stage numbers of the group; the first one is rehearsed."""
     chunk_layers: tuple[int, ...]
     """Layers of each model chunk."""
     size: int
@@ -47,18 +47,18 @@ class StageKind:
 
     @property
     def stages(self) -> int:
-        """Number of these stages."""
+        """Number of stages in the group."""
         return len(self.numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankKind:
-    """Ranks with the same kinds of stages of all models, represented by the first one."""
+    """Ranks that hold the same kind of stage of every model. The first one is rehearsed for all."""
 
     name: str
     rank: int
     stages: int
-    """Pipeline stages of the policy that they represent and no kind before them does."""
+    """Number of the policy's pipeline stages of these ranks that no earlier kind of ranks represents."""
     policy: StageKind
 
 
@@ -75,7 +75,7 @@ def letters_of(split: ChunkLayers, architecture: ArchitectureConfig) -> tuple[st
 
 
 def stages_of(split: ChunkLayers, letters: Sequence[str] | None = None) -> list[StageKind]:
-    """Kinds of pipeline stages: the first, the last, and the middle ones by their layers and the `letters` of these.
+    """Groups pipeline stages: the first, the last, and middle ones with equal layers and equal `letters`.
 
     The first middle stage of a kind represents it: under 1F1B it holds the activations of the most micro-batches.
     """
@@ -86,16 +86,20 @@ def stages_of(split: ChunkLayers, letters: Sequence[str] | None = None) -> list[
     for stage in range(1, last):
         middle.setdefault((split[stage], letters[stage] if letters else ""), []).append(stage)
     numbers = [[0], *middle.values(), [last]]
-    return [StageKind(numbers=tuple(one), chunk_layers=split[one[0]], size=len(split)) for one in numbers]
+    return [StageKind(numbers=tuple(group), chunk_layers=split[group[0]], size=len(split)) for group in numbers]
 
 
 def rank_kinds(policy: Sequence[StageKind], frozen: Mapping[str, Sequence[StageKind]], world: int) -> list[RankKind]:
-    """Kinds of ranks by the stages of the policy, and of `frozen` models in other pipelines, by role."""
+    """Groups the ranks by the kinds of stages that they hold, of the policy and of `frozen` models.
+
+    `frozen`: kinds of stages by role; those in the same pipeline as the policy do not divide a group.
+    """
     others = {
         name: kinds for name, kinds in frozen.items() if kinds[0].size > 1 and _numbers(kinds) != _numbers(policy)
     }
     pipelines = (policy, *others.values())
     ranks: dict[tuple[int, ...], list[int]] = {}
+    # Stages are the outermost dimension of ranks: the stage of a pipeline changes at multiples of this step only.
     for rank in range(0, world, world // math.lcm(*(kinds[0].size for kinds in pipelines))):
         stages = [rank * kinds[0].size // world for kinds in pipelines]
         key = tuple(
@@ -111,9 +115,9 @@ def rank_kinds(policy: Sequence[StageKind], frozen: Mapping[str, Sequence[StageK
             size = kinds[0].size
             stages = list(dict.fromkeys(rank * size // world for rank in members))
             names.append(f"{role}'s {_name_of(stages, size)}" if role else _name_of(stages, size))
-        own = {rank * policy[0].size // world for rank in members}
-        stages_here = len(own - represented)
-        represented |= own
+        policy_stages = {rank * policy[0].size // world for rank in members}
+        stages_here = len(policy_stages - represented)
+        represented |= policy_stages
         result.append(RankKind(name=", ".join(names), rank=members[0], stages=stages_here, policy=policy[key[0]]))
     return result
 
@@ -123,7 +127,7 @@ def _numbers(kinds: Sequence[StageKind]) -> list[tuple[int, ...]]:
 
 
 def _name_of(stages: Sequence[int], size: int) -> str:
-    """Name of some stages of a pipeline of `size`, of which the first is rehearsed."""
+    """Name for reports of the stages `stages` of a pipeline of `size` stages."""
     if size == 1:
         return "the only stage"
     if len(stages) == 1:
@@ -136,17 +140,19 @@ def _name_of(stages: Sequence[int], size: int) -> str:
 def depths_of(
     chunk_layers: tuple[int, ...], split: ChunkLayers, megatron: MegatronConfig, architecture: ArchitectureConfig
 ) -> tuple[int | None, ...]:
-    """Layers per chunk to rehearse for a stage with `chunk_layers`; None: the job's own model.
+    """Numbers of layers per chunk with which to rehearse a stage of `chunk_layers`; (None,): as many as the job has.
 
-    Two small numbers where all layers and all chunks of a deep stage are equal. All stages of those shallow models have
-    the same number of layers, also where the job's have not.
+    A deep stage with equal layers and equal chunks is rehearsed with two small numbers, and extrapolated. All stages of
+    the shallow models have the same number of layers, even if the stages of the job differ.
     """
     are_equal = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
     if architecture.vision is not None:
-        are_equal = False  # the peak of few layers may be the encoder's, and that of many the layers'
+        are_equal = False  # with few layers the encoder may set the peak, with many the layers
     if architecture.moe is not None and architecture.moe.layer_freq != 1:
         are_equal = False
-    if any(one is not None for one in (architecture.window_layers, architecture.gated_delta_net, architecture.hybrid)):
+    if any(
+        part is not None for part in (architecture.window_layers, architecture.gated_delta_net, architecture.hybrid)
+    ):
         are_equal = False
     if are_equal and len(set(chunk_layers)) == 1 and chunk_layers[0] > WHOLE:
         return FEW, MORE
@@ -155,7 +161,7 @@ def depths_of(
 
 
 def frozen_roles(config: JobConfig) -> dict[str, WorkerConfig]:
-    """Frozen roles that the job builds, by name: teacher, and reference unless it is the base under adapters."""
+    """Frozen roles that the job builds, by name. Under adapters the reference is the policy's base, and not built."""
     roles: dict[str, WorkerConfig] = {}
     if config.reference is not None and wants_reference(config) and config.actor_train.model_args.lora_target is None:
         roles["reference"] = config.reference
@@ -167,7 +173,7 @@ def frozen_roles(config: JobConfig) -> dict[str, WorkerConfig]:
 def rehearsed_depths(
     config: JobConfig, kind: StageKind, split: ChunkLayers, megatron: MegatronConfig, architecture: ArchitectureConfig
 ) -> tuple[int | None, ...]:
-    """`depths_of` the stage; all layers where some are frozen, or another model has its own shape or layout."""
+    """`depths_of` the stage; (None,), all layers, if some are frozen or another model differs in shape or layout."""
     if config.actor_train.model_args.freeze_module_prefix is not None:
         return (None,)
     others = [config.critic if uses_critic(config) else None, *frozen_roles(config).values()]
@@ -183,7 +189,7 @@ def rehearsed_depths(
 
 
 def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int, float]) -> RankReport:
-    """Report of a rank with `layers[2]` layers, from its reports with `layers[0]` and `layers[1]` layers."""
+    """Extrapolates the report of a rank with `layers[2]` layers from those with `layers[0]` and `layers[1]` layers."""
     shallow, deeper, target = layers
     share = (target - shallow) / (deeper - shallow)
 
@@ -230,7 +236,7 @@ def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
 COPIES_PER_WEIGHT = {"tensorwise": 2.0, "blockwise": 2.0, "mxfp8": 2.0 + 2 / 32}
-"""Bytes of the copies of a weight by recipe: one value by rows and one by columns, and mxfp8's scales.
+"""Bytes per weight of its FP8 copies, by recipe: one copy by rows and one by columns, and the scales of mxfp8.
 
 TransformerEngine keeps them from the first micro-batch of a step to the last (`_fp8_workspaces`), and until the next
 step. A tensorwise copy has no second part on Blackwell.
@@ -239,7 +245,7 @@ _LOCAL: dict[str, Any] = {"transformer_impl": "local", "fp8": None, "fp8_recipe"
 
 
 def uses_transformer_engine(config: JobConfig) -> bool:
-    """Whether the policy has layers of TransformerEngine."""
+    """Whether the policy's layers are TransformerEngine's."""
     return config.actor_train.strategy_args.strategy_config.transformer_impl == "transformer_engine"
 
 
@@ -280,7 +286,10 @@ def layer_weights(chunks: Sequence[Any]) -> int:
 
 
 def copies_in_fp8(megatron: MegatronConfig, split: ChunkLayers, stage: int, weights: float) -> float:
-    """Bytes of the FP8 copies of a pipeline stage's `weights`, which are counted over all its layers."""
+    """Bytes of the FP8 copies of the weights of pipeline stage `stage`.
+
+    `weights`: number of weights of all its layers. Layers that stay in bf16 (first and last) have no copies.
+    """
     if megatron.fp8_recipe is None:
         return 0.0
     held, first = [], 0

@@ -10,12 +10,12 @@ from roll_batching.jobs.config import JobConfig
 PREFILL, DECODING, COMPACTION = ROLLOUT = ("rollout prefill", "rollout decoding", "rollout compaction")
 LOG_PROBS, REFERENCE, TEACHER = "old log-probs", "reference", "teacher"
 MISMATCHED, MISMATCHED_REFERENCE = "mismatched log-probs", "mismatched reference"
-"""Passes for the reference point of KTO: of the policy and of the reference."""
+"""Passes of the policy and of the reference over mismatched answers, which give the reference point of KTO."""
 GRADIENTS = ("inputs", "forward", "backward", "gradient sync", "optimizer")
 """Phases of a training pass."""
 VALUES = "values"
 CRITIC = "critic "
-"""Begins the names of the phases and kinds of memory of the critic's training."""
+"""Prefix of the names of the critic's phases and kinds of memory."""
 EXPERT_COUNT_READS = "moe/token_dispatcher.py"
 """File in which dropless Megatron reads the token counts from the device, once per layer and pass."""
 CRITIC_GRADIENTS = tuple(f"{CRITIC}{phase}" for phase in GRADIENTS)
@@ -76,7 +76,7 @@ class RankReport:
     rank: int
     stage: int
     parameters: float
-    """Number on this rank."""
+    """Number of parameters on this rank."""
     kept: dict[str, float]
     """Persistent bytes by kind: they stay from step to step."""
     peaks: dict[str, PhasePeak]
@@ -94,9 +94,9 @@ class RankReport:
     seconds: float
     training: TrainingBatch
     layer_weights: float = 0
-    """Numbers in the weights of linear layers whose copies in FP8 this rank would hold; a frozen model's count half."""
+    """Number of weights of linear layers that this rank would copy in FP8; weights of frozen models count half."""
     critic: TrainingBatch | None = None
-    """That of the critic, if there is one."""
+    """The critic's micro-batch; None without a critic."""
     notes: tuple[str, ...] = ()
     """Assumptions, such as balanced routing."""
     timeline: tuple[tuple[str, dict[str, float]], ...] = ()
