@@ -26,6 +26,7 @@ from roll_batching.megatron_patches.cpu_platform import replace_streams
 DEVICE = torch.device("cuda", 0)
 _META = torch.device("meta")
 _CAPABILITY = (9, 0)
+"""Compute capability of the H100."""
 
 
 def install() -> None:
@@ -101,9 +102,9 @@ def _use_foreach_optimizers() -> None:
 
 
 def _patch_kernels() -> None:
-    """Replace functions that are one fused kernel on CUDA, so that no intermediate tensors are counted.
+    """Replace functions that are one fused kernel on CUDA by ones without intermediate tensors, which would be counted.
 
-    These are Triton kernels of this package, and functions that Megatron compiles.
+    They are torch's RMSNorm and attention, Triton kernels of this package, and functions that Megatron compiles.
     """
     import megatron.core.fusions.fused_bias_swiglu as swiglu
 
@@ -161,7 +162,7 @@ class CppDeviceMode(TorchDispatchMode):
 
 
 class _PythonDeviceMode(TorchFunctionMode):
-    """Answers questions about a tensor's device that C++ would answer with "meta"."""
+    """Gives Python "cuda" as the device of a fake tensor where C++ would say "meta"."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -186,7 +187,7 @@ def _on_device(tensor: Any) -> bool:
 
 
 def _without_same_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `x.to(...)` without the device of x: C++ sees another device and would copy."""
+    """Arguments of `x.to(...)` without a device that equals the device of x: C++ would see another one and copy."""
 
     def is_same(value: Any) -> bool:
         return isinstance(value, torch.device | str) and torch.device(value).type == "cuda"

@@ -35,7 +35,7 @@ from roll_batching.tools.rehearsal.task import CRITIC, EXPERT_COUNT_READS, RankR
 
 GIB = 1 << 30
 _NOT_REHEARSED = ("flash_attn", "flash_attn_4")
-"""Attention backends whose packages have no operators for fake tensors that the recorder counts."""
+"""Attention backends that a rehearsal refuses: the recorder cannot count the operators of their packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Margin:
 
 
 def communicators_of(report: RankReport) -> frozenset[str]:
-    """Groups of more than one rank in which a rank communicates."""
+    """Names of the groups of more than one rank in which a rank communicates."""
     return frozenset(key.split(" / ")[1] for key in report.collectives if not key.split(" / ")[1].endswith("(1)"))
 
 
@@ -68,13 +68,13 @@ class StageReport:
     name: str
     report: RankReport
     stages: int = 1
-    """Number of stages that it represents; 0 for a further rank of a stage, with another stage of a frozen model."""
+    """Number of the policy's stages that only this report represents; 0 if it differs in a frozen model's stage."""
     cp_size: int | None = None
     """Context-parallel size of the packs, where each pack has its own; None: the layout's."""
     fp8_copies: float = 0.0
     """Bytes of the copies of weights in FP8."""
     other_communicators: frozenset[str] = frozenset()
-    """Communicators of the rank in which it communicates for packs of other sizes."""
+    """Communicators that the rank needs for packs of other context-parallel sizes."""
 
     @property
     def communicators(self) -> int:
@@ -132,7 +132,7 @@ class Rehearsal:
 
     @property
     def cp_sizes(self) -> tuple[int, ...]:
-        """Context-parallel sizes packs may have, ascending; empty unless the size varies by pack."""
+        """Context-parallel sizes of the rehearsed packs, ascending; empty if all packs have the layout's size."""
         return tuple(sorted({stage.cp_size for stage in self.stages if stage.cp_size is not None}))
 
     @property
@@ -169,8 +169,8 @@ def rehearse_job(
 ) -> Rehearsal:
     """Rehearse one rank of each kind of pipeline stage of `config`.
 
-    Where each pack has its own context-parallel size, a rank is rehearsed with packs of each size: those of the plan of
-    `lengths`, or all sizes up to the largest, as full as the cap allows.
+    Where each pack has its own context-parallel size, a rank is rehearsed once with packs of each size: the sizes in
+    the plan of `lengths`, or without lengths all legal sizes. Packs are as full as the cap allows.
 
     Args:
         config: settings of the job.
@@ -226,7 +226,7 @@ def _stage_reports(
     megatron: MegatronConfig,
     architecture: ArchitectureConfig,
 ) -> list[StageReport]:
-    """Reports of `kinds`, each from one rehearsed rank, or extrapolated from two depths of it."""
+    """Reports of `kinds`, each from the report of one rehearsed rank, or extrapolated from two depths of it."""
     split = megatron.chunk_layers(architecture.num_layers)
     chunks = sum(map(len, split))
     stages = []
@@ -255,14 +255,14 @@ def _check_roles(config: JobConfig) -> None:
         if name not in ("reference", "teacher") and (different := differing_keys(role, config.actor_train)):
             raise config.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
         largest, trained = (
-            one.strategy_args.strategy_config.max_context_parallel_size for one in (role, config.actor_train)
+            worker.strategy_args.strategy_config.max_context_parallel_size for worker in (role, config.actor_train)
         )
         if largest != trained:
             raise config.error(Problem((name, "strategy_args", "strategy_config", "max_context_parallel_size"), text))
 
 
 def _with_communicators(stages: Sequence[StageReport]) -> tuple[StageReport, ...]:
-    """`stages`, each with the communicators of its rank for packs of all sizes."""
+    """Copies of `stages`, each with the communicators that its rank needs for packs of all sizes."""
     communicators: dict[int, frozenset[str]] = {}
     for stage in stages:
         rank = stage.report.rank
@@ -283,7 +283,8 @@ def _stages_of_role(config: JobConfig, name: str, role: WorkerConfig) -> list[St
 def context_sizes(config: JobConfig, dims: ParallelDims, lengths: Sequence[int] | None) -> list[int | None]:
     """Context-parallel sizes of the packs of training, ascending; [None] where all packs have the layout's size.
 
-    With `lengths` those of the plan of the step, else every legal size. Raises `PlanError` for lengths without a plan.
+    With `lengths`: the sizes in the plan of the step; without: every legal size. Raises `PlanError` if the lengths
+    cannot be planned.
     """
     train = config.actor_train
     megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
@@ -318,20 +319,20 @@ class StepTotals:
     computed: float
     """FLOPs of a micro-batch, forward and backward, on all ranks that compute it."""
     model: float
-    """Model FLOPs of it: 6 per parameter and real token, and attention (`modeling.cost`)."""
+    """Model FLOPs of a micro-batch: 6 per parameter and real token, and attention (`modeling.cost`)."""
     padding: float
     """Share of padding among the tokens."""
 
     @property
     def useful(self) -> float:
-        """Model FLOPs over computed FLOPs; the rest is padding, recomputation and the head's second pass."""
+        """Model FLOPs / computed FLOPs. The rest is padding, recomputation and the head's second pass."""
         return self.model / self.computed
 
 
 def totals_of(rehearsal: Rehearsal, cp_size: int | None = None, *, critic: bool = False) -> StepTotals:
-    """Totals of the training passes of a rehearsed job, with packs of `cp_size` where each pack has its own size.
+    """Totals of the policy's training passes; with `critic`, of the critic's, which the job must have.
 
-    `critic`: those of the critic, which the job must have.
+    `cp_size`: the size of the packs to count, where each pack has its own context-parallel size.
     """
     dims, config, name = rehearsal.dims, rehearsal.config, CRITIC if critic else ""
     stages = [stage for stage in rehearsal.stages if stage.cp_size == cp_size]
@@ -363,6 +364,7 @@ def rehearse_timeline(rehearsal: Rehearsal) -> RankReport:
 
 
 def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig, ArchitectureConfig]:
+    """(World size, layout and shape of the policy). Raises ConfigError for what a rehearsal cannot run."""
     train = config.actor_train
     megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
     if architecture is None:

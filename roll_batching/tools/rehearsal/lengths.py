@@ -21,7 +21,7 @@ class Bin:
     """Samples of one micro-batch."""
 
     lengths: list[int]
-    """Tokens of each."""
+    """Tokens of each sample."""
     prefix: int = 0
     """Tokens that the samples of a group have in common; 0: nothing is shared."""
     group_size: int = 1
@@ -38,16 +38,16 @@ class Bin:
 
 
 def longest_groups(constraints: PlanConstraints, longest: int, prefix: int, group_size: int) -> Bin:
-    """As many samples of `longest` tokens as a pack holds if groups share `prefix` tokens, and a shorter last one.
+    """Fills a pack with samples of `longest` tokens, whose groups share `prefix` tokens, and a shorter last sample.
 
-    The pack may end inside a group. Where fewer than two samples fit, the pack is that of samples that share nothing.
+    The pack may end inside a group. If fewer than two samples fit, returns a pack of samples that share nothing.
     """
     align, room = constraints.sequence_alignment, constraints.usable_tokens
     # Only prefix - 1 positions are shared: the last token of the prefix predicts another token in each sample.
-    whole, own = _rounded(longest, align), _rounded(longest - (prefix - 1), align)
+    first_slot, next_slot = _rounded(longest, align), _rounded(longest - (prefix - 1), align)
     lengths: list[int] = []
     while True:
-        slot = own if len(lengths) % group_size else whole  # the first sample of a group computes the prefix
+        slot = next_slot if len(lengths) % group_size else first_slot  # the first sample of a group computes the prefix
         if slot > room:
             break
         lengths.append(longest)
@@ -64,9 +64,9 @@ def longest_sample(config: JobConfig) -> int:
 
 
 def longest_bin(constraints: PlanConstraints, longest: int, unit: int = 1) -> list[int]:
-    """Lengths of the samples of the fullest micro-batch, none longer than `longest`.
+    """Sample lengths of the fullest micro-batch, at most `longest` tokens each.
 
-    `unit`: number of samples that stay together: 2 for pairs.
+    `unit`: number of samples that stay together (2 for pairs).
     """
     if constraints.mode == "padded":
         width = constraints.padded_length or _rounded(longest, constraints.rectangle_alignment)
@@ -91,7 +91,7 @@ def _rounded(value: int, multiple: int) -> int:
 
 
 def with_one_size(constraints: PlanConstraints, cp_size: int) -> PlanConstraints:
-    """Constraints of packs with `cp_size` alone; `constraints` themselves where all have the layout's size."""
+    """Constraints for packs that all have `cp_size`; returns `constraints` if the layout has one size anyway."""
     if not constraints.has_cp_per_pack:
         return constraints
     return replace(
@@ -112,21 +112,21 @@ def plan_of_step(
 
 
 def pack_sizes(plan: Plan) -> list[int]:
-    """Context-parallel sizes of the packs of `plan`, ascending, without fillers unless there are fillers only."""
+    """Context-parallel sizes of the packs of `plan`, ascending. Fillers count only if there is nothing else."""
     sizes = plan.cp_sizes if plan.fillers.all() else plan.cp_sizes[~plan.fillers]
     return [int(size) for size in np.unique(sizes)]
 
 
 def fullest_bin(plan: Plan, cp_size: int) -> list[int]:
-    """Sample lengths of the micro-batch with the most tokens among those of `cp_size` in `plan`."""
+    """Sample lengths of the micro-batch of `cp_size` with the most tokens in `plan`."""
     micro_batches = [mb for rank in plan.micro_batches for mb in rank if mb.cp_size == cp_size]
     return [int(length) for length in max(micro_batches, key=lambda mb: mb.tokens).lengths]
 
 
 def plan_of_equal_bins(constraints: PlanConstraints, content: Bin, micro_batches: int, cp_size: int = 1) -> Plan:
-    """Plan in which every micro-batch holds the samples of `content`.
+    """Plan with `micro_batches` per rank, each with the samples of `content`.
 
-    Where each pack has its own context-parallel size, `cp_size` consecutive ranks compute one together.
+    Where each pack has its own context-parallel size, `cp_size` consecutive ranks share the same micro-batches.
     """
     block = cp_size if constraints.has_cp_per_pack else 1
     count = constraints.dp_size // block * micro_batches

@@ -1,4 +1,4 @@
-"""Models of a rehearsal: the strategies themselves, which pack on the host and compute on fake tensors."""
+"""Models of a rehearsal: subclasses of the strategies that pack on the host and compute on fake tensors."""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ _CPU = torch.device("cpu")
 
 
 class RehearsedStrategy(MegatronInferStrategy):
-    """Strategy that packs real tensors on the host and computes on fake ones.
-
-    Packing reads lengths and offsets, so it needs values.
-    """
+    """Strategy that packs real tensors on the host, as packing reads lengths and offsets, and computes on fake ones."""
 
     recorder: Recorder
     with_values = False
-    """Whether to compute on real tensors, for the tests that a rehearsal is compared with."""
+    """Whether to compute on real tensors: tests compare a rehearsal with such passes."""
     top_k = 0
     """Likely tokens of a teacher at each position, where the loss reads them."""
 
@@ -53,7 +50,10 @@ class RehearsedStrategy(MegatronInferStrategy):
             return [fake_pack(pack, state.device, self.top_k) for pack in packs]
 
     def samples(self, plan: Plan) -> SampleBatch:
-        """This rank's samples of `plan`. Without values the teacher names one token: `fake_pack` widens the field."""
+        """This rank's samples of `plan`.
+
+        Without values the teacher's fields have one token per position, to save memory; `fake_pack` widens them.
+        """
         with _disable_current_modes():
             top_k = self.top_k if self.with_values else min(self.top_k, 1)
             samples = samples_of(plan, self.layout.dp_rank, top_k)
@@ -96,11 +96,11 @@ class Frozen(RehearsedStrategy):
 
 
 class SharedReference(RehearsedStrategy, BaseReference):
-    """The policy without its adapters."""
+    """Reference of a policy with adapters: the policy's own weights, without the adapters."""
 
 
 def _on_host(check: Callable[..., None] | None) -> Callable[..., None] | None:
-    """`check` outside the fake modes, because samples are real tensors on the host."""
+    """Wraps `check` so that it runs outside the fake modes: samples are real tensors on the host."""
     if check is None:
         return None
 

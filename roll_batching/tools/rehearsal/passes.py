@@ -83,9 +83,9 @@ class Passes:
 
     @property
     def frozen_chunks(self) -> dict[str, Sequence[Any]]:
-        """Chunks of the models that do not train, by kind of memory; a policy without its adapters has none."""
+        """Chunks of the frozen models by kind of memory. A reference without own weights (adapters) is left out."""
         models: dict[str, Frozen | SharedReference | None] = {REFERENCE: self.reference, TEACHER: self.teacher}
-        return {name: one.chunks for name, one in models.items() if one is not None and one.has_own_weights}
+        return {name: model.chunks for name, model in models.items() if model is not None and model.has_own_weights}
 
     @property
     def unit(self) -> int:
@@ -93,7 +93,7 @@ class Passes:
         return 2 if self.config.task == "dpo" else 1
 
     def align(self, config: JobConfig) -> None:
-        """Align the plans of all models as their precision in `config` needs, which the rehearsed models have not."""
+        """Sets the alignment of all plans to what the precision in `config` (FP8) needs; the models here have none."""
         models: dict[str, MegatronInferStrategy | None] = {
             "actor_train": self.policy,
             "reference": self.reference,
@@ -111,8 +111,8 @@ class Passes:
     def plan(self, strategy: MegatronInferStrategy, batching: BatchingSpec, count: int) -> Plan:
         """Plan of `count` equal micro-batches per rank, as full as `batching` allows.
 
-        Where each pack has its own context-parallel size, packs have `cp_size`; those of a pass without gradient have
-        the largest of their step if none has that.
+        Where each pack has its own context-parallel size, packs have `cp_size`. If the plan of the step has no pack of
+        this size (passes without gradient), packs have the largest size of the plan.
         """
         constraints = _constraints(strategy, batching)
         size = self.cp_size if constraints.has_cp_per_pack else constraints.cp_size
@@ -143,11 +143,11 @@ class Passes:
         return plan_of_step(self.lengths, constraints, strategy.cost, times, self.unit)
 
     def training(self) -> TrainingBatch:
-        """The rehearsed training micro-batch and its optimizer step."""
+        """Describes the policy's training micro-batch and optimizer step."""
         return self._training_of(self.policy)
 
     def critic_training(self) -> TrainingBatch | None:
-        """The critic's, if there is one."""
+        """Describes the critic's training micro-batch and optimizer step; None without a critic."""
         return None if self.critic is None else self._training_of(self.critic)
 
     def _training_of(self, policy: Policy) -> TrainingBatch:
@@ -167,7 +167,7 @@ class Passes:
         )
 
     def small_plan(self, policy: Policy) -> Plan:
-        """Plan of the smallest possible step of the policy or the critic."""
+        """Plan of the smallest possible training step of `policy`, which may be the critic."""
         layout = policy.layout
         constraints = _constraints(policy, policy.batching.train)
         rows = constraints.rows if constraints.mode == "padded" and constraints.rows else self.unit
@@ -178,9 +178,10 @@ class Passes:
         if self.micro_batches is not None:
             return self.micro_batches
         models: list[RehearsedStrategy | None] = [self.policy, self.reference, self.teacher]
-        layouts = [one.layout for one in models if one is not None]
-        count = max(2, *(one.pp_size + 1 if one.vpp_size == 1 else 2 * one.pp_size for one in layouts))
-        multiple = math.lcm(*(one.pp_size for one in layouts if one.vpp_size > 1))
+        layouts = [model.layout for model in models if model is not None]
+        # Interleaved schedules need a multiple of the pipeline's size.
+        count = max(2, *(dims.pp_size + 1 if dims.vpp_size == 1 else 2 * dims.pp_size for dims in layouts))
+        multiple = math.lcm(*(dims.pp_size for dims in layouts if dims.vpp_size > 1))
         return -(-count // multiple) * multiple
 
     def first_step(self) -> None:
@@ -205,7 +206,7 @@ class Passes:
         if self.teacher is not None:
             samples = config.samples_per_rollout if is_rl(config) else config.mini_batch_size(dp_size)
             tokens = sum(self.lengths) / len(self.lengths) if self.lengths else longest_sample(config)
-            size = 8 * policy.top_k * tokens * -(-samples // dp_size)
+            size = 8 * policy.top_k * tokens * -(-samples // dp_size)  # 8 bytes: fp32 log-prob and int32 token
             notes.append(
                 f"teacher: {policy.top_k:,} likely tokens of each position, {8 * policy.top_k:,} bytes: "
                 f"{size / (1 << 30):,.2f} GiB on the host of each data-parallel rank in a step, which pass between "
@@ -217,8 +218,8 @@ class Passes:
         """Run all planned passes of a step; returns the tokens of a micro-batch by pass."""
         tokens, policy = {}, self.policy
         if is_rl(self.config) and policy.batching.logprob_plan != "none":
-            own = policy.batching.logprob_plan == "own"
-            batching = policy.batching.infer if own else policy.batching.train
+            has_own_plan = policy.batching.logprob_plan == "own"
+            batching = policy.batching.infer if has_own_plan else policy.batching.train
             tokens[LOG_PROBS] = self._log_probs(recorder, policy, self.plan(policy, batching, self.count()), LOG_PROBS)
         if (reference := self.reference) is not None:
             # SFT, DPO and KTO run a reference in the policy's layout on the plan of the step.
@@ -229,7 +230,7 @@ class Passes:
             plan = self.plan(planner, batching, self.count())
             tokens[REFERENCE] = self._log_probs(recorder, reference, plan, REFERENCE)
             if self.config.task == "kto":
-                # For the reference point of KTO.
+                # These passes give the reference point of KTO.
                 for name, model in ((MISMATCHED, policy), (MISMATCHED_REFERENCE, reference)):
                     plan = self.plan(model, model.batching.infer, self.count())
                     tokens[name] = self._log_probs(recorder, model, plan, name)
@@ -247,7 +248,7 @@ class Passes:
         return tokens
 
     def _run_critic(self, recorder: Recorder, critic: Policy) -> dict[str, int]:
-        """Values and a training step of the critic; the tokens of a micro-batch of both."""
+        """Runs the critic's pass for values and its training step; returns the tokens of a micro-batch of each."""
         forward, train = (
             self.plan(critic, batching, self.count()) for batching in (critic.batching.infer, critic.batching.train)
         )
@@ -289,7 +290,7 @@ def passes_of(
     cp_size: int = 1,
     with_values: bool = False,
 ) -> Passes:
-    """Build the models of `config` and return its passes; `with_values`: on real tensors with initialized weights."""
+    """Build the models of `config` and return its passes. `with_values`: on real tensors with initialized weights."""
     policy = Policy(_with_schedule(config), seed=config.seed, temperature=config.logprob_temperature)
     policy.recorder, policy.with_values, policy.images = recorder, with_values, image_sizes(config)
     policy.initialize(weights=with_values)
@@ -330,7 +331,7 @@ def passes_of(
 
 
 def _with_schedule(config: JobConfig) -> WorkerConfig:
-    """Settings of the trained role with a learning-rate schedule, whose length has no effect here."""
+    """Settings of the trained role with some learning-rate schedule, which the optimizer needs; any length serves."""
     dp_size = config.dp_size(dist.get_world_size())
     args = schedule_of(config, dp_size) if is_rl(config) else supervised_schedule_of(config, 1, 1)
     if args.max_steps < 1:

@@ -68,9 +68,13 @@ class Recorder(TorchDispatchMode):
         self._override: str | None = None
         self._prefix = ""
         self._known: dict[int, int] = {}
+        """Index in `blocks` by the address of a storage that is held."""
         self._names: dict[int, str] = {}
+        """Qualified name by id of a module."""
         self._stack: list[str] = []
+        """Names of the running modules, the innermost last."""
         self._trail: tuple[list[int], list[str]] = [0], [""]
+        """Autograd sequence numbers, ascending, and the module that runs from each on."""
 
     # ---- phase and module
 
@@ -104,7 +108,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def all_as(self, phase: str) -> Iterator[None]:
-        """Context: attributes its operations to `phase`, also where `during` inside it names another phase."""
+        """Attribute all operations inside to `phase`, whatever phases `during` names there."""
         self._override = phase
         try:
             yield
@@ -158,6 +162,7 @@ class Recorder(TorchDispatchMode):
             return "autograd"
         number = node._sequence_nr()
         at = bisect.bisect_right(self._trail[0], number) - 1
+        # Accumulation of gradients has the largest possible number, and belongs to no module.
         owner = self._trail[1][at] if number < 1 << 60 else ""
         return owner or node.name()
 
@@ -166,7 +171,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs)  # a question, no operation
         self.clock += 1
         self.phases.append(self.phase)
         if func is _aten._local_scalar_dense.default:
@@ -176,8 +181,8 @@ class Recorder(TorchDispatchMode):
                 return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
         elif func is _aten._to_copy.default:
             target = kwargs.get("device")
-            leaves = args[0].device.type != "cpu" and target is not None and torch.device(target).type == "cpu"
-            if leaves and not kwargs.get("non_blocking", False):
+            leaves_device = args[0].device.type != "cpu" and target is not None and torch.device(target).type == "cpu"
+            if leaves_device and not kwargs.get("non_blocking", False):
                 self._note_read(args[0])
         elif is_collective(func):
             self.collectives.append(collective_of(func, args, self.phase))
@@ -335,10 +340,11 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def workspace_of(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes of a kernel's workspace, which fake tensors do not allocate.
+    """Bytes of the workspace of flash attention's backward kernel, which fake tensors do not allocate; 0 for others.
 
-    Flash attention's backward (`mha_varlen_bwd` in PyTorch's `flash_attn/flash_api.cpp`): an fp32 sum of the queries'
-    gradients, a number per row, and with fewer key heads than query heads, gradients of keys and values per query head.
+    The kernel (`mha_varlen_bwd` in PyTorch's `flash_attn/flash_api.cpp`) allocates an fp32 sum of the queries'
+    gradients, one number per row, and if there are fewer key heads than query heads, gradients of keys and values for
+    each query head. Every sequence is padded by 128 rows.
     """
     if str(func._overloadpacket) != "torch_attn._varlen_attn_backward":
         return 0
@@ -351,7 +357,7 @@ def workspace_of(func: Any, args: tuple[Any, ...]) -> int:
 def _dense_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """FLOPs of a kernel of torch's scaled_dot_product_attention.
 
-    Not from torch's registry: it has no CPU kernels, and counts the pairs above the diagonal, which kernels skip.
+    Torch's registry does not serve: it has no CPU kernels, and it counts pairs above the diagonal, which kernels skip.
     """
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     batch, heads, queries, dim = named["query"].shape

@@ -1,4 +1,4 @@
-"""Parts of the page. Charts are plain data for plotly.js: lines with bands, areas, points; labels are escaped here."""
+"""Charts and tables of the page: charts are plain data for plotly.js, with escaped labels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Chart:
     """Whether y is a share, shown in percent."""
     from_zero: bool = False
     is_scientific: bool = False
-    """Whether ticks are as 2e-5."""
+    """Whether ticks are written like 2e-5."""
     height: int = 300
     layout: dict[str, Any] = field(default_factory=dict)
     """Further keys of plotly's layout."""
@@ -76,10 +76,10 @@ def line(
     has_band: bool = True,
     spread: str | None = None,
 ) -> list[Trace]:
-    """Traces of a column: its band, if it has one, and its line; none without values.
+    """Traces of a column: the band, if there is one, and the line. Empty without values.
 
-    The band of a short curve is `spread`, a column with the standard deviation inside a step; that of a long one is
-    where the steps of a window lie.
+    The band of a short curve is one standard deviation, from the column `spread`. The band of a long curve holds the
+    middle 80% of the steps in a window.
     """
     steps, values = column(rows, key)
     if not len(steps):
@@ -121,7 +121,7 @@ def line(
 
 
 def points(rows: Sequence[Row], x_key: str, y_key: str, name: str, color: str) -> list[Trace]:
-    """Markers joined by a thin line: values at the x that another column holds, such as held-out rewards."""
+    """Markers joined by a thin line: column `y_key` over column `x_key`, such as held-out rewards over steps."""
     pairs = [(row.values[x_key], row.values[y_key]) for row in rows if {x_key, y_key} <= row.values.keys()]
     if not pairs:
         return []
@@ -162,7 +162,7 @@ def areas(steps: Floats, parts: Sequence[tuple[str, Floats, str]], group: str) -
 
 
 def window_note(counts: Iterable[int]) -> str:
-    """The sentence that explains lines and bands of curves with these numbers of steps; empty for short ones."""
+    """Sentence that explains the means and bands of curves with `counts` steps; empty if all curves are short."""
     windows = sorted({window_of(count) for count in counts} - {1})
     if not windows:
         return ""
@@ -171,7 +171,7 @@ def window_note(counts: Iterable[int]) -> str:
 
 
 def _listed(values: Iterable[Any]) -> list[float]:
-    """Values with 6 significant digits, integers as such."""
+    """Values with 6 significant digits; whole numbers from 1e5 on as int, which keeps all digits."""
     return [float(f"{value:.6g}") if abs(value) < 1e5 or value % 1 else int(value) for value in map(float, values)]
 
 
@@ -184,7 +184,7 @@ def _transparent(color: str, opacity: float) -> str:
 
 
 MOST_RAW = 80
-"""Most steps that are shown as they are."""
+"""Most steps of a curve that shows every step."""
 _WINDOWS, _POINTS = 50, 250
 """A longer curve has windows of 1/50 of its steps, and about 250 points."""
 BAND = (10, 90)
@@ -254,7 +254,7 @@ class Section:
     """Titles and items of lists."""
     has_rollouts: bool = False
     absent: Sequence[str] = field(default=())
-    """What is left out of it, as sentences."""
+    """Sentences on what the section leaves out."""
 
     @property
     def is_empty(self) -> bool:

@@ -31,9 +31,9 @@ class _Curves:
     columns: Sequence[tuple[str, str]] = ()
     """Column and label."""
     prefix: str = ""
-    """Adds all columns that begin so, labelled by the rest."""
+    """Beginning of further columns of the chart; the rest of their names is the label."""
     spread: str | None = None
-    """Column of the standard deviation inside a step, of the first column."""
+    """Column with the standard deviation of the first column inside a step, for the band."""
     held_out: str | None = None
     note: str = ""
     percent: bool = False
@@ -95,7 +95,7 @@ _CHARTS = (
 
 
 def learning_section(runs: Sequence[RunFiles], phase: str) -> Section:
-    """Curves of a phase, those of several runs in the same charts."""
+    """Section of the curves of a phase; two runs share the charts."""
     charts = [chart for curves in _CHARTS if (chart := _chart(curves, runs, phase)) is not None]
     counts = [len(run.of_phase(phase)) for run in runs]
     absent = [f"{run.label} has no phase {phase}." for run, count in zip(runs, counts, strict=True) if not count]
@@ -104,8 +104,9 @@ def learning_section(runs: Sequence[RunFiles], phase: str) -> Section:
 
 
 def _chart(curves: _Curves, runs: Sequence[RunFiles], phase: str) -> Chart | None:
+    """The chart of `curves`; None if no run has the columns."""
     traces: list[Trace] = []
-    is_short = True
+    is_short = True  # whether all curves show each step: only then `curves.note` describes the band
     for number, run in enumerate(runs):
         rows = run.of_phase(phase)
         names = sorted({key for row in rows for key in row.values if curves.prefix and key.startswith(curves.prefix)})

@@ -51,13 +51,14 @@ def _results(runs: Sequence[RunFiles]) -> Table | None:
 
 
 def _first_and_last(rows: Sequence[Row], name: str) -> tuple[str, str, str]:
-    found = [row for row in rows if name in row.values]
-    first, last = found[0].values[name], found[-1].values[name]
+    """(First value, last value, change) of a held-out column, as texts."""
+    evaluations = [row for row in rows if name in row.values]
+    first, last = evaluations[0].values[name], evaluations[-1].values[name]
     digits = 1 if max(abs(first), abs(last)) > 10 else 3
-    at = [f"{row.values['eval_updates']:,.0f}" for row in (found[0], found[-1])]
+    steps = [f"{row.values['eval_updates']:,.0f}" for row in (evaluations[0], evaluations[-1])]
     return (
-        f"{fixed(first, digits)} (after {at[0]} steps)",
-        f"{fixed(last, digits)} (after {at[1]})",
+        f"{fixed(first, digits)} (after {steps[0]} steps)",
+        f"{fixed(last, digits)} (after {steps[1]})",
         fixed(last - first, digits, sign=True),
     )
 
@@ -74,7 +75,7 @@ def _label(name: str) -> str:
 
 
 def settings_section(runs: Sequence[RunFiles]) -> Section:
-    """The settings of config.yaml; of two runs, those that differ come first."""
+    """Section of the settings in config.yaml; with two runs, differing settings come first."""
     absent = [
         f"Settings of {run.label}: its folder has no config.yaml that can be read." for run in runs if not run.settings
     ]
@@ -83,7 +84,7 @@ def settings_section(runs: Sequence[RunFiles]) -> Section:
 
 
 def environment_section(runs: Sequence[RunFiles]) -> Section:
-    """Versions and device."""
+    """Section of the versions and the device of each run."""
     absent = [
         f"Environment of {run.label}: its folder has no run_info.json, which runs write since version 0.2.0."
         for run in runs
@@ -94,6 +95,7 @@ def environment_section(runs: Sequence[RunFiles]) -> Section:
 
 
 def _compared(values: Sequence[Mapping[str, str]], labels: Sequence[str], head: str) -> Table | None:
+    """Table of the values of each run by key, differing ones first; None without keys. `head`: title of the keys."""
     keys = list(dict.fromkeys(key for run_values in values for key in run_values))
     if not keys:
         return None
@@ -123,7 +125,7 @@ def notices_section(runs: Sequence[RunFiles]) -> Section:
 
 
 def _findings(run: RunFiles) -> list[str]:
-    """Events that the metrics count."""
+    """Sentences on faults and rare events that the metrics count."""
     findings = []
     for phase in run.phases:
         rows = run.of_phase(phase)
@@ -154,7 +156,7 @@ MOST_CHARACTERS = 6_000_000
 
 
 def rollouts_section(runs: Sequence[RunFiles]) -> Section:
-    """The section, or the reason why it is empty."""
+    """Section of the recorded responses; names each run without any in `absent`."""
     notes, absent = [], []
     for run in runs:
         if run.rollouts is None:
@@ -163,13 +165,13 @@ def rollouts_section(runs: Sequence[RunFiles]) -> Section:
                 "supervised runs have none)."
             )
             continue
-        shown, total = len(run.rollouts.objects), run.rollouts.total
+        listed, total = len(run.rollouts.objects), run.rollouts.total
         if total > MOST_ROLLOUTS:
             notes.append(
-                f"{run.label}: {shown:,} of {total:,} recorded responses are on this page, spread evenly over the file."
+                f"{run.label}: {listed:,} of {total:,} recorded responses are on this page, spread evenly over the file."
             )
         else:
-            notes.append(f"{run.label}: {shown:,} recorded responses.")
+            notes.append(f"{run.label}: {listed:,} recorded responses.")
     notes.append("Runs record some of their responses (rollout_samples of each step), not all.")
     return Section(
         "Rollouts", note=" ".join(notes), has_rollouts=any(run.rollouts is not None for run in runs), absent=absent
@@ -181,7 +183,7 @@ def rollout_records(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     records = []
     for run in runs:
         objects = run.rollouts.objects if run.rollouts is not None else []
-        longest = min(LONGEST_TEXT, MOST_CHARACTERS // max(3 * len(objects), 1))
+        longest = min(LONGEST_TEXT, MOST_CHARACTERS // max(3 * len(objects), 1))  # prompt, response and answer
         records += [_record(values, run.label, longest) for values in objects]
     return records
 
@@ -205,6 +207,7 @@ def _record(values: dict[str, Any], label: str, longest: int) -> dict[str, Any]:
 
 
 def _marks(value: Any) -> str:
+    """Text of a reward's marks: names of those that are true, and `name=number` of the others; 20 at most of each."""
     if not isinstance(value, dict):
         return ""
     names = [name for name, mark in list(value.items())[:20] if mark is True]

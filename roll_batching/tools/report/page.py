@@ -34,7 +34,7 @@ from roll_batching.tools.report.run_files import RunFiles, clean, escaped, phase
 from roll_batching.tools.report.steps import balance_section, staleness_section, time_section, tokens_section
 
 MARK = '<meta name="generator" content="roll-batching report">'
-"""Line of every report, by which an existing file is recognised as one."""
+"""Line that marks a file as a report, which a new report may replace."""
 
 
 def make_sections(runs: Sequence[RunFiles]) -> list[Section]:
@@ -58,11 +58,9 @@ def make_page(runs: Sequence[RunFiles], plotly: str) -> str:
     """The page of one or two runs; `plotly` is the source of plotly.js."""
     sections = make_sections(runs)
     specs: list[dict[str, Any]] = []
-    body = "\n".join(
-        _section(section, number, specs) for number, section in enumerate(sections) if not section.is_empty
-    )
-    shown = [(number, section) for number, section in enumerate(sections) if not section.is_empty]
-    links = "".join(f'<a href="#s{number}">{escaped(section.title)}</a>' for number, section in shown)
+    numbered = [(number, section) for number, section in enumerate(sections) if not section.is_empty]
+    links = "".join(f'<a href="#s{number}">{escaped(section.title)}</a>' for number, section in numbered)
+    body = "\n".join(_section(section, number, specs) for number, section in numbered)
     title = escaped(" and ".join(run.label for run in runs), 200)
     script, style = _asset("report.js"), _asset("report.css")
     records = rollout_records(runs)
@@ -97,7 +95,7 @@ def make_page(runs: Sequence[RunFiles], plotly: str) -> str:
 
 
 def _section(section: Section, number: int, specs: list[dict[str, Any]]) -> str:
-    """The HTML of a section; adds its charts to `specs`."""
+    """Returns the HTML of a section, and appends the data of its charts to `specs`."""
     parts = [f'<section id="s{number}"><h2>{escaped(section.title)}</h2>']
     if section.note:
         parts.append(f'<p class="note">{escaped(section.note)}</p>')
@@ -132,7 +130,7 @@ def _table(table: Table) -> str:
 
 
 def _absent(sections: Sequence[Section]) -> str:
-    """The list of what the page lacks."""
+    """HTML of the list of contents that the page lacks, each with the reason; empty if it lacks nothing."""
     items = [text for section in sections for text in section.absent]
     items += [
         f"{section.title}: the runs have no data for it."
@@ -146,7 +144,7 @@ def _absent(sections: Sequence[Section]) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON inside a script element, in which no tag or comment can begin."""
+    """JSON for a script element: without `<`, so that no text of a run can end the element."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -163,18 +161,18 @@ def _asset(name: str) -> str:
 
 MOST_RUNS = 2
 _HEAD = 4096
-"""Bytes of a file in which a report has its mark."""
+"""Bytes at the beginning of a report, among which its mark lies."""
 
 
 def write_report(folders: Sequence[Path], output: Path | None) -> tuple[Path, list[RunFiles]]:
     """Write the report of one or two runs; returns its path, and the runs as read.
 
     `output`: default `report.html` in the folder of the first run, or `report-NAME.html` beside a run NAME.
-    Raises ConfigError for arguments that do not fit, without plotly, and when the file is there and is no report;
-    RollBatchingError when a folder is not a run's or the page cannot be written.
+    Raises ConfigError for a wrong number of folders, without plotly, and if the file exists and is not a report;
+    RollBatchingError if a folder is not a run's or the page cannot be written.
     """
     if not 1 <= len(folders) <= MOST_RUNS:
-        raise ConfigError(f"a report shows one run, or two side by side, and {len(folders)} are given")
+        raise ConfigError(f"a report shows one run, or two side by side, and {len(folders)} are given: leave some out")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError(f"{folders[0]} and {folders[1]} are the same folder: give two runs, or one")
     try:
@@ -199,7 +197,7 @@ def write_report(folders: Sequence[Path], output: Path | None) -> tuple[Path, li
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """Names of the runs: of their folders, told apart where they are equal."""
+    """Names of the runs: the names of their folders, with A and B in front if they are equal."""
     names = [clean(folder.resolve().name, 40) or "run" for folder in folders]
     if len(set(names)) < len(names):
         return [f"{letter}: {name}" for letter, name in zip("AB", names, strict=False)]

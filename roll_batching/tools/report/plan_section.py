@@ -1,6 +1,6 @@
-"""The section on the plan of a run's last step: who computes which samples when, and where ranks wait.
+"""The section on the plan of a run's last step: which rank computes which samples when, and where ranks wait.
 
-Times are those that the planner's costs predict.
+Times are predicted from the planner's costs, not measured.
 """
 
 from __future__ import annotations
@@ -119,17 +119,17 @@ def _samples(plan: Plan, boxes: Sequence[Box]) -> Trace:
         members = plan.samples[first:end]
         costs = plan.sample_costs[members].astype(float)
         total = costs.sum()
-        at = box.start
+        start = box.start
         for place, (sample, cost) in enumerate(zip(members.tolist(), costs.tolist(), strict=True)):
             duration = box.duration * (cost / total if total else 1 / len(members))
             shared = int(plan.shared[first + place])
             rows.append(box.row)
-            starts.append(at)
+            starts.append(start)
             durations.append(duration)
             lengths.append(int(plan.used[sample]))
             prefix = f", {shared:,} of them computed with the sample before" if shared else ""
             texts.append(f"sample {int(plan.ids[sample])}: {lengths[-1]:,} tokens{prefix}<br>{_pack_text(plan, box)}")
-            at += duration
+            start += duration
     trace = _bars("samples", rows, starts, durations)
     return trace | {"hovertext": texts, "marker": _colored(lengths, "tokens", 0.5), "showlegend": False}
 
@@ -187,7 +187,7 @@ class Box:
     row: int
     """DP rank; in a pipeline DP rank x stages + stage."""
     start: float
-    """In means of the rows' work; of plans with predicted times, in milliseconds."""
+    """Milliseconds for a plan with predicted times; otherwise in units of the mean work of a row."""
     duration: float
     pack: int
     """Index into the plan's micro-batch arrays."""
@@ -221,7 +221,7 @@ def make_timeline(plan: Plan, ranks: int) -> Timeline:
     is_predicted = plan.blocks is not None and bool(plan.blocks.step_time)
     if plan.blocks is not None and is_predicted:
         costs = plan.blocks.times.astype(np.float64)
-    events = execute_plan(plan, costs / 3, costs * 2 / 3)
+    events = execute_plan(plan, costs / 3, costs * 2 / 3)  # a backward pass costs two forward passes
     end = max((passes[-1].end for of_rank in events for passes in of_rank), default=0.0)
     shares = plan.chunk_shares or (1.0,) * (stages * constraints.vpp_size)
     boxes = []
@@ -234,16 +234,17 @@ def make_timeline(plan: Plan, ranks: int) -> Timeline:
             share = shares[event.chunk * stages + stage] / constraints.vpp_size
             boxes.append(Box(row, event.start, float(costs[pack]) * share * part / 3, pack, event.index, kind))
     rows = ranks * stages
+    # Predicted times are nanoseconds, shown in milliseconds; costs are shown in means of the rows' work.
     scale = 1e-6 if is_predicted else rows / (sum(box.duration for box in boxes) or rows)
     boxes = [replace(box, start=box.start * scale, duration=box.duration * scale) for box in boxes]
     return Timeline(boxes, _gaps(boxes, rows, end * scale), rows, end * scale, is_predicted)
 
 
 def _gaps(boxes: list[Box], rows: int, end: float) -> list[tuple[int, float, float]]:
-    """The time of each row until `end` that no box fills."""
+    """(Row, start, duration) of every gap between boxes until `end`."""
     gaps: list[tuple[int, float, float]] = []
     clock = [0.0] * rows
-    smallest = end * 1e-9
+    smallest = end * 1e-9  # smaller gaps are rounding errors
     for box in sorted(boxes, key=lambda box: box.start):
         if box.start - clock[box.row] > smallest:
             gaps.append((box.row, clock[box.row], box.start - clock[box.row]))

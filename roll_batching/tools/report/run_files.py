@@ -1,4 +1,4 @@
-"""What a run's folder holds, read without trust: files may be missing, cut, or written at the same time."""
+"""Reads the folder of a run without trusting it: files may be missing, cut, or written at the same time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunFiles:
     """Name of the run on the page."""
     rows: list[Row]
     nulls: dict[str, int]
-    """Columns with values that are null or not finite, and in how many rows."""
+    """Number of rows in which a column is null or not finite, by column."""
     rollouts: JsonLines | None
     settings: dict[str, str]
     """Settings of config.yaml by dotted key."""
@@ -55,7 +55,7 @@ class RunFiles:
     """Notices of the configuration, then those in the logs."""
     last_plan: LastPlan | None
     problems: list[str] = field(default_factory=list)
-    """What could not be read, as sentences."""
+    """Sentences on files and lines that could not be read."""
 
     @property
     def phases(self) -> list[str]:
@@ -201,12 +201,13 @@ def _read_plan(path: Path, problems: list[str]) -> LastPlan | None:
 
 
 def _flat(values: dict[Any, Any]) -> dict[str, str]:
-    """Leaves by dotted key, without secrets. Their number is limited: aliases make a short file an endless tree."""
+    """Settings by dotted key, without secrets. Their number is limited: aliases can make a short file endless."""
     leaves = islice(_leaves(values, ()), _MOST_SETTINGS)
     return {key: redact(value, name=key.rpartition(".")[2]) for key, value in leaves}
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yields (dotted key, text) of each value below `value`; a list of plain values is one text."""
     if isinstance(value, dict) and value and len(path) < _DEEPEST:
         for key, item in value.items():
             yield from _leaves(item, (*path, clean(key, 100)))
@@ -229,7 +230,7 @@ def _logged_notices(folder: Path, problems: list[str]) -> list[str]:
     for path in islice(sorted(folder.glob("rank_*.log")), _MOST_LOGS):
         try:
             with open_regular(path) as file:
-                file.seek(0, 2)
+                file.seek(0, 2)  # to the end; then back by `_LOG_TAIL`
                 file.seek(max(file.tell() - _LOG_TAIL, 0))
                 tail = file.read().decode("utf-8", errors="replace")
         except OSError as error:
@@ -272,7 +273,7 @@ def number(value: Any) -> float | None:
     if isinstance(value, int) and value.bit_length() > 900:
         return None
     result = float(value)
-    return result if abs(result) < _LARGEST else None  # NaN is below nothing
+    return result if abs(result) < _LARGEST else None  # comparisons with NaN are false
 
 
 def _written(value: Any) -> str:
@@ -297,15 +298,15 @@ class JsonLines:
     total: int
     """Lines of the file that are not empty."""
     broken: int
-    """Lines among those looked at that are no JSON object."""
+    """Number of the read lines that are not a JSON object."""
     first_broken: int
-    """Number of the first such line, from 1; 0: none."""
+    """Line number of the first broken line, from 1; 0: none."""
     is_cut: bool
     """Whether the last line has no end: a run is writing it, or was killed."""
 
 
 def read_json_lines(path: Path, most: int | None = None) -> JsonLines:
-    """Read `path`; of more than `most` lines, `most` that are spread evenly. Raises OSError."""
+    """Read the JSON objects of `path`, one a line; of a longer file, `most` lines spread evenly. Raises OSError."""
     total = sum(1 for _ in _lines(path))
     chosen: Set[int] | None = None
     if most is not None and total > most:
@@ -337,7 +338,7 @@ def _parsed(line: bytes | None) -> dict[str, Any] | None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Numbers and contents of the lines that are not empty; None for one that is too long."""
+    """Yields (number, content) of every line that is not empty; the content of a line that is too long is None."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(LONGEST_LINE):

@@ -1,4 +1,4 @@
-"""Sections of figures by step: tokens, fill of the cap and balance of the ranks, times, staleness."""
+"""Sections with values of each step: tokens, fill of the cap, balance of the ranks, times, staleness."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from roll_batching.tools.report.run_files import Row, RunFiles, phases_of
 
 
 def tokens_section(runs: Sequence[RunFiles]) -> Section:
-    """Tokens of each step: computed ones, padding among them, and those that the run does not compute."""
+    """Section of the tokens of each step: computed real tokens, computed padding, and tokens that the run saves."""
     charts, absent = [], []
     for phase in phases_of(runs):
         for run in runs:
@@ -67,7 +67,7 @@ def _tokens_chart(run: RunFiles, phase: str, name: str) -> Chart | None:
 
 
 def _modes_table(run: RunFiles) -> Table | None:
-    """Tokens that the steps with a comparison compute in each mode."""
+    """Table of the tokens that each batching mode computes in the steps that compare modes; None without any."""
     rows = [row for row in run.rows if {"tokens", "computed_tokens", "tokens_padded"} <= row.values.keys()]
     if not rows:
         return None
@@ -136,7 +136,7 @@ def _fill(run: RunFiles, phase: str, number: int, runs: int) -> list[Trace]:
 
 
 def _cap(run: RunFiles) -> int | None:
-    """Most tokens of a micro-batch, from the settings; None without one, or with a size per pack."""
+    """Cap of a micro-batch in tokens, from the settings; None without a cap, or if packs differ in context ranks."""
     settings = run.settings
     if settings.get("actor_train.strategy_args.strategy_config.dynamic_context_parallel") == "True":
         return None
@@ -147,13 +147,14 @@ def _cap(run: RunFiles) -> int | None:
     if settings.get("actor_train.use_sequence_packing") != "True":
         keys = ["actor_train.max_tokens_per_microbatch_in_train"]
     for key in keys:
+        # 18 digits: the file is untrusted, and longer numbers would not fit an int64.
         if (text := settings.get(key, "")).isascii() and text.isdigit() and 0 < int(text[:18]):
             return int(text[:18])
     return None
 
 
 def lines_of_runs(runs: Sequence[RunFiles], phase: str, columns: Sequence[tuple[str, str]]) -> list[Trace]:
-    """Lines of columns: coloured by run where there are two, else by column."""
+    """Lines of `columns`, (column, label) each: with two runs coloured by run, with one by column."""
     traces = []
     for number, run in enumerate(runs):
         prefix = f"{run.label}: " if len(runs) > 1 else ""
@@ -241,7 +242,7 @@ def _values(rows: Sequence[Row], key: str) -> np.ndarray:
 
 
 def _totals(run: RunFiles) -> Table | None:
-    """Time of whole phases."""
+    """Table of the time of each phase; None without times."""
     records = []
     for phase in run.phases:
         rows = [row for row in run.of_phase(phase) if "seconds" in row.values]
@@ -253,7 +254,7 @@ def _totals(run: RunFiles) -> Table | None:
             for key, label in _SHARES
             if any(f"share/{key}" in row.values for row in rows)
         ]
-        minutes, rest = divmod(int(seconds + 0.5), 60)
+        minutes, rest = divmod(int(seconds + 0.5), 60)  # rounded to whole seconds
         clock = f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
         records.append((phase, f"{len(rows):,}", clock, f"{seconds / len(rows):,.3g} s", ", ".join(parts)))
     if not records:

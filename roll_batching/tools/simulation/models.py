@@ -69,14 +69,14 @@ def _validated(values: Any, name: str) -> ArchitectureConfig:
     try:
         return ArchitectureConfig.model_validate(values)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        problems = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise ConfigError(f"{name} is not the shape of a model: {'; '.join(problems)}") from None
 
 
 def architecture_times(
     shape: ArchitectureConfig, dims: ParallelDims, cluster: Cluster, *, overlapped_exchange: bool = False
 ) -> PackTimes:
-    """Predicted times of packs of such a model."""
+    """Predicted times of packs of a model of this `shape`."""
     times = architecture_pack_times(shape, tp_size=dims.tp_size, pp_size=dims.pp_size, cluster=cluster)
     return replace(times, overlapped_exchange=overlapped_exchange)
 
@@ -112,10 +112,10 @@ CLUSTERS: Mapping[str, Cluster] = {
 
 
 def read_cluster(*texts: str) -> Cluster:
-    """The cluster of names, of YAML files with fields of `Cluster` (or with them under `cluster`), and of KEY=VALUE.
+    """Builds a cluster from texts: a name in `CLUSTERS`, a YAML file with fields of `Cluster`, or KEY=VALUE.
 
-    Later ones change what earlier ones say; the first change h100. Raises `ConfigError` for unknown names and for
-    values in another unit.
+    A file may have its fields under `cluster`. Each text changes the result of the texts before it, the first one the
+    H100's rates. Raises `ConfigError` for unknown names and for values in another unit.
     """
     cluster = Cluster()
     for text in texts:

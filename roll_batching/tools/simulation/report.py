@@ -22,7 +22,7 @@ RANK_HEADER = ("rank", "packs", "tokens", "ends, s", "compute", "exchange", "bub
 
 
 def lines_of(scenario: Scenario, step: SimulatedStep, cluster: str) -> Iterator[str]:
-    """Lines about a step, the verdict first."""
+    """Yields the lines about a simulated step, its time first. `cluster`: name of the cluster."""
     constraints, report = scenario.constraints, step.plan.report
     devices = constraints.world_size
     yield (
@@ -93,15 +93,15 @@ def rank_rows(step: SimulatedStep) -> tuple[list[tuple[str, ...]], int]:
 
 
 def sweep_rows(swept: Sequence[SweepResult]) -> list[tuple[str, ...]]:
-    """Rows of the table of a sweep, best first: sizes, then figures; impossible combinations are left out."""
+    """Rows of the table of a sweep, in the order of `swept`: sizes, then figures, without impossible combinations."""
     rows = []
-    for one in swept:
-        if one.step is not None:
-            step, counts = one.step, [len(packs) for packs in one.step.packs]
+    for result in swept:
+        if result.step is not None:
+            step, counts = result.step, [len(packs) for packs in result.step.packs]
             few, many = min(counts), max(counts)
             rows.append(
                 (
-                    *(f"{value:,}" if isinstance(value, int) else str(value) for value in one.changes.values()),
+                    *(f"{value:,}" if isinstance(value, int) else str(value) for value in result.changes.values()),
                     f"{step.plan.constraints.dp_size:,}",
                     f"{step.seconds:.4g}",
                     f"{step.tokens_per_second:,.0f}",
@@ -165,11 +165,14 @@ MOST_LANES = 48
 """Most lanes that are drawn; of more ranks some are chosen, the slowest and the fastest among them."""
 FORWARD, BACKWARD, EXCHANGE, WAITING = "#4c72b0", "#55a868", "#e08a3c", "0.92"
 _LABEL_WIDTH = 0.011
-"""Least width of a labelled pass, as a share of the step, per character."""
+"""Width of a character of a label, as a share of the step: narrower passes have no label."""
 
 
 def draw_timeline(step: SimulatedStep, path: str | Path, *, title: str = "") -> Path:
-    """Write a PNG (or what the suffix says) of `step`; returns the path. Raises `ConfigError` if that fails."""
+    """Draw the passes of `step` into the file `path`, in the format of its suffix; returns the path.
+
+    Raises `ConfigError` if the file cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -38,11 +38,11 @@ class Scenario:
     architecture: ArchitectureConfig
     cluster: Cluster = field(default_factory=Cluster)
     group_ids: Ints | None = None
-    """Samples with equal values share a micro-batch."""
+    """Group of each sample: the samples of a group share a micro-batch."""
     recompute: int | None = None
     """Layers of a model chunk that are recomputed in the backward pass; None: none, 0: all."""
     overlapped_exchange: bool = False
-    """Whether keys and values travel behind attention; see `PackTimes`."""
+    """Whether keys and values travel while attention computes; see `PackTimes`."""
     largest_cp_size: int | None = None
     """Largest context-parallel size where each pack has its own; None: as many ranks as share the data."""
 
@@ -73,8 +73,9 @@ class Scenario:
         )
 
     def simulate(self) -> SimulatedStep:
-        """The step of its plan. Raises `PlanError` where the layout, the model or the lengths do not allow one."""
+        """Simulates the step of `plan`. Raises `PlanError` where layout, model or lengths do not allow one."""
         check_layout(self.architecture, self.constraints)
+        # FLOPs per token of the output head: 6 per parameter, forward and backward.
         head = 6.0 * self.architecture.hidden_size * self.architecture.vocab_size
         return simulate_plan(self.plan(), self.times, recomputed=self.recomputed_share, head=head)
 
@@ -84,8 +85,8 @@ class Scenario:
         Data-parallel ranks follow from the other sizes. Raises `PlanError` for impossible ones.
         """
         base = self.constraints
-        own_cp: Any = DYNAMIC if base.has_cp_per_pack else base.cp_size
-        cp = changes.get("cp", own_cp)
+        base_cp: Any = DYNAMIC if base.has_cp_per_pack else base.cp_size
+        cp = changes.get("cp", base_cp)
         sizes = {name: int(changes.get(name, getattr(base, f"{name}_size"))) for name in ("tp", "pp", "vpp")}
         cp_size = 1 if cp == DYNAMIC else int(cp)
         replica = sizes["tp"] * sizes["pp"] * cp_size
@@ -114,13 +115,13 @@ class Scenario:
         return replace(self, constraints=constraints)
 
     def _max_cp_size(self, ranks: int) -> int:
-        largest = ranks & -ranks
+        largest = ranks & -ranks  # the largest power of two that divides `ranks`
         return largest if self.largest_cp_size is None else min(self.largest_cp_size, largest)
 
     def single_sizes(self) -> dict[int, Scenario]:
-        """The same step with each single context-parallel size, by size, for packs with sizes of their own.
+        """The same step with one context-parallel size for all packs, by each legal size.
 
-        A rank's cap of tokens stays: packs of size n hold n times as many.
+        A rank's cap stays: packs of size n hold n times as many tokens.
         """
         base = self.constraints
         return {
@@ -157,7 +158,7 @@ class SweepResult:
 
     @property
     def name(self) -> str:
-        """Such as `cp 2, pp 4`."""
+        """Name for reports, such as `cp 2, pp 4`."""
         return ", ".join(f"{key} {value}" for key, value in self.changes.items())
 
 
@@ -202,7 +203,7 @@ def run_sweep(scenario: Scenario, values: Mapping[str, Sequence[Any]]) -> list[S
             swept.append(SweepResult(changes, scenario.vary(changes).simulate()))
         except PlanError as error:
             swept.append(SweepResult(changes, None, str(error)))
-    return sorted(swept, key=lambda one: float("inf") if one.step is None else -one.step.tokens_per_second)
+    return sorted(swept, key=lambda result: float("inf") if result.step is None else -result.step.tokens_per_second)
 
 
 # ---- steps of jobs
@@ -211,14 +212,14 @@ def run_sweep(scenario: Scenario, values: Mapping[str, Sequence[Any]]) -> list[S
 def scenario_of_job(
     config: JobConfig, lengths: Ints, world_size: int | None = None, cluster: Cluster | None = None
 ) -> Scenario:
-    """A step of `actor_train` over samples of `lengths` (of pairs chosen, rejected, chosen, ...).
+    """A training step of `actor_train` over samples of `lengths`; pairs are chosen, rejected, chosen, ...
 
     Raises `ConfigError` where the model's shape is not known or a stream forms the steps.
     """
     train = config.actor_train
     megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
     if architecture is None:
-        text = "is missing: a simulation needs the model's shape"
+        text = "is missing: a simulation needs the model's shape: write it, or set model_name_or_path to a directory"
         raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
     if config.stream is not None:
         raise ConfigError("a stream forms the steps of this job while it runs: simulate it without the stream's keys")

@@ -1,4 +1,4 @@
-"""Step time of a plan on a cluster: passes of all ranks and stages, and what their time goes into."""
+"""Predicts the step time of a plan on a cluster: the passes of all ranks and stages, and how their time is spent."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class SimulatedStep:
     @cached_property
     def busy(self) -> Seconds:
         """float64[dp]: seconds of passes of each data-parallel rank, equal on all its stages."""
-        own = self.work.forward + self.work.backward
-        return np.array([own[list(packs)].sum() for packs in self.packs])
+        seconds = self.work.forward + self.work.backward
+        return np.array([seconds[list(packs)].sum() for packs in self.packs])
 
     @cached_property
     def exchange(self) -> Seconds:
@@ -64,22 +64,22 @@ class SimulatedStep:
 
     @property
     def bubble_share(self) -> float:
-        """Share in which they wait inside the step: for other pipeline stages, and for ranks that compute with them."""
+        """Share in which ranks wait inside the step: for other pipeline stages, or for ranks of the same pack."""
         return max(0.0, float((self.rank_ends - self.busy).mean())) / self.seconds
 
     @property
     def end_wait_share(self) -> float:
-        """Share in which they wait at the end of the step, for slower data-parallel ranks."""
+        """Share in which ranks wait at the end of the step, for slower data-parallel ranks."""
         return 1 - float(self.rank_ends.mean()) / self.seconds
 
     @property
     def waiting_share(self) -> float:
-        """Share in which they wait, inside the step and at its end."""
+        """Share in which ranks wait, inside the step and at its end."""
         return self.bubble_share + self.end_wait_share
 
     @property
     def compute_share(self) -> float:
-        """Share in which they compute; the four shares add up to 1."""
+        """Share in which ranks compute. Computing, exchange, bubbles and waiting at the end add up to 1."""
         return float((self.busy - self.exchange).mean()) / self.seconds
 
     @property
@@ -88,7 +88,7 @@ class SimulatedStep:
         return self.seconds / float(self.rank_ends.mean()) - 1
 
     def parts_of(self, rank: int, event: PassEvent) -> tuple[int, float, float]:
-        """Divides a pass of `rank`: (micro-batch in the plan, seconds of work, those of exchanging keys and values).
+        """(Micro-batch in the plan, seconds of work, seconds of exchanging keys and values) of the pass `event`.
 
         Work includes the exchange. The rest of the event is waiting for other ranks.
         """
@@ -97,7 +97,7 @@ class SimulatedStep:
         return pack, busy, busy * float(work.exchange[pack] / (work.forward[pack] + work.backward[pack]))
 
     def with_free_transfers(self) -> SimulatedStep:
-        """The same passes where transfers between stages are free, as the planner and the report of a run assume."""
+        """The same step with free transfers between stages, as the planner and the report of a run assume."""
         return replace(self, timeline=execute_plan(self.plan, self.work.forward, self.work.backward))
 
 
@@ -156,6 +156,7 @@ def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: fl
     are `head` (0: not known), skips padding. Raises `PlanError` for times of another layout.
     """
     _check(plan, times, recomputed, head)
+    # `tail`: tokens at the end of a pack that belong to no slot. A slot also attends to its shared tokens.
     starts, tail = plan.offsets, plan.tokens - sums_of(plan.slots, plan.offsets)
     computed, taken = plan.slots + plan.shared, plan.shared
     total = np.zeros(len(plan.tokens), dtype=np.int64)
@@ -164,9 +165,12 @@ def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: fl
     for size in np.unique(plan.cp_sizes).tolist():
         packs = np.flatnonzero(plan.cp_sizes == size)
         slots = np.flatnonzero(plan.cp_sizes[pack_of] == size)
-        own = _sum_of_slots(times, computed[slots], taken[slots], pack_of[slots], len(total), size)
-        total[packs] = times.fixed(size) + own[0][packs] + _of_lengths(times, tail[packs], size)[0]
-        exchange[packs] = times.exchange_latency(size) + own[1][packs] + _of_lengths(times, tail[packs], size)[1]
+        slot_times, slot_exchanges = _sum_of_slots(
+            times, computed[slots], taken[slots], pack_of[slots], len(total), size
+        )
+        tail_times, tail_exchanges = _of_lengths(times, tail[packs], size)
+        total[packs] = times.fixed(size) + slot_times[packs] + tail_times
+        exchange[packs] = times.exchange_latency(size) + slot_exchanges[packs] + tail_exchanges
     real = sums_of(plan.used[plan.samples] - plan.shared, plan.offsets)
     skipped = np.maximum(plan.tokens - real, 0) / plan.cp_sizes * head / (times.tp_size * times.pp_size)
     seconds = np.maximum(total / NANOSECONDS - skipped / times.cluster.matmul_rate, times.floor / NANOSECONDS)
@@ -181,7 +185,7 @@ def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: fl
 def _sum_of_slots(
     times: PackTimes, computed: Ints, taken: Ints, pack_of: Ints, packs: int, size: int
 ) -> tuple[Ints, Ints]:
-    """(times, exchanges) that slots add to each pack, less the first `taken` positions, which other samples compute."""
+    """(Times, exchanges) that slots add to each pack, without their first `taken` positions, computed by others."""
     whole, prefix = _of_lengths(times, computed, size), _of_lengths(times, taken, size)
     added = np.zeros((2, packs), dtype=np.int64)
     for row in range(2):
@@ -190,8 +194,8 @@ def _sum_of_slots(
 
 
 def _of_lengths(times: PackTimes, lengths: Ints, size: int) -> tuple[Ints, Ints]:
-    """(times, exchanges) of sequences; 0 for those without tokens."""
-    there = np.maximum(lengths, 1)
+    """(Times, exchanges) of sequences of `lengths` tokens; 0 for empty ones."""
+    there = np.maximum(lengths, 1)  # PackTimes takes no empty sequences
     is_empty = lengths == 0
     return (
         np.where(is_empty, 0, times.sequences(there, size)),
