@@ -1,4 +1,4 @@
-"""Samples of a host's batch as a `SampleBatch`, and fields of a `SampleBatch` in the form of the host's batch.
+"""Reads a host's batch as a `SampleBatch`, and writes fields of a `SampleBatch` in the form of the host's batch.
 
 | host | its batch | whole rows |
 |---|---|---|
@@ -6,7 +6,7 @@
 | verl's trainer, ROLL | DataProto | `[B, S]` under `attention_mask`, padded on either side or both |
 | NeMo-RL | BatchedDataDict | `[B, S]`, padded on the right from `input_lengths` on |
 
-Hosts do not store what a column of a field belongs to: `forms` says it for each field, as one of `HostForm`. verl's
+Hosts do not store which token a column of a field belongs to. `forms` names it for each field, as a `HostForm`. verl's
 log-probs, advantages and masks are "response", ROLL's log-probs "next_token", all of NeMo-RL's columns "token".
 """
 
@@ -50,10 +50,10 @@ def read_host_batch(
 
 
 def make_host_fields(batch: SampleBatch, data: Any, forms: Mapping[str, HostForm]) -> dict[str, Tensor]:
-    """Fields of `batch` in the form of `data`, the host's batch that it was read from: by name, to be put there.
+    """Fields of `batch` by name, in the form of `data`, the host's batch from which `batch` was read.
 
-    The samples of `batch` are in the order of `data`. Values of each token become values of the token before it, and
-    the other way, where a field's kind is not its form. Rows are jagged where `input_ids` (for responses: `responses`)
+    The samples of `batch` are in the order of `data`. Where a field's kind and form differ, values move by one token:
+    from a token to the token that predicts it, or back. Rows are jagged where `input_ids` (for responses: `responses`)
     are, otherwise padded with the field's pad value. Raises DataError for other samples than those of `data`, and for
     static fields.
     """

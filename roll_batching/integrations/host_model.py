@@ -1,4 +1,4 @@
-"""A host's Megatron model under our strategy: its samples planned and packed, its own loss function called on packs.
+"""Runs a host's Megatron model under our strategy: plans and packs its samples, and calls its loss function on packs.
 
 The hosts keep their models, optimizers, schedules and checkpoints. Their passes over micro-batches are replaced by
 `HostModel.run`: one plan for the batch of all ranks, packs instead of padded rows, receive shapes from the plan, and
@@ -36,7 +36,7 @@ _RANK_SHIFT = 40
 
 
 class HostModel:
-    """Passes over batches of a host's Megatron model.
+    """A host's Megatron model, whose passes run on planned packs.
 
     Args:
         chunks: the host's model chunks of this stage, in DDP if it trains.
@@ -108,7 +108,7 @@ class HostModel:
         by_sample: bool = False,
         temperatures: Any = 1.0,
     ) -> list[tuple[IntArray, Any]]:
-        """One pass over this rank's samples, and with `backward` their gradients. Collective.
+        """Runs one pass over this rank's samples; with `backward` adds their gradients. Collective.
 
         Args:
             read: returns the samples with their `input_ids`, in the order of the host's rows; they stay on this rank.
@@ -176,7 +176,7 @@ class HostModel:
 
 
 def in_order(results: Sequence[tuple[IntArray, Any]], rows: int) -> list[Any]:
-    """Per-sample results, one sequence for each call of `HostModel.run`, by row number."""
+    """Joins the per-sample results of all calls in one `HostModel.run`, in the order of the rows."""
     ordered: list[Any] = [None] * rows
     for numbers, values in results:
         for row, value in zip(numbers.tolist(), values, strict=True):
@@ -185,7 +185,7 @@ def in_order(results: Sequence[tuple[IntArray, Any]], rows: int) -> list[Any]:
 
 
 def _disable_conflicting_settings(chunks: Sequence[Any], device: torch.device) -> None:
-    """Changes settings of Megatron under which planned passes cannot run."""
+    """Switches off settings of Megatron under which planned passes cannot run."""
     config = gpt_of(chunks[0]).config
     config.batch_p2p_comm = False  # fails with shapes that differ by micro-batch; see strategy.compatibility
     if config.num_moe_experts is None:

@@ -1,4 +1,4 @@
-"""Plans of a host's batch: one call of the planner with the host's own cost formula and rules."""
+"""Plans a host's batch with the host's own cost formula and rules."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ The fixed cost of a micro-batch is ours: hosts do not say one, and it decides th
 
 
 def gather_lengths(measure: Callable[[], Lengths], group: Any) -> tuple[list[Lengths], int]:
-    """The lengths of every rank of `group`, and this rank's number in it. Collective, unless `group` is None.
+    """(Lengths of every rank of `group`, number of this rank in it). Collective, unless `group` is None.
 
-    `measure` gives this rank's. Where it raises on one rank, all ranks raise an AssertionError that names the rank and
-    its error: nobody waits for lengths that do not come.
+    `measure` returns this rank's lengths. If it raises on one rank, all ranks raise an AssertionError that names the
+    rank and its error, so that none waits for lengths that do not come.
     """
     import torch.distributed as dist
 
@@ -60,15 +60,15 @@ def _checked(measured: Any) -> Lengths:
 
 
 def ranks_of(parts: Sequence[Lengths]) -> NDArray[np.int64]:
-    """The rank that holds each sample of the concatenated `parts`."""
+    """Rank of each sample of the concatenated `parts`, which have one entry per rank."""
     return np.repeat(np.arange(len(parts)), [len(part) for part in parts])
 
 
 def plan_level_totals(lengths: Sequence[int], constraints: PlanConstraints, cost: Any = None) -> Plan:
-    """Plan for ranks that meet once per step: level totals, and then the lower lockstep cost of two searches.
+    """Makes a plan with level rank totals and, as far as that permits, a low lockstep cost.
 
-    The second search is for the lockstep cost alone. Its plan is taken where its largest total is as good to 1/2000.
-    With a pipeline, or `objective` "lockstep", one plan is all. Raises PlanError.
+    A second search minimises the lockstep cost alone. Its plan is taken if its largest rank total is at most 1/2000
+    higher. With a pipeline, or with `objective` "lockstep", there is no second search. Raises PlanError.
     """
     plan = plan_step(lengths, constraints, cost=cost)
     if constraints.pp_size > 1 or constraints.objective == "lockstep":
@@ -104,7 +104,7 @@ def plan_on_home_ranks(
 
 
 def balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Parts of near-equal sums, items sorted in each; with `equal_size` of equal numbers of items.
+    """Divides items into parts of near-equal sums, sorted in each part; `equal_size`: also of equal numbers.
 
     Raises AssertionError for fewer items than parts, for numbers that do not divide, for weights that are not finite,
     and for empty parts.
@@ -126,7 +126,7 @@ def balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -
 
 
 def cut_rectangles(widths: Sequence[int], max_tokens: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """First and last + 1 position of each micro-batch: as few as possible, and then with the fewest tokens.
+    """Cuts positions into as few micro-batches as possible, and then with the fewest tokens: (first, end) of each.
 
     `widths` (int[P]) is the row length of each position, rounded, the largest among ranks; a micro-batch computes its
     number of positions times its largest width, at most `max_tokens`. The number is a multiple of `multiple`. Raises
@@ -160,7 +160,7 @@ def cut_rectangles(widths: Sequence[int], max_tokens: int, multiple: int = 1) ->
 
 
 def _saved_tokens(sizes: Lengths, cut: tuple[int, int], middle: int) -> int:
-    """Tokens that a cut has less in two parts."""
+    """Tokens that are saved by cutting a micro-batch in two."""
     first, end = cut
     left, right = int(sizes[first:middle].max()), int(sizes[middle:end].max())
     return (end - first) * max(left, right) - (middle - first) * left - (end - middle) * right

@@ -43,7 +43,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> Any:
-    """Our packer for the names of `OBJECTIVES`, otherwise NeMo-RL's."""
+    """Returns our packer for a name in `OBJECTIVES`, otherwise NeMo-RL's packer."""
     limits = {"min_bin_count": min_bin_count, "bin_count_multiple": bin_count_multiple}
     name = str(algorithm).lower()
     if name not in OBJECTIVES:
@@ -54,9 +54,9 @@ def get_packer(
 def plan_bins(
     lengths: Sequence[int], capacity: int, ranks: int, least: int = 1, objective: Objective = "lockstep"
 ) -> list[list[int]]:
-    """Bins of a plan for `ranks`, by micro-batch and then by rank: bin k * ranks + r is rank r's k-th.
+    """Plans for `ranks` and returns the bins: bin k * ranks + r is the k-th micro-batch of rank r.
 
-    `least`: fewest bins. Raises ValueError where sequences are too long or too few, as NeMo-RL's packers do.
+    `least`: smallest number of bins. Raises ValueError for sequences that are too long or too few, as NeMo-RL does.
     """
     try:
         constraints = PlanConstraints(
@@ -108,7 +108,7 @@ def shard_by_batch_size(
 
 
 def _packer_class(objective: Objective) -> type:
-    """A `SequencePacker` of NeMo-RL's that plans; its class exists only once NeMo-RL is imported."""
+    """Makes the class of our packer, a subclass of NeMo-RL's `SequencePacker`: it needs NeMo-RL to be imported."""
     from nemo_rl.data.packing.algorithms import SequencePacker
 
     class PlannedPacker(SequencePacker):  # type: ignore[misc]

@@ -47,10 +47,10 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePacker:
-    """Packs lists of lengths into bins of `bin_capacity` tokens; `get_packer` makes it.
+    """Packs lists of lengths into bins of `bin_capacity` tokens. Call `get_packer` to make one.
 
     `min_bin_count` and `bin_count_multiple` raise the number of bins: single sequences move from the bins with most
-    sequences into new ones. `seed` is that of first_fit_shuffle and grows by one with every call. Raises `ValueError`
+    sequences into new ones. `seed` is for first_fit_shuffle, and grows by one with every call. Raises `ValueError`
     (`PlanError` is one) for impossible arguments, a sequence above the capacity, too few sequences.
     """
 
@@ -165,7 +165,7 @@ def shard_by_batch_size(
     dynamic_batching_args: Mapping[str, Any] | None = None,
     sequence_packing_args: Mapping[str, Any] | None = None,
 ) -> tuple[list[ShardedBatch], NDArray[np.int64]]:
-    """Shards of `batch`, and for every row of the shards, one shard after the other, its row in `batch`.
+    """(Shards of `batch`, row in `batch` of every row of the shards, one shard after the other).
 
     The batch is cut into chunks of `batch_size` samples (None: one chunk), one per optimizer step. Without packing and
     dynamic batching, a chunk is cut in the order of its samples. Sizes must divide; with `allow_uneven_shards` the last

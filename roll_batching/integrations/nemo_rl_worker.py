@@ -133,7 +133,7 @@ def _require_supported(post_processing: Any, is_loss: bool, sampling: Any, unsup
 
 
 def __getattr__(name: str) -> Any:
-    """`MegatronPolicyWorker`: NeMo-RL's worker as a class of this module, so that Ray's workers import it."""
+    """Makes `MegatronPolicyWorker`, a subclass of NeMo-RL's worker in this module: Ray's workers then import it."""
     if name != "MegatronPolicyWorker":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import ray

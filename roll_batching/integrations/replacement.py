@@ -39,13 +39,13 @@ class Replacement:
 
 
 def refuse_unsupported(what: str, problems: Mapping[str, bool]) -> None:
-    """Raises `IntegrationError` if `what` has any of `problems`, with their texts."""
+    """Raises an `IntegrationError` that lists `problems` of `what`; does nothing for an empty list."""
     if refused := [problem for problem, is_so in problems.items() if is_so]:
         raise IntegrationError(f"{what} under roll-batching: {'; '.join(refused)}")
 
 
 class Integration:
-    """Replacements in one host, in place after `patch()` and until `unpatch()`.
+    """Replacements in one host, which are active between `patch()` and `unpatch()`.
 
     `patch` rebinds each name where it is defined and in every module of the host that has already imported it;
     later imports take the replacement from the defining module. `unpatch` gives all of them back. Both are idempotent.

@@ -165,7 +165,7 @@ def dynamic_batching_shard(
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Parts of near-equal sums; with `equal_size` of equal numbers of items. Raises AssertionError as ROLL's does."""
+    """Divides items into parts of near-equal sums; `equal_size`: of equal numbers. Raises AssertionError as ROLL."""
     return balanced_partitions(seqlen_list, k_partitions, equal_size)
 
 
@@ -186,11 +186,11 @@ WORKERS = {
 
 
 def worker_class(name: str, module: str) -> Any:
-    """A subclass of ROLL's worker class, as the attribute `name` of `module`.
+    """Makes a subclass of ROLL's worker class and sets it as the attribute `name` of `module`.
 
     Ray hands classes to workers by module and name: a subclass of our own makes them import `module`, which patches
-    ROLL there. Made on demand, as importing ROLL's workers takes seconds. Raises AttributeError for a name outside of
-    `WORKERS`.
+    ROLL there. It is made on demand, as importing ROLL's workers takes seconds. Raises AttributeError for a name that
+    is not in `WORKERS`.
     """
     if name not in WORKERS:
         raise AttributeError(f"module {module!r} has no attribute {name!r}; its workers are {', '.join(WORKERS)}")

@@ -31,7 +31,7 @@ _SAMPLE_WEIGHTS = ("length_loss_weight", "difficulty_loss_weight")
 
 
 class PassOutput:
-    """In the place of a pass's logits: log-probs and entropies [samples, sequence_length - 1] of a micro-batch."""
+    """Takes the place of a pass's logits: log-probs and entropies [samples, sequence_length - 1] of a micro-batch."""
 
     def __init__(self, log_probs: torch.Tensor, entropy: torch.Tensor | None, counted: torch.Tensor) -> None:
         self.log_probs, self.entropy, self.counted = log_probs, entropy, counted
@@ -57,7 +57,7 @@ class PassOutput:
 
 
 def _planned(base: type) -> type:
-    """`base`, a Megatron strategy of ROLL's, with our passes."""
+    """Makes a subclass of `base`, a Megatron strategy of ROLL's, that runs our passes."""
 
     class PlannedStrategy(base):  # type: ignore[misc]
         """ROLL's strategy; `forward_backward_func` runs planned packs."""

@@ -65,7 +65,7 @@ def constraints_of(args: Any, train_parallel_config: dict[str, int]) -> PlanCons
 
 
 def cost_of(args: Any) -> LinearQuadraticCost:
-    """Slime's own FLOPs of a sequence (`calculate_fwd_flops`), which are a polynomial of the second degree.
+    """Cost model of slime's own FLOPs of a sequence (`calculate_fwd_flops`), a polynomial of the second degree.
 
     The fixed cost of a micro-batch is ours: it decides the number of micro-batches in a pipeline.
     """

@@ -89,7 +89,7 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
 
 
 def _samples(data: Any, forward_only: bool) -> SampleBatch:
-    """The samples, and for losses which tokens they read: the response, or verl's mask of whole rows in fine-tuning."""
+    """Reads the samples with the mask of a loss: the response, or in fine-tuning verl's mask of whole rows."""
     fields: dict[str, Any] = dict(data.items())
     forms: dict[str, HostForm] = {"input_ids": "token"}
     if not forward_only and "prompts" in fields:

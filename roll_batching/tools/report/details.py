@@ -168,7 +168,7 @@ def rollouts_section(runs: Sequence[RunFiles]) -> Section:
         listed, total = len(run.rollouts.objects), run.rollouts.total
         if total > MOST_ROLLOUTS:
             notes.append(
-                f"{run.label}: {listed:,} of {total:,} recorded responses are on this page, spread evenly over the file."
+                f"{run.label}: {listed:,} of {total:,} recorded responses are shown, spread evenly over the file."
             )
         else:
             notes.append(f"{run.label}: {listed:,} recorded responses.")
