@@ -66,7 +66,7 @@ class Facts:
     def balanced(self, number: int, message: str) -> None:
         """Requires the numbers of all replicas to add up to 0, else all raise `message`. For `Team.agree` only.
 
-        Replicas that share some samples compare them so: one adds a multiple of their digest, the others subtract it.
+        So n replicas prove that they hold the same samples: one passes (n - 1) x their digest, the others -digest.
         """
         self.balance, self.imbalance_message = number, message
 

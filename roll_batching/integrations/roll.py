@@ -107,7 +107,8 @@ def plan_bins(
             min_num_micro_batches=least,
             sequence_multiple=sequence_multiple,
             fillers=False,
-            # Samples stay, and so do the totals of ranks: what is left is where ranks meet.
+            # Samples stay on their rank, so that its total is fixed: what a plan can lower is the waiting where ranks
+            # meet at every micro-batch.
             objective="auto" if pp_size > 1 else "lockstep",
         )
         return plan_on_home_ranks(parts, constraints)

@@ -169,10 +169,13 @@ def _with_unequal_parts(gather: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
-def _with_unequal_sums(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """`scatter` for parts of unequal shapes, the backward of `_with_unequal_parts`, by reductions."""
+def _with_unequal_sums(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's `reduce_scatter` (`original`), also for parts of unequal shapes, which gloo refuses: each is reduced.
 
-    @functools.wraps(scatter)
+    The backward of `_with_unequal_parts` needs it. Asynchronous calls go to `original`: they need a handle.
+    """
+
+    @functools.wraps(original)
     def reduce_scatter(
         tensor: torch.Tensor,
         parts: list[torch.Tensor],
@@ -181,7 +184,7 @@ def _with_unequal_sums(scatter: Callable[..., Any]) -> Callable[..., Any]:
         async_op: bool = False,
     ) -> Any:
         if async_op or len({part.shape for part in parts}) == 1:
-            return scatter(tensor, parts, op, group, async_op)
+            return original(tensor, parts, op, group, async_op)
         group = group or torch.distributed.group.WORLD
         for rank, part in enumerate(parts):
             summed = part.clone()

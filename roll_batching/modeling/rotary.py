@@ -213,7 +213,8 @@ def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
         if rotary != fixed:
             raise LayoutError(
                 "Megatron hard-codes llama3 scaling with low_freq_factor=1, high_freq_factor=4 and "
-                "original_max_position_embeddings=8192: set these values, or choose an attention_backend that rotates"
+                "original_max_position_embeddings=8192: set these values, or choose an attention_backend that rotates "
+                "(dense, varlen or flash_attn)"
             )
         options |= {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
     return options

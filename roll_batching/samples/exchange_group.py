@@ -41,7 +41,7 @@ class ExchangeGroup:
         Args:
             group: None: Megatron's data-parallel group (without context parallelism) if Megatron is initialised, else
                 all processes of `torch.distributed`, else this process alone.
-            consensus_group: None: the ranks of `group`, or all processes where that is None too.
+            consensus_group: the processes that raise errors together; None: those of `group`. Without `group` all do.
 
         Raises:
             DataError: for a group without torch.distributed, or without this process.
@@ -50,10 +50,10 @@ class ExchangeGroup:
             if group is not None:
                 raise DataError("A process group was given: call init_process_group first, or leave the group out.")
             return cls(None, None, 0, 1, torch.device("cpu"))
-        consensus_group = consensus_group or group
         if group is None:
-            consensus_group = host_group()
-            group = megatron_data_parallel_group() or dist.group.WORLD
+            group, consensus_group = megatron_data_parallel_group() or dist.group.WORLD, host_group()
+        else:
+            consensus_group = consensus_group or group
         rank = dist.get_rank(group)
         if rank < 0:
             raise DataError(f"Process {dist.get_rank()} is not in the group: pass one that holds it, or none.")

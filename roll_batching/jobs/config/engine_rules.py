@@ -188,13 +188,14 @@ def _unfit_vllm_log_probs(job: JobKeys) -> Iterator[Problem]:
     """The problem that the loss reads vLLM's log-probs from another distribution than the trainer's."""
     args, option = job.actor_infer.generating_args, job.actor_infer.strategy_args.engine_options.get("logprobs_mode")
     mode = option if starts_servers(job) else None
-    wrong = wrong_log_probs(job, None)
-    if wrong is not None:
+    wrong_in_any_mode = wrong_log_probs(job, None)
+    if wrong_in_any_mode is not None:
         key = "temperature" if args.do_sample is False else "top_p" if args.top_p < 1 else "top_k"
-        text = f"{wrong}, {_READS}: set actor_train.logprob_temperature to 1, or leave top_p and top_k out"
+        text = f"{wrong_in_any_mode}, {_READS}: set actor_train.logprob_temperature to 1, or leave top_p and top_k out"
         yield Problem(("actor_infer", "generating_args", key), text)
-    elif mode is not None and (wrong := wrong_log_probs(job, str(mode))) is not None:
-        yield Problem(("actor_infer", "strategy_args", "strategy_config", "logprobs_mode"), f"{wrong}, {_READS}")
+    elif mode is not None and (wrong_in_mode := wrong_log_probs(job, str(mode))) is not None:
+        path = ("actor_infer", "strategy_args", "strategy_config", "logprobs_mode")
+        yield Problem(path, f"{wrong_in_mode}, {_READS}")
 
 
 def _distributed(job: JobKeys) -> Iterator[Problem]:

@@ -41,7 +41,7 @@ def mixture_of(config: JobConfig) -> Mixture | None:
 
 
 def decode_int32(text: Any) -> np.ndarray:
-    """The numbers in base64 of int32, `[numbers]`. Raises MalformedReply."""
+    """Decodes base64 of int32 to a flat array. Raises MalformedReply for other text, or a part of a number."""
     data = _decode(text)
     if len(data) % 4:
         raise MalformedReply(f"its routed_experts has {len(data)} bytes, and int32 has 4 each")
@@ -104,7 +104,10 @@ def checked_experts(raw: np.ndarray, mixture: Mixture, prompt_tokens: int, resul
 
 
 def with_experts(batch: SampleBatch, results: Sequence[GenerationResult], mixture: Mixture) -> SampleBatch:
-    """`batch`, the samples of `results` in their order, with the token field `routed_experts`."""
+    """`batch`, the samples of `results` in their order, with the token field `routed_experts`.
+
+    Every result has the experts of all its tokens; a result without experts has no tokens in `batch`.
+    """
     parts = [result.experts for result in results if result.experts is not None]
     empty = np.zeros((0, len(mixture.layers), mixture.top_k), dtype=np.int16)
     field = torch.from_numpy(np.concatenate([empty, *parts]))

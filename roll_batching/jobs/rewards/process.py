@@ -156,7 +156,10 @@ class RewardProcess:
         self._process = self.connection = self._sender = None
 
     def _send(self, message: Any, subject: str, limit: float) -> None:
-        """Sends a message without waiting; `subject` is what it is about, in errors, `limit` its time limit."""
+        """Sends a message without waiting for the answer, which is due within `limit` seconds.
+
+        `subject` names the work in errors.
+        """
         assert self.connection is not None
         self._subject, self._limit, self._sent = subject, limit, time.monotonic()
         self._next_notice = self.limits.notice_after

@@ -56,9 +56,9 @@ class Evaluator:
 def evaluation_metrics(scores: StepScores) -> dict[str, float]:
     """Metrics of the scored responses to held-out prompts.
 
-    `eval_reward`, `eval_samples`, `eval_response_length_mean`, and for every mark `eval_mark/x` (its share),
-    `eval_reward_with/x` and `eval_reward_without/x` (mean reward where it is set and where it is not; left out where no
-    response is of that kind).
+    `eval_reward`, `eval_samples`, `eval_response_length_mean`; for every domain `eval_reward/<domain>`; for every mark
+    `eval_mark/<mark>` (its share), `eval_reward_with/<mark>` and `eval_reward_without/<mark>` (mean reward of responses
+    with and without the mark; left out where there are none).
     """
     metrics = {
         "eval_reward": float(scores.rewards.mean()),

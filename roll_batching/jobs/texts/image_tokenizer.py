@@ -214,7 +214,10 @@ class ImageTokenizer(HFTokenizer):
         self.processor = ImageProcessor(folder, min_pixels, max_pixels)
         config = read_json(folder / CONFIG)
         if missing := [name for name in _TOKENS if not isinstance(config.get(name), int)]:
-            raise DataError(f"{folder / CONFIG} has no {', '.join(missing)}, which images need: copy it")
+            raise DataError(
+                f"{folder / CONFIG} has no {', '.join(missing)}, which images need: copy "
+                f"{CONFIG} from the directory of the original model"
+            )
         self.image_token_id: int = config["image_token_id"]
         self._video_token_id = config.get("video_token_id")
         ids = [config[name] for name in _TOKENS]

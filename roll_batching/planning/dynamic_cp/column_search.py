@@ -67,7 +67,7 @@ def search_columns(
 
 @compiled
 def _step_time(maxima: Ints, passes: Passes) -> int:
-    """Sum of the times of columns, or three times their makespan."""
+    """Sum of the times of columns; of a pipeline, three times its makespan: backward passes count twice the forward."""
     if len(passes.previous) > 0:
         micro_batch, backward = passes.micro_batch, passes.backward
         times = maxima.reshape(1, -1)  # one row: all chunks take equally long

@@ -170,7 +170,9 @@ class _Reader:
             first = self.line - 1
             while True:
                 if self.at >= len(self.text):
-                    raise self.fault(first, f"begins a text that no line `{delimiter}` ends")
+                    raise self.fault(
+                        first, f"begins a here-document (<<) that no line `{delimiter}` ends: add that line"
+                    )
                 begin = self.at
                 self._pass_line()
                 line = self.text[begin : self.at]
