@@ -106,7 +106,7 @@ def checked_experts(raw: np.ndarray, mixture: Mixture, prompt_tokens: int, resul
 def with_experts(batch: SampleBatch, results: Sequence[GenerationResult], mixture: Mixture) -> SampleBatch:
     """`batch`, the samples of `results` in their order, with the token field `routed_experts`.
 
-    Every result has the experts of all its tokens; a result without experts has no tokens in `batch`.
+    Requests asked for experts, so that every result has those of its tokens (`checked_experts`).
     """
     parts = [result.experts for result in results if result.experts is not None]
     empty = np.zeros((0, len(mixture.layers), mixture.top_k), dtype=np.int16)
