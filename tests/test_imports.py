@@ -176,13 +176,13 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 17_250
+MOST_FILES, MOST_LINES = 100, 17_350
 LINES = {
     "": 850,
     "commands": 1_450,
     "distributed": 800,
     "huggingface": 2_600,
-    "integrations": 2_100,
+    "integrations": 2_600,
     "jobs": 650,
     "jobs.config": 6_700,
     "jobs.driver": 700,
@@ -203,12 +203,12 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 5_250,
-    "packing": 1_500,
+    "modeling": 5_450,
+    "packing": 1_550,
     "planning": 9_700,
     "samples": 2_300,
     "settings": 3_200,
-    "strategy": 6_900,
+    "strategy": 7_000,
     "tools": 50,
     "tools.conversion": 6_400,
     "tools.rehearsal": 3_750,
@@ -253,4 +253,4 @@ def test_planning_is_light(report):
     lines = loaded("roll_batching.planning")
     report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
     assert {room_of(name) for name in lines} <= {"", "checked_fields", "errors", "registry", "planning"}
-    assert len(lines) <= 36 and sum(lines.values()) <= 5_350
+    assert len(lines) <= 36 and sum(lines.values()) <= 5_400

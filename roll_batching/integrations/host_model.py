@@ -16,18 +16,19 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus
+from roll_batching.distributed.consensus import exchange
 from roll_batching.errors import IntegrationError
 from roll_batching.losses.host import HostFunction, HostLoss
 from roll_batching.megatron_patches import cpu_platform
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.spec import replace_local_cores
 from roll_batching.packing.pack_layout import IntArray
-from roll_batching.planning import BatchingSpec, RolePlanner
+from roll_batching.planning import BatchingSpec
 from roll_batching.samples import SampleBatch, gather_lengths
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.compatibility import transfers_may_overlap
 from roll_batching.strategy.model_state import StepSettings
+from roll_batching.strategy.pack_features import sharing_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,6 @@ class HostModel:
         if device.type == "cpu":
             cpu_platform.install()
         _disable_conflicting_settings(chunks, device)
-        replaced = replace_local_cores(chunks)
         batching = BatchingConfig(
             train=BatchingSpec(mode="packed", max_tokens=max_tokens),
             infer=BatchingSpec(mode="packed", max_tokens=max_tokens_forward or max_tokens),
@@ -84,14 +84,14 @@ class HostModel:
         else:
             self._strategy = MegatronInferStrategy.from_model(chunks, batching, vocab_size=vocab_size)
         if dist.get_rank() == 0:
-            cores = f", {replaced} local attention cores replaced" if replaced else ""
+            obstacle = sharing_obstacle(self._strategy.state)
             logger.warning(
                 "roll-batching: %s's passes over micro-batches are planned packs now, of at most %d tokens in training "
-                "and %d without gradient%s",
+                "and %d without gradient; prefixes that samples share are computed %s",
                 host,
                 max_tokens,
                 max_tokens_forward or max_tokens,
-                cores,
+                "once" if obstacle is None else f"by each, as {obstacle}",
             )
 
     def run(
@@ -118,7 +118,8 @@ class HostModel:
             mask: the field with 1 at each token whose log-prob is needed, given the tokens before it; None: all tokens.
             max_tokens: cap of a micro-batch in this pass; None: the model's.
             form: as in `HostLoss`, like `width`, `entropy` and `by_sample`.
-            temperatures: divide the logits; one number, or one for each sample.
+            temperatures: divide the logits; one number, or one for each sample. Where they differ, samples share no
+                prefixes.
 
         Returns:
             (row numbers, the function's result) of each call; empty before the last pipeline stage.
@@ -131,23 +132,25 @@ class HostModel:
         if backward and not isinstance(strategy, MegatronTrainStrategy):
             raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
         first = strategy.layout.dp_rank << _RANK_SHIFT
-        with consensus(strategy.layout.host_group, f"{self._host}'s samples"):
+        group, what = strategy.layout.host_group, f"{self._host}'s samples"
+        with consensus(group, what):
             local = read().to("cpu")
+            values = self._temperatures(temperatures, len(local))
             local = local.with_ids(torch.arange(len(local)) + first).with_fields(
-                {
-                    "temperature": self._temperatures(temperatures, len(local)),
-                    "all_tokens": torch.ones(local.num_tokens, dtype=torch.bool),
-                },
+                {"temperature": values, "all_tokens": torch.ones(local.num_tokens, dtype=torch.bool)},
                 {"temperature": "sample", "all_tokens": "token"},
             )
-        strategy.temperature_field = "temperature"
-        table = gather_lengths(local, strategy.layout.dp_group)
+        everywhere = set().union(*exchange(group, what, lambda: set(values.tolist())))
+        # Samples that share positions have one temperature.
+        is_one = len(everywhere) < 2
+        strategy.temperature = everywhere.pop() if len(everywhere) == 1 else 1.0
+        strategy.temperature_field = None if is_one else "temperature"
+        table = strategy.gather_table(local) if is_one else gather_lengths(local, strategy.layout.dp_group)
         constraints = strategy.constraints(forward=not backward)
         if max_tokens is not None:
             constraints = replace(constraints, max_tokens=max_tokens)
-        plan = RolePlanner(train=constraints, infer=constraints, cost=strategy.cost).plan(
-            table, home_rank=table.location
-        )
+        planner = replace(strategy.planner, train=constraints, infer=constraints)
+        plan = planner.plan(table, home_rank=table.location)
         loss = HostLoss(
             lambda ids, *values: function(ids - first, *values),
             form=form,

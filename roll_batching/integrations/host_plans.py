@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from roll_batching.errors import PlanError
-from roll_batching.planning import LinearQuadraticCost, Plan, PlanConstraints, karmarkar_karp, plan_step
+from roll_batching.planning import (
+    LinearQuadraticCost,
+    Plan,
+    PlanConstraints,
+    SharedPrefixes,
+    karmarkar_karp,
+    plan_step,
+)
 from roll_batching.planning.cost_model import FIXED_TOKENS
 
 Lengths = NDArray[np.int64]
@@ -23,26 +30,52 @@ The fixed cost of a micro-batch is ours: hosts do not say one, and it decides th
 """
 
 
-def gather_lengths(measure: Callable[[], Lengths], group: Any) -> tuple[list[Lengths], int]:
-    """(Lengths of every rank of `group`, number of this rank in it). Collective, unless `group` is None.
+_shared_behind: set[str] = set()
+"""Hosts whose model shares the prefixes of a pack in this process (`plan_with_prefixes`)."""
 
-    `measure` returns this rank's lengths. If it raises on one rank, all ranks raise an AssertionError that names the
+
+def plan_with_prefixes(host: str) -> None:
+    """Let plans of `host` read common prefixes from now on: its model computes them once (`integrations.prefixes`)."""
+    _shared_behind.add(host)
+
+
+@dataclass(frozen=True)
+class HostSamples:
+    """What a plan reads of one rank's samples."""
+
+    lengths: Lengths
+    """int64[n]: tokens of each sample."""
+    prefixes: SharedPrefixes | None = None
+    """What they share; None: nothing, or nobody computes it once."""
+
+    @classmethod
+    def of(cls, lengths: Any, host: str, ids: Callable[[], Any]) -> HostSamples:
+        """Samples of `lengths`, whose tokens one after the other are `ids()`. Raises ValueError for wrong lengths."""
+        checked = _checked(lengths)
+        shares = host in _shared_behind and bool(np.all(lengths))  # a sample without tokens has no ids
+        return cls(checked, SharedPrefixes.of(ids(), checked) if shares else None)
+
+
+def gather_samples(measure: Callable[[], HostSamples], group: Any) -> tuple[list[HostSamples], int]:
+    """(Samples of every rank of `group`, number of this rank in it). Collective, unless `group` is None.
+
+    `measure` returns this rank's. If it raises on one rank, all ranks raise an AssertionError that names the
     rank and its error, so that none waits for lengths that do not come.
     """
     import torch.distributed as dist
 
-    lengths_or_error: Lengths | str
+    samples_or_error: HostSamples | str
     try:
-        lengths_or_error = _checked(measure())
+        samples_or_error = measure()
     except Exception as error:
         if group is None or not dist.is_initialized():
             raise
-        lengths_or_error = f"{type(error).__name__}: {error}"
+        samples_or_error = f"{type(error).__name__}: {error}"
     if group is None or not dist.is_initialized():
-        assert not isinstance(lengths_or_error, str)
-        return [lengths_or_error], 0
+        assert not isinstance(samples_or_error, str)
+        return [samples_or_error], 0
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, lengths_or_error, group=group)
+    dist.all_gather_object(parts, samples_or_error, group=group)
     failed = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
     if failed:
         raise AssertionError(f"no lengths to plan with from {'; '.join(failed)}")
@@ -59,48 +92,62 @@ def _checked(measured: Any) -> Lengths:
     return lengths
 
 
-def ranks_of(parts: Sequence[Lengths]) -> NDArray[np.int64]:
-    """Rank of each sample of the concatenated `parts`, which have one entry per rank."""
-    return np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-
-
-def plan_level_totals(lengths: Sequence[int], constraints: PlanConstraints, cost: Any = None) -> Plan:
+def plan_level_totals(
+    lengths: Sequence[int], constraints: PlanConstraints, cost: Any = None, prefixes: SharedPrefixes | None = None
+) -> Plan:
     """Makes a plan with level rank totals and, as far as that permits, a low lockstep cost.
 
     A second search minimises the lockstep cost alone. Its plan is taken if its largest rank total is at most 1/2000
     higher. With a pipeline, or with `objective` "lockstep", there is no second search. Raises PlanError.
     """
-    plan = plan_step(lengths, constraints, cost=cost)
+    plan = plan_step(lengths, constraints, cost=cost, prefixes=prefixes)
     if constraints.pp_size > 1 or constraints.objective == "lockstep":
         return plan
-    other = plan_step(lengths, replace(constraints, objective="lockstep"), cost=cost)
+    other = plan_step(lengths, replace(constraints, objective="lockstep"), cost=cost, prefixes=prefixes)
     as_level = other.report.imbalance <= plan.report.imbalance + 1 / 2000
     return other if as_level and other.report.lockstep_imbalance < plan.report.lockstep_imbalance else plan
 
 
 def plan_on_home_ranks(
-    parts: Sequence[Lengths], constraints: PlanConstraints, *, group_size: int = 1
+    parts: Sequence[Lengths],
+    constraints: PlanConstraints,
+    *,
+    group_size: int = 1,
+    prefixes: SharedPrefixes | None = None,
 ) -> list[list[list[int]]]:
     """Indices into each rank's `parts`, by rank and micro-batch, sorted in each; samples stay on their rank.
 
-    `group_size`: so many consecutive samples share a micro-batch; it divides every rank's number. Raises PlanError.
+    `group_size`: so many consecutive samples share a micro-batch; it divides every rank's number. `prefixes`: what the
+    samples of all parts share; such samples share a micro-batch where that is faster, and the cap counts them whole, as
+    hosts pack them. Raises PlanError.
     """
-    empty = [rank for rank, part in enumerate(parts) if not len(part)]
+    sizes = [len(part) for part in parts]
+    empty = [rank for rank, size in enumerate(sizes) if not size]
     if empty:
         raise PlanError(f"ranks {empty} have no samples: give every rank at least one, as every rank has micro-batches")
-    lengths = np.concatenate(parts)
+    firsts = np.cumsum([0, *sizes])
     plan = plan_step(
-        lengths,
-        constraints,
+        np.concatenate(parts),
+        replace(constraints, cap_counts_shared=True),
         cost=WORKLOAD,
-        group_ids=np.arange(len(lengths)) // group_size if group_size > 1 else None,
-        home_rank=ranks_of(parts),
+        group_ids=np.arange(firsts[-1]) // group_size if group_size > 1 else None,
+        home_rank=np.repeat(np.arange(len(parts)), sizes),
+        prefixes=prefixes,
     )
-    firsts = np.cumsum([0, *(len(part) for part in parts)])
     return [
         [sorted((micro_batch.samples - first).tolist()) for micro_batch in micro_batches]
         for first, micro_batches in zip(firsts, plan.micro_batches, strict=False)
     ]
+
+
+def joined_prefixes(parts: Sequence[HostSamples]) -> SharedPrefixes | None:
+    """Prefixes within each of `parts`, numbered over all; None where one has none."""
+    known = [part.prefixes for part in parts if part.prefixes is not None]
+    if len(known) < len(parts):
+        return None
+    firsts = np.cumsum([0, *(len(part) for part in known)])
+    orders = [part.order + first for part, first in zip(known, firsts, strict=False)]
+    return SharedPrefixes(np.concatenate(orders), np.concatenate([part.shared for part in known]))
 
 
 def balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:

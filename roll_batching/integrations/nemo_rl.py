@@ -17,7 +17,8 @@ Source: nemo_rl/data/packing/algorithms.py, nemo_rl/distributed/batched_data_dic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,27 @@ import numpy as np
 from roll_batching.errors import PlanError
 from roll_batching.integrations.host_plans import cut_rectangles, plan_level_totals
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import PlanConstraints
+from roll_batching.planning import PlanConstraints, SharedPrefixes
 from roll_batching.planning.batching_spec import Objective
 
-OBJECTIVES: dict[str, Objective] = {"roll_batching": "lockstep", "roll_batching_rank_totals": "auto"}
+WITH_PREFIXES = "roll_batching_prefixes"
+OBJECTIVES: dict[str, Objective] = {
+    "roll_batching": "lockstep",
+    "roll_batching_rank_totals": "auto",
+    WITH_PREFIXES: "lockstep",
+}
 """Names in `policy.sequence_packing.algorithm`, and what their plans level.
+
+`WITH_PREFIXES` plans for workers that compute common prefixes of a bin once (`integrations.nemo_rl_prefixes`).
 
 DTensor workers gather parameters layer by layer, and experts are exchanged in every layer: ranks meet at every
 micro-batch. Ranks of a dense model in Megatron meet once per step. `get_packer` does not see which of them trains.
 """
+
+_chunks: ContextVar[Iterator[SharedPrefixes] | None] = ContextVar(
+    "prefixes of the chunks that are packed", default=None
+)
+"""`get_packer`'s packers see lengths only; `shard_by_batch_size` has the samples."""
 
 
 def get_packer(
@@ -52,11 +65,17 @@ def get_packer(
 
 
 def plan_bins(
-    lengths: Sequence[int], capacity: int, ranks: int, least: int = 1, objective: Objective = "lockstep"
+    lengths: Sequence[int],
+    capacity: int,
+    ranks: int,
+    least: int = 1,
+    objective: Objective = "lockstep",
+    prefixes: SharedPrefixes | None = None,
 ) -> list[list[int]]:
     """Plans for `ranks` and returns the bins: bin k * ranks + r is the k-th micro-batch of rank r.
 
-    `least`: smallest number of bins. Raises ValueError for sequences that are too long or too few, as NeMo-RL does.
+    `least`: smallest number of bins. `prefixes`: what samples of a bin compute once; `capacity` counts whole samples.
+    Raises ValueError for sequences that are too long or too few, as NeMo-RL does.
     """
     try:
         constraints = PlanConstraints(
@@ -65,8 +84,9 @@ def plan_bins(
             min_num_micro_batches=max(1, -(-least // ranks)),
             fillers=False,
             objective=objective,
+            cap_counts_shared=True,
         )
-        plan = plan_level_totals(lengths, constraints)
+        plan = plan_level_totals(lengths, constraints, prefixes=prefixes)
     except PlanError as error:
         raise ValueError(str(error)) from None
     return [
@@ -87,7 +107,13 @@ def shard_by_batch_size(
     Raises AssertionError where NeMo-RL does.
     """
     original = _NEMO_RL.original(_SHARD_BY_BATCH_SIZE)
-    sharded = original(self, shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
+    packing = sequence_packing_args or {}
+    reads_prefixes = str(packing.get("algorithm", "")).lower() == WITH_PREFIXES
+    token = _chunks.set(_prefixes_of_chunks(self, batch_size, packing) if reads_prefixes else None)
+    try:
+        sharded = original(self, shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
+    finally:
+        _chunks.reset(token)
     if dynamic_batching_args is None:
         return sharded
     aggregated, order = sharded
@@ -107,6 +133,15 @@ def shard_by_batch_size(
     return aggregated, order
 
 
+def _prefixes_of_chunks(batch: Any, size: int | None, packing: Mapping[str, Any]) -> Iterator[SharedPrefixes]:
+    """What the samples share in each chunk of `size` samples of a BatchedDataDict, in order."""
+    ids, lengths = batch[packing["input_key"]], [int(length) for length in batch[packing["input_lengths_key"]]]
+    for first in range(0, len(lengths), size or max(len(lengths), 1)):
+        chunk = slice(first, first + (size or len(lengths)))
+        rows = [row[:length].cpu().numpy() for row, length in zip(ids[chunk], lengths[chunk], strict=True)]
+        yield SharedPrefixes.of(np.concatenate(rows), lengths[chunk])
+
+
 def _packer_class(objective: Objective) -> type:
     """Makes the class of our packer, a subclass of NeMo-RL's `SequencePacker`: it needs NeMo-RL to be imported."""
     from nemo_rl.data.packing.algorithms import SequencePacker
@@ -118,7 +153,9 @@ def _packer_class(objective: Objective) -> type:
             if not sequence_lengths:
                 return []
             ranks, least = self.bin_count_multiple or 1, self.min_bin_count or 1
-            return plan_bins(sequence_lengths, self.bin_capacity, ranks, least, objective)
+            chunks = _chunks.get()
+            prefixes = None if chunks is None else next(chunks)
+            return plan_bins(sequence_lengths, self.bin_capacity, ranks, least, objective, prefixes)
 
     return PlannedPacker
 

@@ -15,8 +15,6 @@ Source: nemo_rl/models/megatron/train.py, nemo_rl/models/policy/workers/megatron
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -26,11 +24,10 @@ import torch
 from roll_batching.errors import IntegrationError
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
-from roll_batching.integrations.replacement import Integration, Replacement, refuse_unsupported
+from roll_batching.integrations.replacement import Integration, Replacement, policy_worker, refuse_unsupported
 from roll_batching.packing.pack_layout import IntArray
 
 _MODELS: weakref.WeakKeyDictionary[Any, HostModel] = weakref.WeakKeyDictionary()
-_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 
 
 def megatron_forward_backward(
@@ -134,19 +131,7 @@ def _require_supported(post_processing: Any, is_loss: bool, sampling: Any, unsup
 
 def __getattr__(name: str) -> Any:
     """Makes `MegatronPolicyWorker`, a subclass of NeMo-RL's worker in this module: Ray's workers then import it."""
-    if name != "MegatronPolicyWorker":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import ray
-
-    base = importlib.import_module(_WORKER).MegatronPolicyWorkerImpl
-    environment = importlib.import_module("nemo_rl.models.policy.utils").get_runtime_env_for_policy_worker
-    worker_class = type("MegatronPolicyWorkerImpl", (base,), {"__module__": __name__, "__doc__": base.__doc__})
-    module = sys.modules[__name__]
-    vars(module)["MegatronPolicyWorkerImpl"] = worker_class
-    worker = vars(module)["MegatronPolicyWorker"] = ray.remote(runtime_env=environment("megatron_policy_worker"))(
-        worker_class
-    )
-    return worker
+    return policy_worker(__name__, name)
 
 
 _FORWARD_BACKWARD = Replacement(

@@ -141,3 +141,26 @@ class Integration:
             return str(version or importlib.metadata.version(self._distribution))
         except importlib.metadata.PackageNotFoundError:
             return "(a checkout without a version)"
+
+
+def policy_worker(module: str, name: str, after_init: Callable[[Any], None] = lambda worker: None) -> Any:
+    """`MegatronPolicyWorker`: NeMo-RL's worker as a class of `module`, for Ray's workers to import.
+
+    `after_init` is called with each new worker. Raises AttributeError for another `name`.
+    """
+    if name != "MegatronPolicyWorker":
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    import ray
+
+    base = importlib.import_module("nemo_rl.models.policy.workers.megatron_policy_worker").MegatronPolicyWorkerImpl
+    environment = importlib.import_module("nemo_rl.models.policy.utils").get_runtime_env_for_policy_worker
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        after_init(self)
+
+    members = {"__module__": module, "__doc__": base.__doc__, "__init__": initialize}
+    implementation = type("MegatronPolicyWorkerImpl", (base,), members)
+    worker: Any = ray.remote(runtime_env=environment("megatron_policy_worker"))(implementation)
+    vars(sys.modules[module]).update(MegatronPolicyWorkerImpl=implementation, MegatronPolicyWorker=worker)
+    return worker

@@ -30,15 +30,17 @@ import numpy as np
 
 from roll_batching.errors import PlanError
 from roll_batching.integrations.host_plans import (
+    HostSamples,
     Lengths,
     balanced_partitions,
     cut_rectangles,
-    gather_lengths,
+    gather_samples,
+    joined_prefixes,
     pipeline_size,
     plan_on_home_ranks,
 )
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import PlanConstraints
+from roll_batching.planning import PlanConstraints, SharedPrefixes
 
 
 def make_micro_batch_iter_for_sequence_packing(
@@ -56,16 +58,18 @@ def make_micro_batch_iter_for_sequence_packing(
     Collective over `dp_group`, ROLL's data-parallel group with context-parallel ranks in it. `micro_batch_size` is not
     read, as in ROLL. Raises AssertionError, the same on all ranks.
     """
-    parts, rank = gather_lengths(lambda: _lengths(mini_batch), dp_group)
+    samples, rank = gather_samples(lambda: _samples(mini_batch), dp_group)
+    samples = samples[::cp_size]  # context-parallel ranks are neighbours in the group and hold the same samples
     which = "train" if is_train else "forward"
     bins = plan_bins(
-        parts[::cp_size],  # context-parallel ranks are neighbours in the group and hold the same samples
+        [part.lengths for part in samples],
         getattr(self.config, f"max_packed_sequence_length_{which}"),
         tp_size=tp_size,
         cp_size=cp_size,
         vp_size=vp_size,
         least=getattr(self.config, f"min_num_micro_batches_{which}"),
         sequence_multiple=self.get_pad_factor(cp_size, tp_size),
+        prefixes=joined_prefixes(samples),
     )[rank // cp_size]
     mini_batch.meta_info["partition_indices_list"] = bins
     for number, indices in enumerate(bins):
@@ -89,11 +93,12 @@ def plan_bins(
     vp_size: int = 1,
     least: int = 1,
     sequence_multiple: int = 1,
+    prefixes: SharedPrefixes | None = None,
 ) -> list[list[list[int]]]:
     """Indices into each rank's `parts`, by rank and micro-batch; samples stay on their rank.
 
-    `sequence_multiple`: ROLL pads every sequence of a pack to it. Raises AssertionError where a sequence is longer than
-    the cap, or samples are too few.
+    `sequence_multiple`: ROLL pads every sequence of a pack to it. `prefixes` as in `plan_on_home_ranks`. Raises
+    AssertionError where a sequence is longer than the cap, or samples are too few.
     """
     pp_size = pipeline_size()
     try:
@@ -111,7 +116,7 @@ def plan_bins(
             # meet at every micro-batch.
             objective="auto" if pp_size > 1 else "lockstep",
         )
-        return plan_on_home_ranks(parts, constraints)
+        return plan_on_home_ranks(parts, constraints, prefixes=prefixes)
     except PlanError as error:
         raise AssertionError(str(error)) from None
 
@@ -168,6 +173,13 @@ def dynamic_batching_shard(
 def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Divides items into parts of near-equal sums; `equal_size`: of equal numbers. Raises AssertionError as ROLL."""
     return balanced_partitions(seqlen_list, k_partitions, equal_size)
+
+
+def _samples(batch: Any) -> HostSamples:
+    """The samples of a batch (DataProto) of padded rows."""
+    rows = batch.batch
+    mask = rows["attention_mask"].reshape(len(rows["attention_mask"]), -1).bool()
+    return HostSamples.of(_lengths(batch), "ROLL", lambda: rows["input_ids"].reshape(mask.shape)[mask].cpu().numpy())
 
 
 def _lengths(batch: Any) -> Lengths:

@@ -19,14 +19,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_batching.integrations.host_plans import (
+    HostSamples,
     Lengths,
     balanced_partitions,
-    gather_lengths,
+    gather_samples,
+    joined_prefixes,
     pipeline_size,
     plan_on_home_ranks,
 )
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import PlanConstraints
+from roll_batching.planning import PlanConstraints, SharedPrefixes
 
 
 def rearrange_micro_batches(
@@ -46,7 +48,8 @@ def rearrange_micro_batches(
     """
     from verl.utils import tensordict_utils
 
-    parts, rank = gather_lengths(lambda: _lengths(batch), dp_group if same_micro_num_in_dp else None)
+    samples, rank = gather_samples(lambda: _samples(batch), dp_group if same_micro_num_in_dp else None)
+    parts = [part.lengths for part in samples]
     longest = max(int(part.max(initial=0)) for part in parts)
     if longest > max_token_len:
         raise AssertionError(
@@ -61,16 +64,23 @@ def rearrange_micro_batches(
         multiple=num_batches_divided_by or 1,
         least=min_num_micro_batch or 1,
         group_size=force_group_size,
+        prefixes=joined_prefixes(samples),
     )[rank]
     return [tensordict_utils.index_select_tensor_dict(batch, indices) for indices in bins], bins
 
 
 def plan_bins(
-    parts: Sequence[Lengths], max_tokens: int, *, multiple: int = 1, least: int = 1, group_size: int = 1
+    parts: Sequence[Lengths],
+    max_tokens: int,
+    *,
+    multiple: int = 1,
+    least: int = 1,
+    group_size: int = 1,
+    prefixes: SharedPrefixes | None = None,
 ) -> list[list[list[int]]]:
     """Indices into each rank's `parts`, by rank and micro-batch; samples stay on their rank.
 
-    `group_size`: so many consecutive samples share a micro-batch. Raises PlanError when samples are too few.
+    `group_size` and `prefixes` are those of `plan_on_home_ranks`. Raises PlanError when samples are too few.
     """
     pp_size = pipeline_size()
     constraints = PlanConstraints(
@@ -84,7 +94,7 @@ def plan_bins(
         # FSDP gathers parameters layer by layer: ranks meet at every micro-batch.
         objective="auto" if pp_size > 1 else "lockstep",
     )
-    return plan_on_home_ranks(parts, constraints, group_size=group_size)
+    return plan_on_home_ranks(parts, constraints, group_size=group_size, prefixes=prefixes)
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -95,12 +105,13 @@ def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_si
     return balanced_partitions(seqlen_list, k_partitions, equal_size)
 
 
-def _lengths(batch: Any) -> Lengths:
-    """Tokens of each sample of a batch of jagged or padded rows."""
+def _samples(batch: Any) -> HostSamples:
+    """The samples of a batch of jagged or padded rows."""
     ids = batch["input_ids"]
-    lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
-    measured: Lengths = lengths.cpu().numpy()
-    return measured
+    if ids.is_nested:
+        return HostSamples.of(ids.offsets().diff().cpu().numpy(), "verl", lambda: ids.values().cpu().numpy())
+    mask = batch["attention_mask"]
+    return HostSamples.of(mask.sum(dim=1).cpu().numpy(), "verl", lambda: ids[mask.bool()].cpu().numpy())
 
 
 _REPLACEMENTS = (

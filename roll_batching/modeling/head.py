@@ -8,6 +8,7 @@ module object, parameter, hooks and state-dict keys: only its class changes.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,20 @@ class DeferredHead(ColumnParallelLinear):
         return input_, None
 
 
+def _is_plain(layer: Any) -> bool:
+    """Whether an output layer is Megatron's ColumnParallelLinear, or a subclass of Megatron's, without bias."""
+    is_megatron_s = isinstance(layer, ColumnParallelLinear) and type(layer).__module__.startswith("megatron.core.")
+    return is_megatron_s and layer.bias is None
+
+
+@functools.cache
+def _deferred(base: Any) -> Any:
+    """`DeferredHead`, as a subclass of `base` where that is a subclass of ColumnParallelLinear."""
+    if base is ColumnParallelLinear:
+        return DeferredHead
+    return type(base.__name__, (DeferredHead, base), {})
+
+
 def gpt_of(chunk: torch.nn.Module) -> Any:
     """The GPTModel inside Megatron's wrappers (DDP, Float16Module)."""
     model: Any = chunk
@@ -40,8 +55,8 @@ def gpt_of(chunk: torch.nn.Module) -> Any:
 def defer_head(gpt: Any) -> None:
     """Makes `gpt`'s output layer a `DeferredHead`; does nothing on stages without an output layer.
 
-    Raises `LayoutError` for multi-token prediction, defer_embedding_wgrad_compute, and output layers that are not a
-    plain ColumnParallelLinear without bias.
+    Raises `LayoutError` for multi-token prediction, defer_embedding_wgrad_compute, and output layers that are not
+    Megatron's ColumnParallelLinear, or a subclass of Megatron's, without bias.
     """
     if not gpt.post_process or isinstance(gpt.output_layer, DeferredHead):
         return
@@ -51,26 +66,27 @@ def defer_head(gpt: Any) -> None:
             "the head cannot be deferred with Megatron's multi-token prediction or defer_embedding_wgrad_compute: turn "
             "them off"
         )
-    if type(gpt.output_layer) is not ColumnParallelLinear or gpt.output_layer.bias is not None:
+    if not _is_plain(gpt.output_layer):
         raise LayoutError(
             f"the head cannot be deferred for {type(gpt.output_layer).__name__}: only a ColumnParallelLinear without "
             "bias. Use defer_head=False"
         )
-    gpt.output_layer.__class__ = DeferredHead
+    gpt.output_layer.__class__ = _deferred(type(gpt.output_layer))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
 def hidden_states_of(gpt: Any) -> Iterator[None]:
     """Defers the head inside, if the output layer is a plain one; `logits_at` handles both cases."""
     layer: Any = gpt.output_layer if gpt.post_process else None
-    if type(layer) is not ColumnParallelLinear or layer.bias is not None:
+    base: Any = type(layer)
+    if isinstance(layer, DeferredHead) or not _is_plain(layer):
         yield
         return
-    layer.__class__ = DeferredHead
+    layer.__class__ = _deferred(base)
     try:
         yield
     finally:
-        layer.__class__ = ColumnParallelLinear
+        layer.__class__ = base
 
 
 def logits_at(output: torch.Tensor, rows: torch.Tensor, gpt: Any) -> torch.Tensor:

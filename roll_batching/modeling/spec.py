@@ -214,7 +214,7 @@ def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | 
     backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
     changed = 0
     for layer in (layer for chunk in chunks for layer in gpt_of(chunk).decoder.layers):
-        attends = layer.self_attention
+        attends: Any = getattr(layer, "self_attention", None)
         if isinstance(getattr(attends, "core_attention", None), DotProductAttention):
             if getattr(attends.config, "softmax_type", "vanilla") != "vanilla":
                 raise LayoutError(

@@ -16,6 +16,17 @@ from roll_batching.packing.pack_layout import PackLayout
 _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
 
 
+@dataclass(frozen=True)
+class RowRun:
+    """One run of rows, as which a model that rotates by Megatron's code sees a pack (`modeling.adoption`)."""
+
+    table: int
+    """Positions of the rotary table: a power of two above all positions, so that few tables are made."""
+    cp_size: int
+    """Context-parallel size of the layout, by which Megatron's rotation divides the run."""
+    cp_rank: int
+
+
 @dataclass
 class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
     """PackedSeqParams of a pack, with positions, context-parallel indices and metadata of the attention backend.
@@ -47,10 +58,21 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     """`packing.extra_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
     chunks: Any = None
     """Chunks of the pack's sequences (`modeling.recurrences.Chunks`), set by the first gated delta net."""
+    run: RowRun | None = None
+    """The run that `cu_seqlens` describe in place of the pack's segments, in an adopted model; None: segments."""
+    segments: PackedSeqParams | None = None
+    """With `run`, the params of the segments, for cores that read these."""
+    repeats: torch.Tensor | None = None
+    """[tokens / cp of a host's pack] int64: the row in pack order for each of its rows (`integrations.prefixes`)."""
 
     def set_context_group(self, group: Any) -> None:
         """Set the ranks that share the pack, where it has its own context-parallel size; None: this rank alone."""
-        self.cp_group, self.local_cp_size = group, 1 if group is None else group.size()
+        size = 1 if group is None else group.size()
+        self.cp_group = group
+        if self.segments is None:
+            self.local_cp_size = size
+        else:  # Megatron's multi-latent attention refuses a size per pack in its own params
+            self.segments.cp_group, self.segments.local_cp_size = group, size
 
     def context_group(self, of_layout: Any) -> Any:
         """The ranks that share the pack, given the context-parallel group of the layout."""
@@ -62,28 +84,27 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
 
 
 def packed_params(
-    pack_layout: PackLayout, cp_rank: int, device: torch.device, *, attention: AttentionBackend | str | None = "auto"
+    pack_layout: PackLayout,
+    cp_rank: int,
+    device: torch.device,
+    *,
+    attention: AttentionBackend | str | None = "auto",
+    rotation_cp: tuple[int, int] | None = None,
 ) -> PackedParams:
     """PackedParams of a pack for one context-parallel rank.
 
     `attention` is the backend of the model's layers: a backend, its name or dotted path, or "auto", which depends on
     the device; None for a core that needs only PackedSeqParams, such as TransformerEngine's.
 
+    `rotation_cp` is (size, rank) of the layout's context-parallel group for a model adopted by `adopt_model`, whose
+    params describe one run of rows. None for other models.
+
     `cu_seqlens` counts whole slots and is one tensor object in all four fields: TransformerEngine recognises input
     without padding by object identity, and slot padding at the end of a causal sequence changes no other token.
     `max_seqlen` is a Python int, so that no layer waits for the device.
     """
     cu_seqlens = torch.from_numpy(pack_layout.cu_seqlens).to(device=device, dtype=torch.int32)
-    fields: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_kv": cu_seqlens,
-        "cu_seqlens_q_padded": cu_seqlens,
-        "cu_seqlens_kv_padded": cu_seqlens,
-        "max_seqlen_q": pack_layout.longest_segment,
-        "max_seqlen_kv": pack_layout.longest_segment,
-        "pad_between_seqs": False,
-    }
+    fields = _segment_fields(cu_seqlens, pack_layout.longest_segment)
     backend = None if attention is None else attention_backend(attention, device.type)
     if pack_layout.prefix_lengths is not None and not getattr(backend, "shares_prefixes", False):
         raise LayoutError(
@@ -92,12 +113,35 @@ def packed_params(
         )
     local_tokens = pack_layout.local_tokens(cp_rank)
     sharded = pack_layout.cp_size > 1
+    run = segments = None
+    if rotation_cp is not None:
+        run = RowRun(1 << int(pack_layout.longest_sequence).bit_length(), *rotation_cp)
+        rows = len(local_tokens) * run.cp_size
+        segments = PackedSeqParams(**fields)
+        fields = _segment_fields(torch.tensor([0, rows], dtype=torch.int32, device=device), rows)
     return PackedParams(
-        **{name: value for name, value in fields.items() if name in _BASE_FIELDS},
+        **fields,
         positions=torch.from_numpy(pack_layout.sequence_positions[local_tokens]).to(device),
         local_tokens=torch.from_numpy(local_tokens).to(device) if sharded else None,
         restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
         shares_prefixes=pack_layout.prefix_lengths is not None,
         attention=None if backend is None else backend.metadata(pack_layout, cp_rank, device),
         cp_rank=cp_rank,
+        run=run,
+        segments=segments,
     )
+
+
+def _segment_fields(cu_seqlens: torch.Tensor, longest: int) -> dict[str, Any]:
+    """Fields of PackedSeqParams for segments, of those that the installed Megatron has."""
+    fields: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "cu_seqlens_q_padded": cu_seqlens,
+        "cu_seqlens_kv_padded": cu_seqlens,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+        "pad_between_seqs": False,
+    }
+    return {name: value for name, value in fields.items() if name in _BASE_FIELDS}

@@ -136,6 +136,8 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     dp_size: Count
     """Data-parallel ranks, each a replica of TP x CP x PP processes."""
 
+    cap_counts_shared: bool = False
+    """Whether the cap counts tokens that samples share for each of them, as where a head computes whole samples."""
     group_size: Count | Literal["auto"] | None = None
     """Interleaving only: Megatron's `microbatch_group_size_per_vp_stage`. None: `pp_size`, and the number of
     micro-batches (K) is a multiple of it. An integer N admits K with K % N == 0 or K % N >= pp_size. "auto" admits each

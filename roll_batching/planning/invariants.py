@@ -153,11 +153,15 @@ def _check_tokens(plan: PlanArrays) -> None:
     if constraints.oversize == "alone":
         return
     cap = constraints.max_tokens if plan.blocks is None else constraints.max_tokens * plan.blocks.cp_sizes
-    for m in np.flatnonzero(plan.tokens > cap):
+    counted = plan.tokens
+    if constraints.cap_counts_shared:
+        whole = np.bincount(np.repeat(np.arange(len(counts)), counts), entry_length, len(counts))
+        counted = np.maximum(counted, whole.astype(np.int64))
+    for m in np.flatnonzero(counted > cap):
         inside = plan.samples[plan.offsets[m] : plan.offsets[m + 1]]
         longest = int(inside[np.argmax(plan.used[inside])]) if len(inside) else -1
         raise PlanError(
-            f"{_name_micro_batch(plan, int(m))} takes {plan.tokens[m]} tokens, max_tokens={constraints.max_tokens}"
+            f"{_name_micro_batch(plan, int(m))} takes {counted[m]} tokens, max_tokens={constraints.max_tokens}"
             + (f" (longest: sample {longest}, length {plan.lengths[longest]})" if longest >= 0 else "")
             + "; form smaller micro-batches or raise the cap"
         )

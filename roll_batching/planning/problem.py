@@ -148,17 +148,17 @@ def _make_units(
 ) -> tuple[Units, Ints]:
     """Units, and the cost of each sample (int64[n]): from `costs`, or without the positions that others compute."""
     members, offsets = groups.members, groups.offsets
-    computed = used[members]
+    counted = used[members]
     if priced is not None:
         members = priced.sort(members, offsets)
         shared = priced.shared(members, offsets)
-        computed = used[members] - shared
+        counted = used[members] - (0 if constraints.cap_counts_shared else shared)
         costs = np.zeros(len(used), dtype=np.int64)
         costs[members] = priced.own_cost(used[members], shared)
     units = Units(
         samples=members,
         offsets=offsets,
-        slots=sums_of(round_up(computed, constraints.sequence_alignment), offsets),
+        slots=sums_of(round_up(counted, constraints.sequence_alignment), offsets),
         longest=largest_of(round_up(used[members], constraints.rectangle_alignment), offsets),
         rows=np.diff(offsets),
         costs=sums_of(costs[members], offsets),
@@ -185,7 +185,7 @@ def _join_trees(
     groups: _Groups, alone: Flags, priced: PricedPrefixes, constraints: PlanConstraints, largest_part: int | None
 ) -> tuple[_Groups, Flags]:
     """Groups of samples that share prefixes, from groups of one sample; a sample above the cap remains alone."""
-    samples, home = groups.members, groups.home
+    samples, home, alignment = groups.members, groups.home, constraints.sequence_alignment
     places = priced.prefixes.places[samples]
     order = np.lexsort((places, home, alone))
     samples, home, alone = samples[order], home[order], alone[order]
@@ -193,11 +193,10 @@ def _join_trees(
     shared = priced.shared(samples, np.append(np.flatnonzero(starts_anew), len(samples)))
     used = priced.used[samples]
     full_costs = priced.cost(used)
-    alignment = constraints.sequence_alignment
     chain = Chain(
         samples=samples,
         shared=shared,
-        slots=round_up(used - shared, alignment),
+        slots=round_up(used if constraints.cap_counts_shared else used - shared, alignment),
         first_slots=round_up(used, alignment),
         costs=priced.own_cost(used, shared),
         first_costs=full_costs,

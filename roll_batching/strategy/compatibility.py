@@ -13,7 +13,9 @@ import megatron.core
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
@@ -114,10 +116,11 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
     """Attention settings of the model that packs, or rectangles in rows form, do not support."""
     gpt = gpt_of(chunks[0])
     config = gpt.config
-    if config.multi_latent_attention and not all(getattr(core, "pack_rotates", False) for core in _cores(chunks)):
+    if config.multi_latent_attention and config.tensor_model_parallel_size > 1 and _has_local_latent_attention(gpt):
         return [
-            "Megatron's own multi-latent attention is not supported for packs: build the model from "
-            "packed_layer_spec(config, RotarySettings(...)) with a backend that rotates"
+            "Megatron's multi-latent attention of local layers has wrong gradients under tensor parallelism "
+            "(Megatron-Core 0.16 to 0.19: heads' gradients of the shared key are not summed): build the model from "
+            "TransformerEngine's layer spec, or from packed_layer_spec(config, RotarySettings(...))"
         ]
     if settings.rows_form:
         packed = [name for name in ("train", "infer") if getattr(batching, name).mode == "packed"]
@@ -142,15 +145,24 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
             f"both the model (position_embedding_type={gpt.position_embedding_type!r}) and its attention core rotate: "
             "build it with position_embedding_type='none', or packed_layer_spec(config) without rotary"
         )
-    if gpt.position_embedding_type in ("yarn", "mrope"):
-        problems.append(
-            f"position_embedding_type={gpt.position_embedding_type!r} is not supported for packed sequences for now"
-        )
+    if gpt.position_embedding_type == "mrope":
+        problems.append("position_embedding_type='mrope' is not supported for packed sequences for now")
     if gpt.position_embedding_type == "rope" and config.apply_rope_fusion and config.rotary_interleaved:
         problems.append("the fused rotation of packs ignores rotary_interleaved before 0.17: unset apply_rope_fusion")
     if getattr(config, "qk_clip", False) and any(isinstance(core, PackedCore) for core in cores):
         problems.append("qk_clip reads attention logits that our attention cores do not keep: unset it")
     return problems
+
+
+def _has_local_latent_attention(gpt: Any) -> bool:
+    """Whether layers are Megatron's own MLA over its own linear layers."""
+    attentions = [layer.self_attention for layer in gpt.decoder.layers if hasattr(layer, "self_attention")]
+    return any(
+        isinstance(attention, MLASelfAttention)
+        and type(attention).__module__.startswith("megatron.core")
+        and isinstance(attention.linear_kv_down_proj, ColumnParallelLinear)
+        for attention in attentions
+    )
 
 
 def _cores(chunks: Sequence[Any]) -> list[Any]:

@@ -12,20 +12,25 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from roll_batching.distributed import consensus, host_group
+from roll_batching.distributed.consensus import exchange
 from roll_batching.distributed.parallel_layout import describe_layout
 from roll_batching.errors import LayoutError
 from roll_batching.losses.runner import has_router_losses
 from roll_batching.megatron_patches.layers import define_router_gemm
+from roll_batching.modeling.adoption import ADOPTED_ENGINE, adopt_model
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head as defer
 from roll_batching.modeling.head import gpt_of
-from roll_batching.planning import CostModel
+from roll_batching.planning import BatchingSpec, CostModel, RolePlanner
 from roll_batching.planning.arrays import integer_of, kind_of
 from roll_batching.planning.cost_model import require_cost
+from roll_batching.planning.prefixes import SHORTEST_PREFIX
+from roll_batching.samples import SampleBatch, find_shared_prefixes, gather_lengths
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy.compatibility import attention_backends, check_compatibility
 from roll_batching.strategy.model_state import ModelState, StepSettings, TrainingState
+from roll_batching.strategy.pack_features import sharing_obstacle, sharing_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +81,8 @@ def state_from_parts(
     """
     settings, vocab_size = _agree_on_parts(chunks, batching, settings, pg_collection, vocab_size, cost)
     gpt, config = gpt_of(chunks[0]), gpt_of(chunks[0]).config
+    with consensus(host_group(), "from_parts"):
+        rotates_rows = not settings.rows_form and adopt_model(chunks)
     layout = describe_layout(
         vpp_size=len(chunks),
         sequence_parallel=config.sequence_parallel,
@@ -91,13 +98,14 @@ def state_from_parts(
         batching=batching,
         settings=settings,
         attention=next(iter(attention_backends(chunks)), None),
+        rotates_rows=rotates_rows,
         vocab_size=vocab_size,
         pg_collection=pg_collection,
         training=training,
     )
     with consensus(layout.host_group, "from_parts"):
         check_compatibility(state, defer_head=defer_head, problems=problems)
-    _warn_of_rotation_and_router_losses(state)
+    _warn_of_router_losses(state)
     if config.num_moe_experts is not None:
         define_router_gemm()
     for chunk in chunks if defer_head else ():
@@ -174,17 +182,11 @@ def _describe_architecture(gpt: Any) -> str:
     return ", ".join([*sizes, f"vocab_size {gpt.vocab_size}", f"positions {gpt.position_embedding_type}"])
 
 
-def _warn_of_rotation_and_router_losses(state: ModelState) -> None:
-    gpt = gpt_of(state.chunks[0])
-    if not state.settings.rows_form and gpt.position_embedding_type == "rope" and dist.get_rank() == 0:
-        logger.warning(
-            "the model rotates packed sequences itself, which without TransformerEngine's fused kernel waits for the "
-            "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
-            "does not"
-        )
-    if state.training is None or not has_router_losses(gpt.config):
+def _warn_of_router_losses(state: ModelState) -> None:
+    config = gpt_of(state.chunks[0]).config
+    if state.training is None or not has_router_losses(config):
         return
-    config, groups = gpt.config, state.pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    groups = state.pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     auxiliary, z_loss = router_loss_weights(config, groups.tp_cp)
     if (auxiliary, z_loss) != (1.0, 1.0) and dist.get_rank() == 0:
         logger.warning(
@@ -205,3 +207,53 @@ def _defer_head(chunk: Any) -> None:
     defer(gpt_of(chunk))
     if hooked:
         chunk.enable_forward_pre_hook()
+
+
+# ---- proof of an adopted model
+
+
+SIBLING_LIMITS = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Relative differences of log-probs that `with_proof` allows, by dtype. A wrong position or mask makes 0.1 and more."""
+_COARSE_LIMIT = 0.05
+_PROMPT, _RESPONSE = SHORTEST_PREFIX + 2, 2
+
+
+def with_proof(strategy: Any) -> ModelState:
+    """The state of a strategy's adopted model, tried on siblings: their prefix shared, against each alone. Collective.
+
+    It may not share prefixes, nor have sizes per pack, if they differ. That finds what no list of classes can: modules
+    of others that count positions by the rows of a pack.
+    """
+    state = strategy.state
+    layout, is_adopted = state.layout, state.rotates_rows or state.attention is ADOPTED_ENGINE
+    if not is_adopted or sharing_obstacle(state) or (not sharing_of(state) and state.settings.max_cp_size == 1):
+        return state
+    columns = state.vocab_size or gpt_of(state.chunks[0]).vocab_size
+    generator = torch.Generator().manual_seed(layout.dp_rank)
+    prompt, *responses = (torch.randint(columns, (n,), generator=generator) for n in (_PROMPT, _RESPONSE, _RESPONSE))
+    siblings = SampleBatch.from_lists(
+        {"input_ids": [torch.cat([prompt, response]) for response in responses]},
+        {"input_ids": "token"},
+        ids=[2 * layout.dp_rank, 2 * layout.dp_rank + 1],
+    )
+    spec = BatchingSpec(mode="packed", max_tokens=64 * layout.tp_size * layout.cp_size)
+    constraints = replace(state.settings, max_cp_size=1).constraints(layout, spec)
+
+    def log_probs(batch: SampleBatch, shares: bool) -> torch.Tensor:
+        table = gather_lengths(batch, layout.dp_group)
+        if shares:
+            table = find_shared_prefixes(batch, table, layout.dp_group)
+        planner = RolePlanner(train=constraints, infer=constraints, cost=state.cost, share_prefixes=shares)
+        return strategy.compute_log_probs(batch, planner.plan(table, home_rank=table.location))["log_probs"]
+
+    apart = torch.cat([log_probs(siblings.select(torch.tensor([row])), False) for row in range(2)])
+    gap = float((log_probs(siblings, True) - apart).norm() / apart.norm())
+    largest = max(exchange(layout.host_group, "from_parts", lambda: gap))
+    limit = SIBLING_LIMITS.get(state.dtype, _COARSE_LIMIT)
+    if largest <= limit:
+        return state
+    fault = (
+        f"log-probs differ by {largest:.1e} where two samples share a prefix (at most {limit:g} in {state.dtype}): a "
+        "module of the model counts positions by the rows of a pack"
+    )
+    return replace(state, adoption_fault=fault)

@@ -70,12 +70,12 @@ class MegatronInferStrategy(ModelIOMixin):
 
         Arguments and errors are those of `MegatronTrainStrategy.from_parts`.
         """
-        from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
+        from roll_batching.strategy import from_parts as parts  # loops of other models alone need it
 
-        require_process_group()
+        parts.require_process_group()
         strategy = MegatronInferStrategy(None, temperature=temperature)
-        strategy.state = state_from_parts(
-            list_of_chunks(model_chunks),
+        strategy.state = parts.state_from_parts(
+            parts.list_of_chunks(model_chunks),
             batching,
             StepSettings(),
             pg_collection=pg_collection,
@@ -84,6 +84,7 @@ class MegatronInferStrategy(ModelIOMixin):
             training=None,
             defer_head=defer_head,
         )
+        strategy.state = parts.with_proof(strategy)
         return strategy
 
     # ---- the model

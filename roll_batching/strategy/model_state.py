@@ -109,6 +109,10 @@ class ModelState:
     settings: StepSettings
     attention: AttentionBackend | None
     """Attention backend of all layers; None for a caller's own core, which gets plain PackedSeqParams."""
+    rotates_rows: bool = False
+    """Whether the model's own rotation takes packs as one run of rows (`modeling.adoption`)."""
+    adoption_fault: str | None = None
+    """Why packs of an adopted model may not share prefixes or have their own sizes; None: they may."""
     vocab_size: int | None = None
     """Real vocabulary, when the head has padded columns; None counts all."""
     pg_collection: Any = None

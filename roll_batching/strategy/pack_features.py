@@ -26,8 +26,10 @@ def sharing_obstacle(state: ModelState) -> str | None:
     if not getattr(state.attention, "shares_prefixes", False):
         name = "the model's own" if state.attention is None else state.attention.name
         return f"the attention ({name}) attends to one run of keys per sample: choose dense, varlen or flash_attn"
+    if state.adoption_fault is not None:
+        return state.adoption_fault
     gpt = gpt_of(state.chunks[0])
-    if gpt.position_embedding_type not in ("none", "learned_absolute"):
+    if gpt.position_embedding_type not in ("none", "learned_absolute") and not state.rotates_rows:
         return (
             f"the model embeds positions itself ({gpt.position_embedding_type}), counted from the start of every "
             "segment: build it with packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"
@@ -58,10 +60,10 @@ def sharing_of(state: ModelState) -> bool | Literal["auto"]:
 
 def gather_table(state: ModelState, local_batch: SampleBatch) -> LengthTable:
     """Ids, lengths and, where plans of this model share them, common prefixes of all ranks' samples. Collective."""
-    table = gather_lengths(local_batch)
+    table = gather_lengths(local_batch, state.layout.dp_group)
     if not sharing_of(state):
         return table
-    table = find_shared_prefixes(local_batch, table)
+    table = find_shared_prefixes(local_batch, table, state.layout.dp_group)
     assert table.prefixes is not None
     saving = int(table.prefixes.shared.sum()) / max(int(table.lengths.sum()), 1)
     if saving >= SMALLEST_SAVING and dist.get_rank() == 0 and not _told.is_set():
@@ -108,8 +110,10 @@ def context_size_obstacle(state: ModelState) -> str | None:
             f"the attention ({name}) exchanges keys over the layout's context-parallel group: choose dense, varlen or "
             "flash_attn, or one context_parallel_size"
         )
+    if state.adoption_fault is not None:
+        return state.adoption_fault
     embedding = gpt_of(state.chunks[0]).position_embedding_type
-    if embedding not in ("none", "learned_absolute"):
+    if embedding not in ("none", "learned_absolute") and not state.rotates_rows:
         return (
             f"the model rotates positions itself ({embedding}), by the layout's context-parallel size: build it with "
             "packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"

@@ -74,6 +74,7 @@ def pack_inputs(
         device=state.device,
         masks=masks,
         attention=state.attention,
+        rotation_cp=(layout.cp_size, layout.cp_rank) if state.rotates_rows else None,
         is_first_stage=layout.pp_rank == 0,
         is_last_stage=layout.is_last_stage,
         heads=state.heads,

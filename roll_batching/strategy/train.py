@@ -129,24 +129,25 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Raises:
             LayoutError: on all ranks, with everything in the parts that cannot work and the settings that cure it.
         """
-        from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
+        from roll_batching.strategy import from_parts as parts  # loops of other models alone need it
 
-        require_process_group()
+        parts.require_process_group()
         with consensus(host_group(), "from_parts") as facts:
             strategy = cls(None, **subclass_arguments)
             strategy.temperature = check_temperature(temperature)
             facts.equal("the temperature", strategy.temperature)
-            chunks = list_of_chunks(model_chunks)
+            chunks = parts.list_of_chunks(model_chunks)
             training = TrainingState(optimizer=optimizer, scheduler=scheduler, scheduler_unit=scheduler_unit or "steps")
             settings = StepSettings() if settings is None else settings
             if not isinstance(settings, StepSettings):
                 raise LayoutError(f"settings is {kind_of(settings)}: pass a StepSettings, or None")
             settings = replace(settings, rows_form=rows_form)
             problems = scheduler_problems(optimizer, scheduler, scheduler_unit)
-        strategy.state = state_from_parts(
+        strategy.state = parts.state_from_parts(
             chunks, batching, settings, pg_collection=pg_collection, vocab_size=vocab_size, cost=cost,
             training=training, defer_head=defer_head, problems=problems,
         )  # fmt: skip
+        strategy.state = parts.with_proof(strategy)
         return strategy
 
     def _create_layout(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:

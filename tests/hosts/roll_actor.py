@@ -1,10 +1,10 @@
 """Three training steps of ROLL's RLVR actor on CPU: its worker, strategy and data protocol, as Ray actors.
 
-    python -m tests.hosts.roll_actor FOLDER plain|planned REPORT [key=value ...]
+    python -m tests.hosts.roll_actor FOLDER plain|planned|prefixes REPORT [key=value ...]
 
 FOLDER gets a tiny model, REPORT (JSON) the metrics of each step on each rank and log-probs before and after. `plain` is
-ROLL's own strategy. Keys are those of strategy_config, or begin with pipeline., role. or packing. RANKS sets the number
-of actors.
+ROLL's own strategy, `prefixes` ROLL's own packing with prefixes shared behind it. Keys are those of strategy_config, or
+begin with pipeline., role. or packing. RANKS sets the number of actors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from typing import Any
 
 SEQUENCE, SAMPLES, VOCABULARY = 48, 16, 64
 HOOK = "tests.hosts.roll_actor.prepare_process"
-PLANNED = "roll_batching.integrations.roll_strategy.RLVRActorWorker"
+WORKERS = {
+    "plain": "roll.pipeline.rlvr.actor_worker.ActorWorker",
+    "planned": "roll_batching.integrations.roll_strategy.RLVRActorWorker",
+    "prefixes": "roll_batching.integrations.roll_prefixes.RLVRActorWorker",
+}
 
 
 def make_model(folder: Path) -> None:
@@ -57,7 +61,9 @@ def make_data(samples: int = SAMPLES) -> Any:
     place = torch.arange(SEQUENCE)
     attention = (place < lengths[:, None]).long()
     response = attention * (place >= prompts[:, None]).long()
-    ids = torch.randint(2, VOCABULARY, (samples, SEQUENCE), generator=generator) * attention
+    ids = torch.randint(2, VOCABULARY, (samples, SEQUENCE), generator=generator)
+    ids[1::2, :30] = ids[::2, :30]  # pairs of samples begin alike
+    ids = ids * attention
     mask = response[:, 1:].float()
 
     def noise() -> torch.Tensor:
@@ -203,11 +209,9 @@ def main() -> None:
         log_to_driver=bool(os.environ.get("LOUD")),
         runtime_env={"worker_process_setup_hook": HOOK},
     )
-    planned = kind == "planned"
-    path = PLANNED if planned else "roll.pipeline.rlvr.actor_worker.ActorWorker"
-    config, own = settings(Path(folder), planned, changes)
+    config, own = settings(Path(folder), kind != "plain", changes)
     port = str(stand_ins.free_port())
-    remote = ray.remote(num_cpus=1)(load(path))
+    remote = ray.remote(num_cpus=1)(load(WORKERS[kind]))
     workers = []
     for rank in range(ranks):
         env = {

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from roll_batching.integrations.batches import HostForm, make_host_fields, read_host_batch
-from tests.hosts import host_nemo_rl, stand_ins
+from tests.hosts import behind, host_nemo_rl, stand_ins
 from tests.hosts.layouts import cases, check
 from tests.hosts.losses import batch
+
+
+def test_its_own_packs_share_prefixes() -> None:
+    behind.check("nemo_rl")
 
 
 @pytest.mark.parametrize(("layout", "variant", "steps"), cases(list(host_nemo_rl.VARIANTS)))

@@ -50,7 +50,8 @@ def run_actor(folder: Path, checkout: Path, kind: str, overrides: list[str], che
     if not check:
         return done.stdout
     assert done.returncode == 0, done.stdout[-6000:]
-    assert ("planned packs now" in done.stdout) == (kind == "planned"), "the other strategy ran"
+    for text, of in (("planned packs now", "planned"), ("computed once behind this loop", "prefixes")):
+        assert (text in done.stdout) == (kind == of), "the other strategy ran"
     return json.loads(report.read_text())
 
 
@@ -67,13 +68,19 @@ def worst_metric(plain: dict[str, Any], planned: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("layout", "loss"),
-    [*((layout, "token mean") for layout in LAYOUTS), *(("data parallel", loss) for loss in list(LOSSES)[1:])],
+    ("kind", "layout", "loss"),
+    [
+        *(("planned", layout, "token mean") for layout in LAYOUTS),
+        *(("planned", "data parallel", loss) for loss in list(LOSSES)[1:]),
+        *(("prefixes", layout, "token mean") for layout in LAYOUTS),
+    ],
 )
-def test_three_steps_of_the_actor_are_those_of_roll(tmp_path: Path, checkout: Path, layout: str, loss: str) -> None:
+def test_three_steps_of_the_actor_are_those_of_roll(
+    tmp_path: Path, checkout: Path, kind: str, layout: str, loss: str
+) -> None:
     overrides = [*LAYOUTS[layout], *LOSSES[loss]]
     plain = run_actor(tmp_path, checkout, "plain", overrides)
-    planned = run_actor(tmp_path, checkout, "planned", overrides)
+    planned = run_actor(tmp_path, checkout, kind, overrides)
     compared = 0
     for own, ours in zip(plain, planned, strict=True):
         assert worst_metric(own, ours) < 2e-6

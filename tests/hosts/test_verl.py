@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from roll_batching.integrations.batches import HostForm, make_host_fields, read_host_batch
-from tests.hosts import host_verl, stand_ins, verl_trainer
+from tests.hosts import behind, host_verl, stand_ins, verl_trainer
 from tests.hosts.layouts import cases, check
+
+
+def test_its_own_packs_share_prefixes() -> None:
+    behind.check("verl")
 
 
 @pytest.mark.parametrize(("layout", "variant", "steps"), cases(list(host_verl.VARIANTS)))

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from roll_batching.errors import PlanError
-from roll_batching.integrations.host_plans import WORKLOAD, cut_rectangles, gather_lengths, plan_on_home_ranks
-from roll_batching.planning import PlanConstraints
+from roll_batching.integrations.host_plans import (
+    WORKLOAD,
+    HostSamples,
+    cut_rectangles,
+    gather_samples,
+    joined_prefixes,
+    plan_on_home_ranks,
+)
+from roll_batching.planning import PlanConstraints, SharedPrefixes
 from roll_batching.planning.cost_model import FIXED_TOKENS
 
 
@@ -61,11 +68,13 @@ def test_cuts_that_cannot_be():
 
 @pytest.mark.bad_input
 def test_lengths_that_are_none():
-    (own,), rank = gather_lengths(lambda: np.array([3.0, 0.0]), None)
-    assert own.tolist() == [3, 1] and own.dtype == np.int64 and rank == 0  # a sample without tokens takes one
+    (own,), rank = gather_samples(lambda: HostSamples.of(np.array([3.0, 0.0]), "a host", lambda: []), None)
+    assert (
+        own.lengths.tolist() == [3, 1] and own.lengths.dtype == np.int64 and rank == 0
+    )  # a sample without tokens takes one
     for wrong in (np.nan, np.inf, -1.0, 1.5):
         with pytest.raises(ValueError, match=f"sample 1 has the length {wrong}"):
-            gather_lengths(lambda wrong=wrong: np.array([3.0, wrong]), None)
+            gather_samples(lambda wrong=wrong: HostSamples.of(np.array([3.0, wrong]), "a host", lambda: []), None)
 
 
 @pytest.mark.bad_input
@@ -87,3 +96,28 @@ def test_a_host_cost_has_a_fixed_part_so_that_pipelines_do_not_split_to_the_end(
     )
     (first, _) = plan_on_home_ranks([lengths[:256], lengths[256:]], rules)
     assert WORKLOAD.fixed == 24576 * FIXED_TOKENS and len(first) <= 48  # 256 with a fixed cost near 0
+
+
+def test_siblings_share_micro_batches_of_whole_samples_under_the_cap():
+    rng, responses, prompt = np.random.default_rng(5), 8, 700
+    prompts = rng.integers(0, 1000, (12, prompt))
+    parts, known, computed = [], [], {}
+    for rank in range(2):  # the samples of a rank in random order
+        owners = rng.permutation(np.repeat(np.arange(rank * 6, rank * 6 + 6), responses))
+        parts.append(prompt + np.clip(rng.lognormal(5.0, 0.8, len(owners)), 16, 1500).astype(np.int64))
+        rows = [
+            np.concatenate([prompts[owner], rng.integers(0, 1000, length - prompt)])
+            for owner, length in zip(owners, parts[-1], strict=True)
+        ]
+        known.append(HostSamples(parts[-1], SharedPrefixes.of(np.concatenate(rows), parts[-1])))
+    rules = PlanConstraints(dp_size=2, max_tokens=8192, fillers=False)
+    for name, prefixes in (("apart", None), ("shared", joined_prefixes(known))):
+        plan = plan_on_home_ranks(parts, rules, prefixes=prefixes)
+        assert [sorted(sum(bins, [])) for bins in plan] == [list(range(48))] * 2
+        computed[name] = 0
+        for part, samples, bins in zip(parts, known, plan, strict=True):
+            assert samples.prefixes is not None
+            for members in map(np.array, bins):
+                assert part[members].sum() <= 8192
+                computed[name] += int(part[members].sum() - samples.prefixes.select(members).shared.sum())
+    assert computed["shared"] < 0.7 * computed["apart"], computed

@@ -38,7 +38,7 @@ def test_verl_takes_jagged_and_padded_batches(host):
     assert sorted(sum(bins, [])) == list(range(5)) and len(bins) == 3
     with pytest.raises(AssertionError, match="max_token_len must be greater"):
         ours.rearrange_micro_batches(padded, 80)
-    assert ours._lengths(jagged(lengths)).tolist() == lengths
+    assert ours._samples(jagged(lengths)).lengths.tolist() == lengths
 
 
 @pytest.mark.bad_input

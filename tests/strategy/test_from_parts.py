@@ -173,7 +173,7 @@ def problems(_: None) -> dict[str, str]:
     _start()
     said = {
         "fine": attempt(build("packed")),
-        "stock core": attempt(build("stock")),
+        "fine, of Megatron's layers": attempt(build("stock")),
         "rows form packed": attempt(build("stock"), rows_form=True),
         "rows form of a packed core": attempt(build("packed"), "padded", rows_form=True),
         "not a GPT": attempt(([torch.nn.Linear(2, 2)], None)),
@@ -185,7 +185,7 @@ def problems(_: None) -> dict[str, str]:
         "fp4": attempt(changed("fp4", "e2m1")),
         "cuda graphs": attempt(changed("cuda_graph_impl", "local")),
         "interleaved fused rope": attempt(_interleaved(build("packed"))),
-        "yarn": attempt(_positions(build("packed"), "yarn")),
+        "images' rotation": attempt(_positions(build("packed"), "mrope")),
         "two rotations": attempt(_positions(build("packed", rotate="core"), "rope")),
         "deferred wgrad": attempt(changed("defer_embedding_wgrad_compute", True), defer_head=True),
     }
@@ -236,7 +236,6 @@ def pipeline_problems(_: None) -> dict[str, str]:
 
 
 SAYS = {
-    "stock core": "packed_layer_spec(config)",
     "rows form packed": "rows_form serves padded and dynamic batching only",
     "rows form of a packed core": "leave rows_form out",
     "not a GPT": "Linear is not a GPTModel",
@@ -247,7 +246,7 @@ SAYS = {
     "fp4": "fp4 is not supported for now: unset it",
     "cuda graphs": "cuda_graph_impl='none'",
     "interleaved fused rope": "unset apply_rope_fusion",
-    "yarn": "position_embedding_type='yarn' is not supported",
+    "images' rotation": "position_embedding_type='mrope' is not supported",
     "two rotations": "position_embedding_type='none'",
     "deferred wgrad": "exclude each other",
     "batched p2p": "set config.batch_p2p_comm=False",
@@ -260,7 +259,7 @@ SAYS = {
 def test_what_cannot_work_is_said_at_construction() -> None:
     said = run_ranks(1, "tests.strategy.test_from_parts:problems")[0]
     said |= run_ranks(2, "tests.strategy.test_from_parts:pipeline_problems")[1]
-    assert said.pop("fine") == "nothing"
+    assert said.pop("fine") == said.pop("fine, of Megatron's layers") == "nothing"
     assert set(said) == set(SAYS)
     for name, part in SAYS.items():
         assert part in said[name], (name, said[name])

@@ -75,16 +75,21 @@ def build(
     frozen: bool = False,
     trained: str = "",
     learned_positions: int | None = None,
+    positions: str = "rope",
+    model_options: dict[str, Any] | None = None,
+    settings_after: dict[str, Any] | None = None,
     parallel_output: bool = True,
     ddp: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[Any], Any]:
-    """(chunks, optimizer). `core`: "stock", "packed" (our public spec, with the backend `attention`) or "rows" (above).
+    """(chunks, optimizer). `core`: "stock", "packed" (our public spec, with the backend `attention`), "rows"
+    (above), or "engine" (TransformerEngine's attention in stock layers).
 
     `frozen` takes every parameter of this rank out of training, `trained` those whose names it does not match.
-    `optimizer` holds OptimizerConfig's options and `ddp` DistributedDataParallelConfig's. With `learned_positions`
-    there is a table of so many instead of a rotation.
+    `optimizer` holds OptimizerConfig's options and `ddp` DistributedDataParallelConfig's, `model_options` GPTModel's.
+    `settings_after` are attributes that Megatron sets on a config. With `learned_positions` there is a table of so many
+    instead of a rotation.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import (
@@ -98,7 +103,7 @@ def build(
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from roll_batching.modeling.rotary import RotarySettings
     from roll_batching.modeling.spec import packed_layer_spec
@@ -135,17 +140,26 @@ def build(
         "batch_p2p_comm": False,
         **options,
     }
-    config = TransformerConfig(**settings)
+    latent = settings.get("multi_latent_attention", False)
+    config = (MLATransformerConfig if latent else TransformerConfig)(**settings)
+    for name, value in (settings_after or {}).items():
+        setattr(config, name, value)
     rotary = RotarySettings() if rotate == "core" else None
     layer = (
         packed_layer_spec(config, rotary, attention=attention)
         if core == "packed"
-        else get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm")
+        else get_gpt_layer_local_spec(
+            config.num_moe_experts, moe_grouped_gemm=False, multi_latent_attention=latent, normalization="RMSNorm"
+        )
     )
+    if core == "engine":
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
     if core == "rows":
         layer.submodules.self_attention.submodules.core_attention = WholeRowAttention
     norm = layer.submodules.input_layernorm
-    positions = "none" if core == "rows" or rotate == "core" else "rope"
+    positions = "none" if core == "rows" or rotate == "core" else positions
     chunks: list[Any] = []
     for stage in range(vpp):
         vp_stage = stage if vpp > 1 else None
@@ -160,6 +174,7 @@ def build(
             parallel_output=parallel_output,
             share_embeddings_and_output_weights=False,
             vp_stage=vp_stage,
+            **(model_options or {}),
         )
         fill([model], a["vocab_size"], mpu.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size)
         if config.fp16:

@@ -34,6 +34,7 @@ def as_if_on_an_h100() -> Iterator[None]:
     """Inside, TransformerEngine's modules are made, and what refuses them on the CPU is silent."""
     import torch
 
+    from roll_batching.distributed import parallel_layout
     from roll_batching.modeling import build_problems
     from roll_batching.modeling.requirements import ModelDemands
     from roll_batching.strategy import infer
@@ -41,7 +42,7 @@ def as_if_on_an_h100() -> Iterator[None]:
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="H100")
     with contextlib.ExitStack() as stack:
         for owner, name, answer in (
-            (infer, "start_processes", torch.device("cpu")),  # they have started
+            *((module, "start_processes", torch.device("cpu")) for module in (infer, parallel_layout)),  # they have
             (torch.cuda, "is_available", True),
             (torch.cuda, "get_device_capability", (9, 0)),
             (torch.cuda, "get_device_properties", properties),

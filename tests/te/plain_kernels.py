@@ -19,10 +19,11 @@ def plain_kernels() -> Iterator[None]:
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer import optimizer as base
     from megatron.core.transformer.moe import moe_utils
-    from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear
+    from transformer_engine.pytorch import DotProductAttention, GroupedLinear, LayerNormLinear, Linear
     from transformer_engine.pytorch.ops.basic.rmsnorm import RMSNorm
 
     parts = ((Linear, _linear), (LayerNormLinear, _norm_linear), (GroupedLinear, _grouped), (RMSNorm, _norm))
+    parts += ((DotProductAttention, _attention),)
     with contextlib.ExitStack() as stack:
         for owner, name, instead in (
             (moe_utils, "te_general_gemm", None),  # Megatron then takes torch's product
@@ -78,3 +79,62 @@ def _grouped(self: Any, inp: Any, m_splits: Any, **unused: Any) -> Any:
 
 def _norm(self: Any, x: Any) -> Any:
     return _rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
+
+
+def _attention(
+    self: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *, attn_mask_type: str, **arguments: Any
+) -> Any:
+    """Causal attention as TransformerEngine's argument names say it, with what its kernels refuse refused.
+
+    Source of the refusals: transformer_engine/pytorch/attention/dot_product_attention of 2.20.2.
+    """
+    import numpy as np
+    import torch
+
+    from roll_batching.modeling.attention.varlen import varlen_spans
+    from roll_batching.packing.collectives import GatheredKeys
+    from roll_batching.packing.pack_layout import PackLayout
+
+    def given(name: str) -> Any:
+        return arguments.pop(name, None)
+
+    layout, scale = given("qkv_format"), self.softmax_scale
+    queries, keys = given("cu_seqlens_q"), given("cu_seqlens_kv")
+    padded, padded_keys = given("cu_seqlens_q_padded"), given("cu_seqlens_kv_padded")
+    longest, longest_keys = given("max_seqlen_q"), given("max_seqlen_kv")
+    assert not any(arguments.values()), arguments
+    if layout != "thd":
+        assert attn_mask_type == "causal" and attention_mask is None
+        ends = torch.tensor([0, len(query)])
+        rows = [_causal(*(x[:, row] for x in (query, key, value)), ends, ends, scale) for row in range(query.shape[1])]
+        return torch.stack(rows, 1)
+    assert "padding" in attn_mask_type and query.dim() == 3
+    cp_size = 1 if self.cp_group is None else self.cp_group.size()
+    if cp_size == 1:
+        assert longest >= int(queries.diff().max()) and longest_keys >= int(keys.diff().max())
+        # Masks are aligned to the first key elsewhere, which is the same for equal lengths only.
+        assert attn_mask_type == "padding_causal_bottom_right" or torch.equal(queries, keys)
+        return _causal(query, key, value, queries, keys, scale)
+    assert attn_mask_type == "padding_causal" and padded is padded_keys  # its ring takes packs without gaps
+    lengths = padded.diff().numpy().astype(np.int64)
+    pack = PackLayout(lengths=lengths, segments=lengths, cp_size=cp_size)
+    spans = varlen_spans(pack, self.cp_group.rank(), torch.device("cpu"))
+    key, value = GatheredKeys(key, value, self.cp_group, keep=True).take(spans.key_rows)
+    return _causal(query, key, value, spans.cu_queries, spans.cu_keys, scale)
+
+
+def _causal(query: Any, key: Any, value: Any, queries: Any, keys: Any, scale: float) -> Any:
+    """[tokens, heads x channels] of runs of queries, each of which ends with the last of its keys."""
+    import itertools
+
+    import torch
+
+    outputs, copies = [], query.shape[1] // key.shape[1]
+    runs = zip(itertools.pairwise(queries.tolist()), itertools.pairwise(keys.tolist()), strict=True)
+    for (first, end), (first_key, end_key) in runs:
+        k, v = (x[first_key:end_key].repeat_interleave(copies, 1).transpose(0, 1) for x in (key, value))
+        scores = (query[first:end].transpose(0, 1) @ k.transpose(1, 2)) * scale
+        count, behind = end - first, (end_key - first_key) - (end - first)
+        hidden = torch.ones(count, count + behind, dtype=torch.bool).triu(behind + 1)
+        outputs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs).flatten(1)

@@ -61,7 +61,7 @@ class PackedCore(torch.nn.Module):
         rotation: Rotation | None = None,
     ) -> None:
         super().__init__()
-        _refuse_unsupported(config)
+        _refuse_unsupported(config, rotates=rotation is not None)
         # Layer numbers start at 1. Megatron counts the tokens to the left.
         self.window = int(config.window_size[0]) + 1 if has_window(config, layer_number) else None
         """Tokens that a token attends to at most, itself included; None: all before it."""
@@ -82,7 +82,7 @@ class PackedCore(torch.nn.Module):
         """[heads / tp]: a learnt logit per head that takes its share of every softmax (attention sink)."""
         if getattr(config, "softmax_type", "vanilla") == "learnable":
             self._add_sinks(config, pg_collection)
-        self._recomputed = _recomputed_before_backward(config)
+        self._recomputed = recomputed_before_backward(config)
 
     def _add_sinks(self, config: TransformerConfig, pg_collection: Any) -> None:
         """Adds `softmax_offset`, under Megatron's name."""
@@ -237,19 +237,19 @@ def _first_of(length: int, like: torch.Tensor) -> torch.Tensor:
     return F.pad(like.new_ones(1), (0, length - 1))
 
 
-def _recomputed_before_backward(config: TransformerConfig) -> bool:
+def recomputed_before_backward(config: TransformerConfig) -> bool:
     """Whether a layer's attention is recomputed right before its backward, so that nothing is kept until then."""
     if config.recompute_granularity == "full":
         return bool(config.recompute_method == "uniform" and config.recompute_num_layers == 1)
     return config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or [])
 
 
-def _refuse_unsupported(config: TransformerConfig) -> None:
+def _refuse_unsupported(config: TransformerConfig, *, rotates: bool) -> None:
     refused = {
         "attention_dropout": config.attention_dropout not in (0, 0.0),
         "softmax_type": getattr(config, "softmax_type", "vanilla") not in ("vanilla", "learnable"),
         "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
-        "rotary_interleaved": config.rotary_interleaved,
+        "rotary_interleaved": rotates and config.rotary_interleaved,
         "qk_clip": getattr(config, "qk_clip", False),
     }
     for name, is_set in refused.items():
