@@ -7,17 +7,19 @@
 #   ./scripts/hosts.sh roll CHECKOUT      ROLL's batching tests likewise, and three steps of its RLVR actor
 #
 # CHECKOUT is a clone of the host. Further arguments go to pytest. No GPU is needed; losses run in six layouts of two
-# processes, for about half an hour on two cores. PYTHON selects an interpreter (python3.11).
+# processes, for about half an hour on two cores. PYTHON selects an interpreter (python3.11, for
+# NeMo-RL python3.12).
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
-host=${1:-} checkout=${2:-}
+host=${1:-} checkout=${2:-} interpreter=python3.11 megatron=(megatron-core==0.16.1)
 case $host in
 verl) pins=("tensordict<=0.10" "transformers<5.11" verl==0.9.1 mbridge==0.15.1 einops cachetools) ;;
 nemo-rl)
     pins=("tensordict<=0.10" "transformers>=5,<5.12" ray omegaconf hydra-core datasets accelerate torchdata math-verify
         matplotlib nvidia-ml-py pyzmq num2words sacrebleu nvtx tensorboard wandb)
+    interpreter=python3.12 megatron=(megatron-core==0.19.2 triton) # its packs have total_tokens
     ;;
 slime) pins=() ;;
 roll)
@@ -37,8 +39,8 @@ shift 2
 folder=$root/.venv-$host
 if [ ! -x "$folder/ready" ]; then
     say "making $folder"
-    "${PYTHON:-python3.11}" -m venv "$folder"
-    "$folder/bin/python" -m pip install torch==2.13.0 megatron-core==0.16.1 numba pydantic pyyaml rich "typer<0.20" \
+    "${PYTHON:-$interpreter}" -m venv "$folder"
+    "$folder/bin/python" -m pip install torch==2.13.0 "${megatron[@]}" numba pydantic pyyaml rich "typer<0.20" \
         pytest hypothesis pytest-timeout "${pins[@]}" </dev/null
     printf '#!/bin/sh\n' >"$folder/ready" && chmod +x "$folder/ready"
 fi

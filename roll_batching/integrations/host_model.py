@@ -187,13 +187,21 @@ def in_order(results: Sequence[tuple[IntArray, Any]], rows: int) -> list[Any]:
     return ordered
 
 
+def settings_of_planned_passes(config: Any, device: torch.device) -> dict[str, Any]:
+    """Settings of a TransformerConfig without which planned passes cannot run."""
+    return {
+        "batch_p2p_comm": False,  # fails with shapes that differ by micro-batch; see strategy.compatibility
+        # Megatron checks it also in dense models.
+        "moe_token_dispatcher_type": "alltoall" if config.num_moe_experts is None else config.moe_token_dispatcher_type,
+        "overlap_p2p_comm": config.overlap_p2p_comm and transfers_may_overlap(device),
+    }
+
+
 def _disable_conflicting_settings(chunks: Sequence[Any], device: torch.device) -> None:
     """Switches off settings of Megatron under which planned passes cannot run."""
     config = gpt_of(chunks[0]).config
-    config.batch_p2p_comm = False  # fails with shapes that differ by micro-batch; see strategy.compatibility
-    if config.num_moe_experts is None:
-        config.moe_token_dispatcher_type = "alltoall"  # Megatron checks the default also in dense models
-    config.overlap_p2p_comm = config.overlap_p2p_comm and transfers_may_overlap(device)
+    for name, value in settings_of_planned_passes(config, device).items():
+        setattr(config, name, value)
     for chunk in chunks:
         if getattr(chunk, "ddp_config", None) is not None:
             # DDP would raise only on the rank with a NaN or large gradient; HostModel.run raises on all ranks.

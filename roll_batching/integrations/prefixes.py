@@ -12,7 +12,9 @@ within a micro-batch, so that the loop saves most where it keeps responses to on
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ from megatron.core.tensor_parallel.mappings import (
 
 from roll_batching.distributed import consensus
 from roll_batching.errors import IntegrationError
+from roll_batching.integrations.host_model import settings_of_planned_passes
+from roll_batching.modeling.adoption import ADOPTED_ENGINE
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import tell
 from roll_batching.packing.collectives import gather_keys
@@ -49,15 +53,16 @@ def share_prefixes_behind(model: Any) -> None:
     [1, tokens / cp] with Megatron's `PackedSeqParams` in the form "thd", divided over context parallelism as Megatron
     divides them. A loop that pads samples may say their lengths: in `cu_seqlens_q`, beside `cu_seqlens_q_padded`, or in
     an attribute `unpadded` of the params, int32 [samples + 1] likewise. Every pipeline stage needs the `input_ids`: of
-    its rank, or nested ones of whole samples. Other inputs pass unchanged, and so does a pack in which less than 5% of
-    the rows repeat or are padding.
+    its rank, or nested ones of whole samples. Other inputs pass unchanged. So does a pack in which less than 5% of the
+    rows repeat or are padding, to TransformerEngine's attention: Megatron's local one has none for packs.
 
     Raises `IntegrationError` on all ranks where the model cannot share, with the reason, and `LayoutError` as
     `MegatronInferStrategy.from_model` does.
     """
     chunks = list(model) if isinstance(model, list | tuple | torch.nn.ModuleList) else [model]
     batching = BatchingConfig(train=_PROVED_WITH, infer=_PROVED_WITH, share_prefixes="auto")
-    state = MegatronInferStrategy.from_model(chunks, batching).state
+    with _as_planned(chunks):
+        state = MegatronInferStrategy.from_model(chunks, batching).state
     with consensus(state.layout.host_group, "share_prefixes_behind"):
         if (obstacle := sharing_obstacle(state) or _obstacle_behind(state)) is not None:
             raise IntegrationError(f"packs of this model cannot share prefixes: {obstacle}")
@@ -66,6 +71,19 @@ def share_prefixes_behind(model: Any) -> None:
         gpt.register_forward_pre_hook(sharing.leave_out, with_kwargs=True)
         if gpt.post_process:
             gpt.decoder.register_forward_hook(sharing.put_back, with_kwargs=True)
+
+
+@contextlib.contextmanager
+def _as_planned(chunks: list[Any]) -> Iterator[None]:
+    """The settings with which the model is tried on planned packs; afterwards those of the loop."""
+    config = gpt_of(chunks[0]).config
+    settings = settings_of_planned_passes(config, next(gpt_of(chunks[0]).parameters()).device)
+    kept = {name: getattr(config, name) for name in settings}
+    vars(config).update(settings)
+    try:
+        yield
+    finally:
+        vars(config).update(kept)
 
 
 def _obstacle_behind(state: ModelState) -> str | None:
@@ -147,7 +165,7 @@ class _Sharing:
         if not len(pack.lengths):
             return None
         order, layout = self._without_repeats(pack, whole)
-        if layout.tokens > (1 - SMALLEST_SAVING) * pack.layout.tokens:
+        if layout.tokens > (1 - SMALLEST_SAVING) * pack.layout.tokens and self._attention is ADOPTED_ENGINE:
             return None
         self._tell(pack.layout.tokens, layout.tokens)
         device = params.cu_seqlens_q.device

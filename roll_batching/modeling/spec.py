@@ -207,7 +207,8 @@ def _build_core(
 def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | str = "auto") -> int:
     """Gives a built model attention over packs where it has Megatron's local one, which refuses packs.
 
-    Weights, checkpoints and arithmetic stay: the cores have no parameters. `attention` is as in `packed_layer_spec`.
+    Weights, checkpoints and arithmetic stay: the cores have no parameters, and Megatron's own goes on to compute whole
+    sequences. `attention` is as in `packed_layer_spec`.
     Returns the number of layers changed; TransformerEngine's cores take packs, and stay. Raises `LayoutError` for cores
     with attention sinks, which are parameters.
     """
@@ -221,6 +222,7 @@ def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | 
                     f"softmax_type={attends.config.softmax_type!r}: its parameters would be lost; "
                     "build the model from packed_layer_spec(config)"
                 )
+            whole = attends.core_attention
             attends.core_attention = _build_core(
                 _with_window(backend, attends.config),
                 None,
@@ -232,6 +234,7 @@ def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | 
                 softmax_scale=attends.config.softmax_scale,
                 pg_collection=attends.pg_collection,
             )
+            attends.core_attention.of_whole_sequences = whole
             changed += 1
     return changed
 

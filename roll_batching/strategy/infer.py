@@ -229,9 +229,12 @@ class MegatronInferStrategy(ModelIOMixin):
             times=pack_times_of(self.state),
         )
 
-    def gather_table(self, local: SampleBatch) -> LengthTable:
-        """The table of all ranks' samples for `plan`, with the prefixes that they share. Collective."""
-        return gather_table(self.state, local)
+    def gather_table(self, local: SampleBatch, group: Any = None) -> LengthTable:
+        """The table of all ranks' samples for `plan`, with the prefixes that they share. Collective.
+
+        `group`: the data-parallel ranks among which the samples lie; None: those of this model.
+        """
+        return gather_table(self.state, local, group)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
         """A plan over the samples of `table`, with this role's settings and cost model.

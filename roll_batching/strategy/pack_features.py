@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -58,12 +58,16 @@ def sharing_of(state: ModelState) -> bool | Literal["auto"]:
     return choice if obstacle is None else False
 
 
-def gather_table(state: ModelState, local_batch: SampleBatch) -> LengthTable:
-    """Ids, lengths and, where plans of this model share them, common prefixes of all ranks' samples. Collective."""
-    table = gather_lengths(local_batch, state.layout.dp_group)
+def gather_table(state: ModelState, local_batch: SampleBatch, group: Any = None) -> LengthTable:
+    """Ids, lengths and, where plans of this model share them, common prefixes of all ranks' samples. Collective.
+
+    `group`: the data-parallel ranks among which the samples lie; None: those of the model.
+    """
+    group = state.layout.dp_group if group is None else group
+    table = gather_lengths(local_batch, group)
     if not sharing_of(state):
         return table
-    table = find_shared_prefixes(local_batch, table, state.layout.dp_group)
+    table = find_shared_prefixes(local_batch, table, group)
     assert table.prefixes is not None
     saving = int(table.prefixes.shared.sum()) / max(int(table.lengths.sum()), 1)
     if saving >= SMALLEST_SAVING and dist.get_rank() == 0 and not _told.is_set():

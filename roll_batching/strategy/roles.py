@@ -71,7 +71,7 @@ def run_on(
     if exchange is not None and plans is not None:
         raise LayoutError("run_on got plans for a model in another parallel layout: leave out plans, it makes its own")
     if plans is None:
-        table = model.gather_table(batch)
+        table = model.gather_table(batch, home.layout.dp_group)
         table = table.select(np.argsort(table.ids))  # plans do not depend on which rank holds which sample
         planned = table if exchange is None else exchange.in_target(table)
         plans = [agree_on_plan(model, lambda: model.plan(planned, forward=True))]

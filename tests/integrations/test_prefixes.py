@@ -88,7 +88,11 @@ def train(payload: tuple[dict[str, Any], bool, bool]) -> dict[str, Any]:
     # Megatron's local core refuses context parallelism, and its norm sequence parallelism, when they are built.
     core = "packed" if by_sequence or "cp" in layout else "stock"
     chunks, _ = build(core, calculate_per_token_loss=True, variable_seq_lengths=True, sequence_parallel=by_sequence)
+    config = chunks[0].module.config
+    config.batch_p2p_comm = True  # Megatron's default, under which planned packs cannot run
     share_prefixes_behind(chunks)
+    assert config.batch_p2p_comm
+    config.batch_p2p_comm = torch.cuda.is_available()  # gloo has no batches of transfers
     cp_size, cp_rank, cp_group = (
         mpu.get_context_parallel_world_size(),
         mpu.get_context_parallel_rank(),
@@ -185,6 +189,15 @@ def misuse(_: None) -> dict[str, str]:
     def run(**changes: Any) -> None:
         model(attention_mask=None, **pack | changes)
 
+    with torch.no_grad():
+        for lonely in rows[5:6]:  # nothing to leave out, and rows that are no pack
+            alone = pack_of([lonely], 1, 0, told=True)
+            del alone["layout"]
+            packed = model(attention_mask=None, **alone)[0, : len(lonely)]
+            positions = torch.arange(len(lonely))[None]
+            whole = model(lonely[None], positions, torch.ones(len(lonely), len(lonely)).triu(1).bool()[None, None])
+            said["whole rows"] = "equal" if torch.allclose(packed, whole[0], atol=1e-5) else "differ"
+
     for name, change in (
         ("as it is", {}),
         ("no ids", {"input_ids": None}),
@@ -205,6 +218,7 @@ def test_what_cannot_share_is_refused_by_name() -> None:
     expected = {
         "dropout": "hidden_dropout=0.1",
         "positions": "accepted",
+        "whole rows": "equal",
         "as it is": "accepted",
         "no ids": "without input_ids.*pass them on every pipeline stage",
         "embedded": "with decoder_input",

@@ -82,6 +82,8 @@ class PackedCore(torch.nn.Module):
         """[heads / tp]: a learnt logit per head that takes its share of every softmax (attention sink)."""
         if getattr(config, "softmax_type", "vanilla") == "learnable":
             self._add_sinks(config, pg_collection)
+        self.of_whole_sequences: torch.nn.Module | None = None
+        """The core that this one stands for where the input is no pack; None: such input is an error."""
         self._recomputed = recomputed_before_backward(config)
 
     def _add_sinks(self, config: TransformerConfig, pg_collection: Any) -> None:
@@ -138,6 +140,11 @@ class PackedCore(torch.nn.Module):
         params = packed_seq_params
         if isinstance(params, DecodeParams):
             return self._decode(query, key, value, params)
+        if params is None and self.of_whole_sequences is not None:
+            whole: torch.Tensor = self.of_whole_sequences(
+                query, key, value, attention_mask, attn_mask_type=attn_mask_type, attention_bias=attention_bias
+            )
+            return whole
         if not isinstance(params, PackedParams):
             raise LayoutError(
                 f"{type(self).__name__} was called without PackedParams: pass packed_seq_params=packed_params(layout, "
