@@ -203,7 +203,7 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 5_450,
+    "modeling": 5_460,
     "packing": 1_550,
     "planning": 9_700,
     "samples": 2_300,

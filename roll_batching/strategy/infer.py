@@ -230,10 +230,7 @@ class MegatronInferStrategy(ModelIOMixin):
         )
 
     def gather_table(self, local: SampleBatch, group: Any = None) -> LengthTable:
-        """The table of all ranks' samples for `plan`, with the prefixes that they share. Collective.
-
-        `group`: the data-parallel ranks among which the samples lie; None: those of this model.
-        """
+        """The table of all samples for `plan`, with shared prefixes; see `pack_features.gather_table`. Collective."""
         return gather_table(self.state, local, group)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
