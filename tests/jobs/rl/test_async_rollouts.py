@@ -170,7 +170,8 @@ def test_samples_are_as_old_as_the_ratio_allows(folder, ratio, ranks):
     rows = rows_of(folder)
     assert [len(step) for step in trained_on(folder)] == [12] * 6
     if ratio == 2:
-        assert all(row["staleness_max"] <= 2 for row in rows) and rows[-1]["staleness_max"] > 0
+        # How far ahead the engine is at the last step is a matter of time.
+        assert all(row["staleness_max"] <= 2 for row in rows) and any(row["staleness_max"] > 0 for row in rows)
     else:
         # Of a step's two requests one may have been drawn a step before.
         assert all(row["staleness_mean"] <= 0.5 and row["staleness_max"] <= 1 for row in rows)
