@@ -5,10 +5,11 @@
 #   ./scripts/hosts.sh nemo-rl CHECKOUT   NeMo-RL's packing and sharding tests likewise, and its loss in our passes
 #   ./scripts/hosts.sh slime CHECKOUT     slime's schedule tests, plain and with our planner
 #   ./scripts/hosts.sh roll CHECKOUT      ROLL's batching tests likewise, and three steps of its RLVR actor
+#   ./scripts/hosts.sh megatron-lm CHECKOUT    the schedules of Megatron-LM's main or dev, beside ours
 #
 # CHECKOUT is a clone of the host. Further arguments go to pytest. No GPU is needed; losses run in six layouts of two
-# processes, for about half an hour on two cores. PYTHON selects an interpreter (python3.11, for
-# NeMo-RL python3.12).
+# processes, for about half an hour on two cores. PYTHON selects an interpreter (python3.11, for NeMo-RL and Megatron-LM
+# python3.12).
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
@@ -22,6 +23,7 @@ nemo-rl)
     interpreter=python3.12 megatron=(megatron-core==0.19.2 triton) # its packs have total_tokens
     ;;
 slime) pins=() ;;
+megatron-lm) pins=() interpreter=python3.12 megatron=(megatron-core==0.19.2 triton) ;; # what its checkout imports
 roll)
     pins=("tensordict>=0.10" "transformers==4.57.0" "numpy<2" "pyarrow<20" "datasets==3.1.0" "ray[default]" accelerate peft
         codetiming dacite more_itertools deprecated isort einops jsonlines pybase64 hydra-core omegaconf tyro loralib
@@ -77,6 +79,9 @@ nemo-rl)
     BEHIND=roll_batching.integrations.nemo_rl PACKER=roll_batching \
         own_tests "the same with our packer and our cuts" -k "not $newer and not $literal"
     NEMO_RL_CHECKOUT=$checkout "$python" -m pytest -q tests/hosts/test_nemo_rl.py "$@"
+    ;;
+megatron-lm)
+    "$python" -m pytest -q tests/hosts/test_megatron_lm.py "$@"
     ;;
 slime)
     copy_tests tests/test_dp_schedule.py

@@ -30,7 +30,7 @@ DENSE_BF16 = {
 """Dense 16-bit peak rates in FLOP/s from the datasheets. The first key that a device's name contains applies."""
 
 
-def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCost:
+def model_cost(config: Any, vocab_size: int, layout: ParallelDims) -> FlopsCost:
     """Training FLOPs by length, per tensor- and context-parallel rank, of a GPTModel with this TransformerConfig.
 
     With a key for pipeline stages of unequal size, or heads of multi-token prediction, they are known by model chunk,

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.distributed.parallel_layout import ParallelDims, ParallelLayout
 from roll_batching.planning import FlopsCost
 
 
@@ -58,7 +58,7 @@ def layers_of_all_chunks(config: Any) -> list[range]:
     return stages
 
 
-def hybrid_model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCost:
+def hybrid_model_cost(config: Any, vocab_size: int, layout: ParallelDims) -> FlopsCost:
     """`modeling.cost.model_cost` of a `HybridTransformerConfig`, whose model chunks differ in any pipeline."""
     from roll_batching.settings.hybrid_cost import HybridSizes, hybrid_cost  # few models need it
 
