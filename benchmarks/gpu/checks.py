@@ -126,6 +126,13 @@ CHECKS = (
         command=benchmark("bench_shared_prefixes.py", dry=SHORT),
     ),
     Check(
+        name="prefixes_behind",
+        what="The same on Megatron's own model, through our passes and behind a loop that packs, with the kernels of "
+        "TransformerEngine at unequal lengths where it is installed",
+        seconds=300,
+        command=benchmark("bench_prefixes_behind.py", dry=SHORT),
+    ),
+    Check(
         name="demo",
         what="The shortened demo with NCCL on one GPU: training, checkpoint, resuming",
         seconds=300,

@@ -50,6 +50,7 @@ LONG = {
     "./scripts/check_demo.sh",
     "python scripts/check_async_demo.py",
     "python benchmarks/bench_shared_prefixes.py --device cpu --check",
+    "python benchmarks/bench_prefixes_behind.py --device cpu --check",
     "python benchmarks/bench_simulation.py --check",
 }
 """Commands of ten minutes and more, some with time limits for a quiet machine: run with `--deep` alone."""
