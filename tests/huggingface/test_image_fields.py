@@ -191,3 +191,14 @@ def test_text_batches_have_equal_axes() -> None:
     tokens = torch.zeros(4, dtype=torch.int64)
     real = torch.zeros(4, dtype=torch.bool)
     assert BatchImages(empty, CONFIG).inputs(tokens, real, torch.arange(4), torch.device("cpu")) == (None, None)
+
+
+def test_a_pack_may_have_the_first_image_alone() -> None:
+    batch = vision.batch()
+    images = BatchImages(batch, CONFIG)
+    first = int((images.tokens.image == 0).nonzero()[0])
+    row = int((batch.offsets <= first).sum()) - 1
+    source = torch.arange(int(batch.offsets[row]), int(batch.offsets[row + 1]))
+    source = source[images.tokens.image[source] <= 0]
+    _, of_pack = images.inputs(source, torch.ones_like(source).bool(), torch.arange(len(source)), torch.device("cpu"))
+    assert of_pack is not None

@@ -28,6 +28,7 @@ def test_a_total_covers_the_positions_of_the_first_mask() -> None:
     data = data.with_fields({"everything": everything}, {"everything": "token"})
     counts = local_counts(data, ("response_mask", "everything"), ("weights", "token_advantages"))
     assert counts.tokens["everything"] == int(data.lengths.sum()) - len(data)
+    assert counts.with_vector(counts.vector()) == counts, "the reduced vector is read as it is written"
     masks = [m[1:].bool() for m in data.to_lists("response_mask")]
     present = np.array([bool(m.any()) for m in masks])
     assert counts.sums["weights"] == pytest.approx(float(data["weights"][present].sum()))

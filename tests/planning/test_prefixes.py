@@ -254,3 +254,18 @@ def test_a_plan_that_takes_more_than_there_is_is_refused() -> None:
     values["shared"] = [39, 39]
     with pytest.raises(PlanError, match="takes 39 of its"):
         Plan.from_dict(values)
+
+
+def test_a_cap_can_count_what_samples_share_for_each_of_them() -> None:
+    joined = {True: 0, False: 0}
+    for seed in range(20):
+        rows = samples_of(seed)
+        lengths = np.array([len(row) for row in rows])
+        for counts in joined:
+            constraints = PlanConstraints(
+                dp_size=1, max_tokens=int(lengths.max()) + 40, cap_counts_shared=counts, objective="rank_total"
+            )
+            plan = plan_step(lengths, constraints, prefixes=prefixes_of(rows))
+            whole = [int(lengths[pack.samples].sum()) for pack in plan.micro_batches[0]]
+            joined[counts] += max(whole) > constraints.max_tokens
+    assert joined[True] == 0 and joined[False] > 5

@@ -102,6 +102,7 @@ def reference() -> Iterator[str]:
 
 
 def one_rank_cases(folder: str) -> dict[str, tuple[float, float, str]]:
+    from roll_batching.modeling.head import gpt_of
     from tests.support.own_model import build
 
     _start()
@@ -115,6 +116,10 @@ def one_rank_cases(folder: str) -> dict[str, tuple[float, float, str]]:
         for mode in ("padded", "dynamic"):
             parts = build("stock", calculate_per_token_loss=per_token)
             found[f"rows form {mode} per_token={per_token}"] = _compare(*parts, mode, folder, rows_form=True)
+    parts = build("packed", calculate_per_token_loss=True)
+    layer: Any = gpt_of(parts[0][0]).output_layer  # as a later Megatron may have it
+    layer.__class__ = type("Later", (type(layer),), {"__module__": type(layer).__module__})
+    found["a subclass of the head"] = _compare(*parts, "packed", folder, defer_head=True)
     found["outside DDP"] = _compare(*build("packed", wrapped=False, calculate_per_token_loss=True), "packed", folder)
     found["outside DDP, mean"] = _compare(*build("packed", wrapped=False), "packed", folder)
     return found
