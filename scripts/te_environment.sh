@@ -25,6 +25,8 @@ site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 "$python" -m pip install onnxscript onnx einops nvidia-cudnn-frontend </dev/null
 # --no-deps: transformer-engine does not require its torch extension, and the extension accepts any torch.
 "$python" -m pip install --no-deps "transformer-engine==$engine" "transformer-engine-cu13==$engine" </dev/null
+# Models that others build (tests/te/test_bridges.py); what else they require is not needed to build one.
+"$python" -m pip install --no-deps megatron-bridge==0.6.2 mbridge==0.15.1 </dev/null
 if [ -z "$wheel" ]; then
     say "compiling transformer-engine-torch $engine"
     "$python" -m pip install setuptools wheel ninja pybind11 packaging \

@@ -1,0 +1,107 @@
+"""Models that Megatron-Bridge and mbridge build share prefixes behind a loop that packs.
+
+Both build with TransformerEngine's layers; their own code runs, and only the innermost kernels are torch's. Right are
+the logits of the model as it was built, on each sample alone. `scripts/te_environment.sh` installs both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.te.engine import needs_engine
+
+pytestmark = [pytest.mark.te, needs_engine]
+
+SIZES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2}
+
+
+def megatron_bridge() -> Any:
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    provider = GPTModelProvider(
+        **SIZES,
+        kv_channels=16,
+        seq_length=512,
+        vocab_size=64,
+        should_pad_vocab=False,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    provider.finalize()
+    return provider.provide(True, True)
+
+
+def mbridge() -> Any:
+    from mbridge import AutoBridge
+    from transformers import Qwen3Config
+
+    description = Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=64, max_position_embeddings=512, tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    description.rope_theta = 1e4  # where mbridge 0.15.1 reads it, and transformers 5 has it no more
+    bridge = AutoBridge.from_config(description, dtype=torch.float32)
+    bridge.config.use_cpu_initialization, bridge.config.gradient_accumulation_fusion = True, False
+    return bridge._model_provider([])(True, True)
+
+
+BUILDERS = {"megatron_bridge": megatron_bridge, "mbridge": mbridge}
+
+
+def compare(name: str) -> dict[str, float]:
+    """Largest difference of a logit from that of the sample alone, and rows computed of those of the pack."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from roll_batching.integrations.prefixes import share_prefixes_behind
+    from roll_batching.megatron_patches import cpu_platform
+    from tests.strategy.test_from_parts import _start
+    from tests.te.engine import as_if_on_an_h100
+    from tests.te.plain_kernels import plain_kernels
+
+    _start()
+    cpu_platform.install()
+    generator = torch.Generator().manual_seed(2)
+    prompt = torch.randint(64, (30,), generator=generator)
+    rows = [torch.cat([prompt, torch.randint(64, (n,), generator=generator)]) for n in (5, 9, 2)]
+
+    def logits(model: Any, pack: list[torch.Tensor]) -> torch.Tensor:
+        ends = torch.tensor([0, *(len(row) for row in pack)]).cumsum(0).int()
+        longest = max(len(row) for row in pack)
+        positions = torch.cat([torch.arange(len(row)) for row in pack])[None]
+        params = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
+        with torch.no_grad():
+            answer: torch.Tensor = model(torch.cat(pack)[None], positions, None, packed_seq_params=params)
+        return answer[0].float()
+
+    with as_if_on_an_h100(), plain_kernels():
+        model_parallel_cuda_manual_seed(0)
+        model = BUILDERS[name]().float().eval()
+        alone = torch.cat([logits(model, [row]) for row in rows])
+        share_prefixes_behind(model)
+        computed: list[int] = []
+        model.decoder.layers[0].register_forward_pre_hook(
+            lambda layer, args, kwargs: computed.append(len(kwargs["hidden_states"])), with_kwargs=True
+        )
+        together = logits(model, rows)
+    return {"gap": float((together - alone).abs().max()), "size": float(alone.abs().max()), "computed": computed[0]}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_models_of_bridges_share_prefixes(name: str) -> None:
+    pytest.importorskip({"megatron_bridge": "megatron.bridge"}.get(name, name))
+    (found,) = run_ranks(1, "tests.te.test_bridges:compare", name)
+    assert found["gap"] < 1e-5 < 1e-2 < found["size"]
+    # The last token of the prompt is computed by each: the token after it differs.
+    assert found["computed"] == 29 + 6 + 10 + 3
