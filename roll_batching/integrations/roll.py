@@ -198,6 +198,16 @@ WORKERS = {
 """ROLL's worker classes of pipelines with log-probs, by their names here: pipelines have losses of their own."""
 
 
+def keep_packing(strategy: Any) -> None:
+    """Lets a Megatron strategy of ROLL's pack a text model, where its role says so.
+
+    transformers gives a text model's tokenizer for its processor, which ROLL takes for one of images: it switches
+    packing off.
+    """
+    if not hasattr(strategy.processor, "image_processor"):
+        strategy.is_multimodal, strategy.use_sequence_packing = False, strategy.worker_config.use_sequence_packing
+
+
 def worker_class(name: str, module: str) -> Any:
     """Makes a subclass of ROLL's worker class and sets it as the attribute `name` of `module`.
 

@@ -15,19 +15,26 @@ from typing import Any
 
 from roll_batching.integrations.host_plans import plan_with_prefixes
 from roll_batching.integrations.prefixes import share_prefixes_behind
-from roll_batching.integrations.replacement import Integration, Replacement
+from roll_batching.integrations.replacement import Integration, Replacement, refuse_unsupported
+from roll_batching.integrations.roll import keep_packing, worker_class
 from roll_batching.integrations.roll import patch as plan_for_roll
-from roll_batching.integrations.roll import worker_class
 
 
 def _initialize_infer(self: Any, model_provider: Any) -> None:
     _ROLL.original(_INFER)(self, model_provider)
-    share_prefixes_behind(self.models_unwrapped)
+    _share(self, self.models_unwrapped)
 
 
 def _initialize_train(self: Any, model_provider: Any) -> None:
     _ROLL.original(_TRAIN)(self, model_provider)
-    share_prefixes_behind(self.models_wrapped)
+    _share(self, self.models_wrapped)
+
+
+def _share(strategy: Any, models: Any) -> None:
+    keep_packing(strategy)
+    problems = {"use_sequence_packing must be true": not strategy.use_sequence_packing}
+    refuse_unsupported(f"ROLL's role {strategy.worker_config.name}", problems)
+    share_prefixes_behind(models)
 
 
 def _pack_sequences(

@@ -23,7 +23,7 @@ from roll_batching.errors import IntegrationError
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
 from roll_batching.integrations.replacement import Integration, Replacement, refuse_unsupported
-from roll_batching.integrations.roll import worker_class
+from roll_batching.integrations.roll import keep_packing, worker_class
 from roll_batching.packing.pack_layout import IntArray
 
 _SAMPLE_WEIGHTS = ("length_loss_weight", "difficulty_loss_weight")
@@ -64,10 +64,7 @@ def _planned(base: type) -> type:
 
         def initialize(self, model_provider: Any) -> None:
             super().initialize(model_provider)
-            if not hasattr(self.processor, "image_processor"):
-                # transformers gives a text model's tokenizer for its processor, which ROLL takes for one of images,
-                # and switches packing off.
-                self.is_multimodal, self.use_sequence_packing = False, self.worker_config.use_sequence_packing
+            keep_packing(self)
             self._require_supported()
             packing = self.worker_config.sequence_packing_args
             trains = getattr(self, "models_wrapped", None) is not None

@@ -203,6 +203,7 @@ def main() -> None:
     import ray
 
     ray.init(
+        address="local",  # also beside another cluster on this machine
         num_cpus=ranks + 1,
         include_dashboard=False,
         namespace="ROLL",
@@ -242,7 +243,7 @@ def main() -> None:
                 report[f"entropy_{name}"] = answer.batch["entropy"].tolist()
 
     add_log_probs("before")
-    for _ in range(3):
+    for _ in range(int(os.environ.get("STEPS", 3))):
         for report, answer in zip(reports, on_shares("train_step"), strict=True):
             report["metrics"].append(answer.meta_info["metrics"])
     add_log_probs("after")
