@@ -228,7 +228,12 @@ def with_proof(strategy: Any) -> ModelState:
     layout, is_adopted = state.layout, state.rotates_rows or state.attention is ADOPTED_ENGINE
     if not is_adopted or sharing_obstacle(state) or (not sharing_of(state) and state.settings.max_cp_size == 1):
         return state
-    columns = state.vocab_size or gpt_of(state.chunks[0]).vocab_size
+    gpt = gpt_of(state.chunks[0])
+    if getattr(gpt.config, "fp8", None):
+        return replace(
+            state, adoption_fault=f"fp8={gpt.config.fp8} was not tried with the attention of a caller's model"
+        )
+    columns = state.vocab_size or gpt.vocab_size
     generator = torch.Generator().manual_seed(layout.dp_rank)
     prompt, *responses = (torch.randint(columns, (n,), generator=generator) for n in (_PROMPT, _RESPONSE, _RESPONSE))
     siblings = SampleBatch.from_lists(
