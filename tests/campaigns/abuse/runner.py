@@ -37,7 +37,7 @@ _MARK = "ROLL_BATCHING_ABUSE"
 """Environment variable with the log of an abuse; it identifies its processes in every session."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_BETWEEN_LOOKS = 0.05
-_ASIDE = ("notice: ", "compiling the planner")
+_ASIDE = ("notice: ", "compiling the planner", "common prefixes of samples are computed once")
 """Prefixes of lines about progress."""
 
 # A correct reward; abuses replace it.
