@@ -81,7 +81,7 @@ nemo-rl)
     NEMO_RL_CHECKOUT=$checkout "$python" -m pytest -q tests/hosts/test_nemo_rl.py "$@"
     ;;
 megatron-lm)
-    "$python" -m pytest -q tests/hosts/test_megatron_lm.py "$@"
+    MEGATRON_CHECKOUT=$checkout "$python" -m pytest -q tests/hosts/test_megatron_lm.py "$@"
     ;;
 slime)
     copy_tests tests/test_dp_schedule.py

@@ -15,6 +15,7 @@ Source: megatron/core/datasets/data_schedule.py of main at d98e8a6 and of dev at
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -27,6 +28,8 @@ from roll_batching.integrations.replacement import Integration, Replacement
 from roll_batching.modeling.cost import model_cost
 from roll_batching.planning import ParallelDims, Plan, PlanConstraints, plan_step
 from roll_batching.planning.pack_times import PackTimes
+
+logger = logging.getLogger(__name__)
 
 Samples = Sequence[tuple[int, int]]
 """(id, tokens with Megatron's padding) of each sample of a step."""
@@ -100,6 +103,11 @@ def size_per_pack(self: Any, sample_id_seqlens: Samples) -> Groups:
     )
     plan = plan_step([tokens for _, tokens in sample_id_seqlens], constraints, times=times)
     if any(pack.is_filler for of_rank in plan.micro_batches for pack in of_rank):
+        logger.warning(
+            "roll-batching: %d samples are too few for %d ranks at every micro-batch; the step keeps Megatron's plan",
+            len(sample_id_seqlens),
+            ranks,
+        )
         groups: Groups = _MEGATRON.original(_SIZE_PER_PACK)(self, sample_id_seqlens)
         return groups
     return _groups(sample_id_seqlens, plan, 1)
