@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from roll_batching.distributed import consensus
 from roll_batching.distributed.consensus import exchange
-from roll_batching.errors import IntegrationError
-from roll_batching.losses.host import HostFunction, HostLoss
+from roll_batching.errors import IntegrationError, LayoutError
+from roll_batching.integrations.host_rows import HostRows, RecordedLoss
+from roll_batching.losses.host import HostLoss
 from roll_batching.megatron_patches import cpu_platform
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.pack_layout import IntArray
-from roll_batching.planning import BatchingSpec
-from roll_batching.samples import SampleBatch, gather_lengths
+from roll_batching.planning import BatchingSpec, Plan
+from roll_batching.samples import SampleBatch, collect, distribute, gather_lengths
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.compatibility import transfers_may_overlap
@@ -47,6 +48,8 @@ class HostModel:
         trains: whether gradients are computed; False for reference models.
         vocab_size: real vocabulary, where the head has padded columns.
         apply_loss_scale: False keeps Megatron's mean over micro-batches and ranks.
+        max_cp_size: above 1, each pack has its own context-parallel size up to this one, over data-parallel ranks; then
+            `max_tokens` is the cap of each rank.
 
     Raises:
         LayoutError: on all ranks, with everything about the model that cannot work.
@@ -62,7 +65,13 @@ class HostModel:
         trains: bool = True,
         vocab_size: int | None = None,
         apply_loss_scale: bool = True,
+        max_cp_size: int = 1,
     ) -> None:
+        if max_cp_size > 1 and not apply_loss_scale:
+            raise LayoutError(
+                f"max_cp_size={max_cp_size} gives ranks different numbers of micro-batches, and without "
+                "apply_loss_scale the loss is a mean over them: set apply_loss_scale to true, or max_cp_size to 1"
+            )
         device = next(gpt_of(chunks[0]).parameters()).device
         if device.type == "cpu":
             cpu_platform.install()
@@ -72,17 +81,16 @@ class HostModel:
             infer=BatchingSpec(mode="packed", max_tokens=max_tokens_forward or max_tokens),
         )
         self._host = host
+        settings = StepSettings(apply_loss_scale=apply_loss_scale, max_cp_size=max_cp_size)
         self._strategy: MegatronInferStrategy
         if trains:
             self._strategy = MegatronTrainStrategy.from_parts(
-                chunks,
-                None,
-                batching,
-                vocab_size=vocab_size,
-                settings=StepSettings(apply_loss_scale=apply_loss_scale),
+                chunks, None, batching, vocab_size=vocab_size, settings=settings
             )
         else:
-            self._strategy = MegatronInferStrategy.from_model(chunks, batching, vocab_size=vocab_size)
+            self._strategy = MegatronInferStrategy.from_model(
+                chunks, batching, vocab_size=vocab_size, settings=settings
+            )
         if dist.get_rank() == 0:
             obstacle = sharing_obstacle(self._strategy.state)
             logger.warning(
@@ -97,7 +105,8 @@ class HostModel:
     def run(
         self,
         read: Callable[[], SampleBatch],
-        function: HostFunction,
+        rows: HostRows,
+        function: Callable[[Any, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, Any]],
         *,
         backward: bool,
         mask: str | None = None,
@@ -113,7 +122,9 @@ class HostModel:
         Args:
             read: returns the samples with their `input_ids`, in the order of the host's rows; they stay on this rank.
                 An error of it on one rank is raised on all.
-            function: called per micro-batch with row numbers instead of ids; see `HostLoss`.
+            rows: the host's batch, row for row as in `read()`.
+            function: called per micro-batch with the rows of its samples instead of ids; see `HostLoss`. With a
+                context-parallel size per pack, also once with all rows of this rank, without gradient, for the results.
             backward: add gradients to the model's buffers.
             mask: the field with 1 at each token whose log-prob is needed, given the tokens before it; None: all tokens.
             max_tokens: cap of a micro-batch in this pass; None: the model's.
@@ -133,7 +144,9 @@ class HostModel:
             raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
         first = strategy.layout.dp_rank << _RANK_SHIFT
         group, what = strategy.layout.host_group, f"{self._host}'s samples"
-        with consensus(group, what):
+        with consensus(group, what) as facts:
+            if strategy.settings.max_cp_size > 1:
+                facts.equal("the width of rows", width, "Pad the rows of all ranks to one width")
             local = read().to("cpu")
             values = self._temperatures(temperatures, len(local))
             local = local.with_ids(torch.arange(len(local)) + first).with_fields(
@@ -150,21 +163,49 @@ class HostModel:
         if max_tokens is not None:
             constraints = replace(constraints, max_tokens=max_tokens)
         planner = replace(strategy.planner, train=constraints, infer=constraints)
-        plan = planner.plan(table, home_rank=table.location)
-        loss = HostLoss(
-            lambda ids, *values: function(ids - first, *values),
-            form=form,
-            width=width,
-            entropy=entropy,
-            masks=(mask or "all_tokens",),
-            by_sample=by_sample,
-        )
-        if backward:
+        rows = replace(rows, ids=local.ids.numpy())
+
+        def loss_of(rows: HostRows, kind: type[HostLoss] = HostLoss) -> Any:
+            return kind(
+                lambda ids, *values: function(rows.of(ids), *values),
+                form=form,
+                width=width,
+                entropy=entropy,
+                masks=(mask or "all_tokens",),
+                by_sample=by_sample,
+            )
+
+        loss = loss_of(rows)
+        if strategy.settings.max_cp_size > 1:
+            plan = planner.plan(table)
+            outputs = self._outputs_of_blocks(local, plan, loss, rows, loss_of if backward else None)
+            with consensus(group, f"{self._host}'s results"):
+                if outputs is not None:
+                    loss.call_on(outputs, strategy.device)
+        elif backward:
             assert isinstance(strategy, MegatronTrainStrategy)
-            strategy.forward_backward(local, plan, loss, require_finite=True)
+            strategy.forward_backward(local, planner.plan(table, home_rank=table.location), loss, require_finite=True)
         else:
-            strategy.evaluate(local, plan, loss)
+            strategy.evaluate(local, planner.plan(table, home_rank=table.location), loss)
         return [(ids - first, result) for ids, result in loss.results]
+
+    def _outputs_of_blocks(
+        self, local: SampleBatch, plan: Plan, loss: HostLoss, rows: HostRows, loss_of: Callable[..., Any] | None
+    ) -> SampleBatch | None:
+        """Log-probs and entropies of `local`, from packs that blocks of ranks compute; with `loss_of` trains.
+
+        None before the last pipeline stage.
+        """
+        strategy, layout = self._strategy, self._strategy.layout
+        placed = distribute(local, plan, layout.dp_group)
+        if loss_of is None:
+            computed = strategy.forward(placed, plan, loss.needs, loss.masks)
+        else:
+            assert isinstance(strategy, MegatronTrainStrategy)
+            recorded = loss_of(rows.for_plan(plan, layout), RecordedLoss)
+            strategy.forward_backward(placed, plan, recorded, require_finite=True)
+            computed = recorded.values_of_rank(strategy.dtype)
+        return collect(computed, plan, layout.dp_group, like=local) if layout.is_last_stage else None
 
     def _temperatures(self, temperatures: Any, samples: int) -> torch.Tensor:
         """[samples] fp32, from one number or one for each sample."""

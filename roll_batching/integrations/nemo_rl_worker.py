@@ -5,6 +5,8 @@
     Policy(..., worker_extension_cls_fqn="roll_batching.integrations.nemo_rl_worker.MegatronPolicyWorker")
     policy: {sequence_packing: {enabled: true, train_mb_tokens: 16384, logprob_mb_tokens: 16384}}
 
+There, `max_cp_size: 8` gives each pack its own context-parallel size up to 8; token caps are then those of a rank.
+
 Importing this module replaces `megatron_forward_backward`, through which `train` and `get_logprobs` run their passes.
 Model, optimizer, schedule, checkpoints, refit and metrics stay NeMo-RL's. Losses of log-probs (`LossInputType.LOGPROB`)
 run unmodified; what reads logits, or another model beside this one, is refused by name.
@@ -24,8 +26,8 @@ import torch
 from roll_batching.errors import IntegrationError
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
+from roll_batching.integrations.host_rows import HostRows
 from roll_batching.integrations.replacement import Integration, Replacement, policy_worker, refuse_unsupported
-from roll_batching.packing.pack_layout import IntArray
 
 _MODELS: weakref.WeakKeyDictionary[Any, HostModel] = weakref.WeakKeyDictionary()
 
@@ -76,34 +78,36 @@ def megatron_forward_backward(
             "NeMo-RL",
             max_tokens=packing["train_mb_tokens"],
             max_tokens_forward=packing["logprob_mb_tokens"],
+            max_cp_size=packing.get("max_cp_size", 1),
         )
     samples, width = data["input_ids"].shape
     forms: dict[str, HostForm] = {"input_ids": "token"}
     if is_loss:
         forms["token_mask"] = "token"
     read = functools.partial(read_host_batch, data, forms)
+    rows = HostRows(data, type(data).select_indices, type(data).from_batches)
     options: dict[str, Any] = {
         "width": width - 1,
         "temperatures": 1.0 if sampling_params is None else sampling_params.temperature,
     }
     if is_loss:
 
-        def loss(numbers: IntArray, log_probs: torch.Tensor, entropy: Any) -> tuple[torch.Tensor, Any]:
+        def loss(part: Any, log_probs: torch.Tensor, entropy: Any) -> tuple[torch.Tensor, Any]:
             answer: tuple[torch.Tensor, Any] = post_processing_fn.loss_fn(
                 next_token_logprobs=log_probs,
-                data=data.select_indices(numbers.tolist()).to(log_probs.device),
+                data=part.to(log_probs.device),
                 global_valid_seqs=global_valid_seqs,
                 global_valid_toks=global_valid_toks,
             )
             return answer
 
-        results = host.run(read, loss, backward=not forward_only, mask="token_mask", **options)
+        results = host.run(read, rows, loss, backward=not forward_only, mask="token_mask", **options)
         return [metrics for _, metrics in results]
 
-    def keep(numbers: IntArray, log_probs: torch.Tensor, entropy: Any) -> tuple[torch.Tensor, Any]:
+    def keep(part: Any, log_probs: torch.Tensor, entropy: Any) -> tuple[torch.Tensor, Any]:
         return log_probs.new_zeros(()), log_probs
 
-    results = host.run(read, keep, backward=False, **options)
+    results = host.run(read, rows, keep, backward=False, **options)
     if not results:
         return []
     log_probs = torch.stack(in_order(results, samples))

@@ -4,6 +4,9 @@ A role's worker class in ROLL's YAML switches it on, beside `use_sequence_packin
 
     actor_train: {worker_cls: roll_batching.integrations.roll_strategy.RLVRActorWorker}
 
+In its `strategy_args.strategy_config`, `max_cp_size: 8` gives each pack its own context-parallel size up to 8; token
+caps are then those of a rank.
+
 Importing this module puts subclasses of ROLL's `megatron_train` and `megatron_infer` in place. Model, optimizer,
 schedule, checkpoints, offload and model update stay ROLL's. ROLL's workers call their loss functions as before:
 `op_compute_log_probs` and `op_compute_entropy` answer from values that the pass has computed. Functions that read
@@ -22,9 +25,9 @@ import torch
 from roll_batching.errors import IntegrationError
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
+from roll_batching.integrations.host_rows import HostRows
 from roll_batching.integrations.replacement import Integration, Replacement, refuse_unsupported
 from roll_batching.integrations.roll import keep_packing, worker_class
-from roll_batching.packing.pack_layout import IntArray
 
 _SAMPLE_WEIGHTS = ("length_loss_weight", "difficulty_loss_weight")
 """Switches of ROLL under which a loss normalises over the samples of its call."""
@@ -63,6 +66,8 @@ def _planned(base: type) -> type:
         """ROLL's strategy; `forward_backward_func` runs planned packs."""
 
         def initialize(self, model_provider: Any) -> None:
+            # ROLL hands all other keys to its Megatron arguments, which do not know ours.
+            max_cp_size = self.worker_config.strategy_args.strategy_config.pop("max_cp_size", 1)
             super().initialize(model_provider)
             keep_packing(self)
             self._require_supported()
@@ -75,6 +80,7 @@ def _planned(base: type) -> type:
                 max_tokens_forward=packing.max_packed_sequence_length_forward,
                 trains=trains,
                 apply_loss_scale=self.worker_config.apply_loss_scale,
+                max_cp_size=max_cp_size,
             )
             self.forward_backward_func = self._run_planned
 
@@ -124,10 +130,10 @@ def run_batch(strategy: Any, data: Any, host_function: Any, *, backward: bool) -
         raise IntegrationError("ROLL's batch has labels, whose loss the model computes: use ROLL's own strategy")
     pipeline = strategy.worker.pipeline_config
 
-    def call(rows: IntArray, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        part = data.select_idxs(rows)
+    def call(part: Any, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         part.meta_info = data.meta_info
-        loss, answer = host_function(part, PassOutput(log_probs, entropy, counted[torch.from_numpy(rows)]))
+        counted = part.batch[mask or "attention_mask"].bool()
+        loss, answer = host_function(part, PassOutput(log_probs, entropy, counted))
         return loss, answer
 
     forms: dict[str, HostForm] = {"input_ids": "token"}
@@ -135,6 +141,7 @@ def run_batch(strategy: Any, data: Any, host_function: Any, *, backward: bool) -
         forms[mask] = "token"
     results = strategy._planned_model.run(
         lambda: read_host_batch(data, forms, padding_side="right"),
+        HostRows(data, type(data).select_idxs, type(data).concat),
         call,
         backward=backward,
         mask=mask,

@@ -4,6 +4,9 @@ verl imports it by itself when its YAML says so, for the backend `megatron` with
 
     actor_rollout_ref: {model: {external_lib: roll_batching.integrations.verl_engine}}
 
+With `dynamic_context_parallel: true` each pack has its own context-parallel size, with released versions of Megatron
+too, and `max_seqlen_per_dp_cp_rank` is the cap of a rank.
+
 Importing this module replaces `MegatronEngine.forward_backward_batch`, through which `train_batch` and `infer_batch`
 run their passes. Model, optimizer, schedule, checkpoints, export and offload stay verl's, as do its losses, the order
 of samples and temperatures per sample. Value models keep verl's passes.
@@ -13,6 +16,7 @@ Source: verl/workers/engine/megatron/transformer_impl.py of verl 0.9.1 and of ma
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -21,11 +25,27 @@ import torch.distributed as dist
 
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
+from roll_batching.integrations.host_rows import HostRows
 from roll_batching.integrations.replacement import Integration, Replacement, refuse_unsupported
-from roll_batching.packing.pack_layout import IntArray
 from roll_batching.samples import SampleBatch
 
 _MODELS: weakref.WeakKeyDictionary[Any, HostModel] = weakref.WeakKeyDictionary()
+_WITH_CP_SIZES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Engines whose packs have their own context-parallel sizes."""
+
+
+def initialize_engine(
+    self: Any, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+) -> None:
+    """Verl's engine, with our packs for `dynamic_context_parallel: true`.
+
+    verl then replicates the batch over all ranks, and asks for process groups that released versions of Megatron lack.
+    Our plans need neither: the engine is built without the key, and samples are dealt as without it.
+    """
+    if engine_config.dynamic_context_parallel:
+        _WITH_CP_SIZES.add(self)
+        engine_config = dataclasses.replace(engine_config, dynamic_context_parallel=False)
+    _VERL.original(_INITIALIZE)(self, model_config, engine_config, optimizer_config, checkpoint_config)
 
 
 def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> dict[str, Any]:
@@ -50,27 +70,30 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
     tu.assign_non_tensor(data, sp_size=cp_size, batch_num_tokens=tokens.item(), dp_size=dp_size)
     entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
 
-    def call(numbers: IntArray, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+    def call(part: Any, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         output = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
         outputs = {name: [row.detach() for row in values.unbind()] for name, values in output.items()}
         if loss_function is None:
             return log_probs.values().sum() * 0, (outputs, 1.0, {})
-        part = tu.index_select_tensor_dict(data, numbers.tolist())
         tu.assign_non_tensor(part, batch_num_tokens=tokens.item(), dp_size=dp_size)
         loss, metrics = loss_function(model_output=output, data=part, dp_group=group)
         # verl's losses carry a factor dp_size, for DDP's mean over data-parallel ranks.
         return loss / dp_size, (outputs, loss.detach().item(), metrics)
 
+    sizes = dp_size if self in _WITH_CP_SIZES else 1
+    cap = data["max_token_len_per_gpu"] * cp_size
+    if sizes > 1:
+        cap = self.engine_config.max_seqlen_per_dp_cp_rank
     if self not in _MODELS:
-        cap = data["max_token_len_per_gpu"] * cp_size
         trains = not self.engine_config.forward_only
-        _MODELS[self] = HostModel(self.module, "verl", max_tokens=cap, trains=trains)
+        _MODELS[self] = HostModel(self.module, "verl", max_tokens=cap, trains=trains, max_cp_size=sizes & -sizes)
     results = _MODELS[self].run(
         lambda: _samples(data, forward_only),
+        HostRows(data, tu.index_select_tensor_dict, tu.concat_tensordict),
         call,
         backward=not forward_only,
         mask=None if forward_only else "counted",
-        max_tokens=data["max_token_len_per_gpu"] * cp_size,
+        max_tokens=cap,
         form="jagged",
         entropy=entropy,
         temperatures=data["temperature"] if "temperature" in data.keys() else 1.0,
@@ -112,7 +135,6 @@ def _require_supported(engine: Any, data: Any, tu: Any) -> None:
         "distillation, which reads logits, is not supported": asked("distillation_use_topk")
         or asked("distillation_only"),
         "routing replay is not supported": asked("enable_routing_replay"),
-        "dynamic_context_parallel is not supported": bool(getattr(config, "dynamic_context_parallel", False)),
         "multi-token prediction is not supported": bool(engine.model_config.mtp.enable),
         "multimodal inputs are not supported": "multi_modal_inputs" in data.keys(),
         "input_ids must be jagged": not data["input_ids"].is_nested,
@@ -125,7 +147,14 @@ _FORWARD_BACKWARD = Replacement(
     name="MegatronEngine.forward_backward_batch",
     by=forward_backward_batch,
 )
+_INITIALIZE = Replacement(
+    module="verl.workers.engine.megatron.transformer_impl",
+    name="MegatronEngine.__init__",
+    by=initialize_engine,
+)
 
-_VERL = Integration("verl", _FORWARD_BACKWARD, package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))
+_VERL = Integration(
+    "verl", _FORWARD_BACKWARD, _INITIALIZE, package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039")
+)
 patch, unpatch = _VERL.patch, _VERL.unpatch
 patch()

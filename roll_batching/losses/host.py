@@ -11,6 +11,7 @@ from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossOutput
 from roll_batching.losses.views import TokenView
 from roll_batching.packing.pack_layout import IntArray
+from roll_batching.samples import SampleBatch
 
 HostFunction = Callable[[IntArray, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, Any]]
 """(ids, log-probs, entropies) of a micro-batch -> its share of the loss, and any result for the caller."""
@@ -52,18 +53,44 @@ class HostLoss:
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """The sum of the function's losses over the calls for this micro-batch."""
-        log_probs = self._formed(tokens, tokens.log_probs)
-        entropy = self._formed(tokens, tokens.entropy) if "entropy" in self.needs else None
-        if not self._by_sample:
-            return LossOutput(self._call(tokens.ids, log_probs, entropy))
-        rows = [slice(row, row + 1) for row in range(tokens.samples)]
-        losses = [self._call(tokens.ids[r], log_probs[r], None if entropy is None else entropy[r]) for r in rows]
-        return LossOutput(torch.stack(losses).sum())
+        values = {name: self._formed(tokens, getattr(tokens, name)) for name in self.needs}
+        return LossOutput(self._call(tokens.ids, values["log_probs"], values.get("entropy")))
+
+    def call_on(self, values: SampleBatch, device: torch.device) -> None:
+        """Calls the function on computed values of whole samples, for its results. Without samples nothing happens.
+
+        `values` has the next_token fields in `needs`. Raises `LossError` for a `width` below a sample's length.
+        """
+        if not len(values):
+            return
+        width = values.max_length if self._width is None else self._width
+        if self._form == "padded" and width < values.max_length - 1:
+            raise LossError(f"a width of {width} would cut a sample of {values.max_length} tokens")
+
+        def formed(name: str) -> torch.Tensor:
+            if self._form == "padded":
+                return values.to_padded(name, max(width, values.max_length))[:, :width].to(device)
+            longest, shortest = values.max_length, int(values.lengths.min())
+            return torch.nested.nested_tensor_from_jagged(
+                values[name].to(device), values.offsets.to(device), min_seqlen=shortest, max_seqlen=longest
+            )
+
+        entropy = formed("entropy") if "entropy" in self.needs else None
+        with torch.no_grad():
+            self._call(values.ids.numpy(), formed("log_probs"), entropy)
 
     def _formed(self, tokens: TokenView, x: torch.Tensor) -> torch.Tensor:
         return tokens.jagged(x) if self._form == "jagged" else tokens.rows(x, self._width)
 
     def _call(self, ids: IntArray, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the function's losses over one call, or over a call for each sample."""
+        if not self._by_sample:
+            return self._call_once(ids, log_probs, entropy)
+        rows = [slice(row, row + 1) for row in range(len(ids))]
+        losses = [self._call_once(ids[r], log_probs[r], None if entropy is None else entropy[r]) for r in rows]
+        return torch.stack(losses).sum()
+
+    def _call_once(self, ids: IntArray, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
         answer = self._function(ids, log_probs, entropy)
         if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], torch.Tensor):
             raise LossError(

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from roll_batching.distributed import Facts
 from roll_batching.errors import DataError, first_of
@@ -296,30 +294,13 @@ def exchange_fields(
     for name, spec in samples.schema.items():
         if spec.kind not in ("static", "rows"):
             by_rank = by_token if spec.per_token else by_sample
-            fields[name] = _all_to_all(fields[name].detach(), *by_rank, dp_group)
+            fields[name] = dp_group.all_to_all(fields[name].detach(), *by_rank)
     for name, spec in samples.schema.items():
         if spec.counts is not None:  # its counts have arrived
             received = as_index(fields[spec.counts], "counts").numpy()
             by_rank = per_rank(to_rank, samples.rows_per_sample(name).numpy()), per_rank(from_rank, received)
-            fields[name] = _all_to_all(fields[name].detach(), *by_rank, dp_group)
+            fields[name] = dp_group.all_to_all(fields[name].detach(), *by_rank)
     return fields
-
-
-def _all_to_all(values: Tensor, send: list[int], receive: list[int], dp_group: ExchangeGroup) -> Tensor:
-    """`[sum(receive), ...]` from rows of `values` `[sum(send), ...]`, on the same device. Collective."""
-    if dp_group.size == 1:
-        return values
-    shape = values.shape[1:]
-    row_bytes = shape.numel() * values.element_size()
-    if row_bytes == 0:
-        return values.new_empty(sum(receive), *shape)
-    device = dp_group.device_for(values)
-    sent = values.contiguous().to(device).view(-1).view(torch.uint8)
-    received = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8, device=device)
-    dist.all_to_all_single(
-        received, sent, [n * row_bytes for n in receive], [n * row_bytes for n in send], group=dp_group.group
-    )
-    return received.view(values.dtype).view(sum(receive), *shape).to(values.device)
 
 
 def assemble(

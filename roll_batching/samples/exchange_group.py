@@ -75,3 +75,26 @@ class ExchangeGroup:
         gathered = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(gathered, local, group=self.group)
         return torch.stack(gathered).cpu()
+
+    def all_to_all(self, values: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """`[sum(receive), ...]` from rows of `values` `[sum(send), ...]`, on the same device. Collective."""
+        if self.size == 1:
+            return values
+        shape = values.shape[1:]
+        row_bytes = shape.numel() * values.element_size()
+        if row_bytes == 0:
+            return values.new_empty(sum(receive), *shape)
+        device = self.device_for(values)
+        sent = values.contiguous().to(device).view(-1).view(torch.uint8)
+        received = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8, device=device)
+        dist.all_to_all_single(
+            received, sent, [n * row_bytes for n in receive], [n * row_bytes for n in send], group=self.group
+        )
+        return received.view(values.dtype).view(sum(receive), *shape).to(values.device)
+
+    def all_to_all_bytes(self, parts: list[bytes]) -> list[bytes]:
+        """The part for this rank from every rank, where `parts` has one for each. Collective."""
+        send = [len(part) for part in parts]
+        receive = self.all_gather(torch.tensor(send))[:, self.rank].tolist()
+        received = self.all_to_all(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), send, receive)
+        return [part.numpy().tobytes() for part in received.split(receive)]

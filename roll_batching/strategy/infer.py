@@ -27,7 +27,7 @@ from roll_batching.strategy.fault_messages import require_finite_outputs
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.optimizer_step import join_results, share_outputs
-from roll_batching.strategy.pack_features import gather_table, sharing_of
+from roll_batching.strategy.pack_features import gather_table, pack_times_of, require_context_sizes, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.step_inputs import check_candidates, count_local, pack_inputs
@@ -65,6 +65,7 @@ class MegatronInferStrategy(ModelIOMixin):
         vocab_size: int | None = None,
         temperature: float = 1.0,
         cost: CostModel | None = None,
+        settings: StepSettings | None = None,
     ) -> MegatronInferStrategy:
         """A strategy for the forward passes of an existing Megatron model. Collective.
 
@@ -77,7 +78,7 @@ class MegatronInferStrategy(ModelIOMixin):
         strategy.state = parts.state_from_parts(
             parts.list_of_chunks(model_chunks),
             batching,
-            StepSettings(),
+            settings or StepSettings(),
             pg_collection=pg_collection,
             vocab_size=vocab_size,
             cost=cost,
@@ -102,8 +103,6 @@ class MegatronInferStrategy(ModelIOMixin):
     def state(self, state: ModelState) -> None:
         sharing_of(state)  # raises where sharing is asked for and cannot be
         if state.settings.max_cp_size > 1:
-            from roll_batching.strategy.pack_features import require_context_sizes
-
             require_context_sizes(state)
         self._state = state
 
@@ -219,8 +218,6 @@ class MegatronInferStrategy(ModelIOMixin):
     @property
     def planner(self) -> RolePlanner:
         """Planner with this role's settings, to plan in another process, for example."""
-        from roll_batching.strategy.pack_features import pack_times_of
-
         return RolePlanner(
             train=self.constraints(),
             infer=self.constraints(forward=True),

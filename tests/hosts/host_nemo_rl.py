@@ -62,7 +62,7 @@ def plain_loss(variant: str, fields: dict[str, torch.Tensor], log_probs: torch.T
 class Entrance:
     """`megatron_forward_backward` with NeMo-RL's own post-processing, on micro-batches of two rows."""
 
-    def __init__(self, strategy: Any, variant: str, cap: int) -> None:
+    def __init__(self, strategy: Any, variant: str, cap: int, max_cp_size: int) -> None:
         import nemo_rl.models.megatron.train as host
         from nemo_rl.algorithms.logits_sampling_utils import TrainingSamplingParams
 
@@ -70,7 +70,8 @@ class Entrance:
 
         self.host, self.strategy = host, strategy
         self.sampling = TrainingSamplingParams(temperature=temperature(variant, {}))
-        self.cfg = {"sequence_packing": {"enabled": True, "train_mb_tokens": cap, "logprob_mb_tokens": cap + 16}}
+        packing = {"train_mb_tokens": cap // max_cp_size, "logprob_mb_tokens": (cap + 16) // max_cp_size}
+        self.cfg = {"sequence_packing": {"enabled": True, "max_cp_size": max_cp_size, **packing}}
         self.loss = _loss(variant)
 
     def _pass(self, own: dict[str, torch.Tensor], after: Any, **options: Any) -> Any:

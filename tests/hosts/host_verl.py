@@ -82,19 +82,21 @@ def plain_loss(variant: str, fields: dict[str, torch.Tensor], log_probs: torch.T
 class Entrance:
     """verl's `MegatronEngineWithLMHead`, whose model is ours to give: building one needs CUDA."""
 
-    def __init__(self, strategy: Any, variant: str, cap: int) -> None:
+    def __init__(self, strategy: Any, variant: str, cap: int, max_cp_size: int) -> None:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-        import roll_batching.integrations.verl_engine  # noqa: F401  the line under test
+        from roll_batching.integrations import verl_engine  # the line under test
 
         self.engine = object.__new__(MegatronEngineWithLMHead)
         self.engine.module = list(strategy.chunks)
         self.engine.tf_config = None
         self.engine.model_config = SimpleNamespace(mtp=SimpleNamespace(enable=False))
         self.engine.engine_config = SimpleNamespace(
-            context_parallel_size=strategy.layout.cp_size, use_fused_kernels=False, dynamic_context_parallel=False,
-            forward_only=False,
+            context_parallel_size=strategy.layout.cp_size, use_fused_kernels=False, forward_only=False,
+            max_seqlen_per_dp_cp_rank=cap // max_cp_size,
         )  # fmt: skip
+        if max_cp_size > 1:  # as `initialize_engine` leaves it
+            verl_engine._WITH_CP_SIZES.add(self.engine)
         self.variant, self.cap, self.strategy = variant, cap // strategy.layout.cp_size, strategy
         self.dp_size = strategy.layout.dp_size
 

@@ -14,6 +14,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP 2": {"context_parallel_size": 2},
     "PP 2": {"pipeline_model_parallel_size": 2},
     "VPP 2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "CP 1 to 2": {"max_cp_size": 2},
     "EP 2": {"expert_model_parallel_size": 2, "experts": True},
 }
 

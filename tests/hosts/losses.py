@@ -114,7 +114,7 @@ def planned(payload: tuple[str, str, dict[str, Any], int]) -> dict[str, Any]:
     """The same through the host's own entrance, with our passes behind, on this rank of a layout."""
     host_name, variant, megatron, steps = payload
     megatron = dict(megatron)
-    experts = megatron.pop("experts", False)
+    experts, max_cp_size = megatron.pop("experts", False), megatron.pop("max_cp_size", 1)
     host = make_host(host_name)
     from tests.losses.steps import make_strategy
     from tests.support.models import fill, whole_gradients
@@ -129,7 +129,7 @@ def planned(payload: tuple[str, str, dict[str, Any], int]) -> dict[str, Any]:
     fields, layout = batch(), strategy.layout
     fill(strategy.chunks, VOCABULARY, layout.tp_rank, layout.tp_size)
     mine = torch.arange(layout.dp_rank, SAMPLES, layout.dp_size)
-    entrance = host.Entrance(strategy, variant, CAP)
+    entrance = host.Entrance(strategy, variant, CAP, max_cp_size)
     report: dict[str, Any] = {"losses": [], "rank": layout.dp_rank, "last": layout.is_last_stage}
     for step in range(steps):
         own = {name: values[mine] for name, values in fields.items()}

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEGATRON = "actor_rollout_ref.actor.megatron"
 LAYOUTS = {
     "DP 2": [],
+    "CP 1 to 2": [f"{MEGATRON}.dynamic_context_parallel=true", f"{MEGATRON}.max_seqlen_per_dp_cp_rank=32"],
     "TP 2": [
         f"{MEGATRON}.tensor_model_parallel_size=2",
         f"+{MEGATRON}.override_transformer_config.sequence_parallel=false",
@@ -85,7 +86,7 @@ def test_updates_of_the_trainer_are_those_of_a_plain_model(tmp_path: Path, layou
     report, printed = run_trainer(tmp_path, LAYOUTS[layout])
     assert report["balance"] == "roll_batching.integrations.verl"
     assert "verl's passes over micro-batches are planned packs now" in printed
-    plain = train_plainly(tmp_path / "model", report["orders"], 2 if layout == "DP 2" else 1)
+    plain = train_plainly(tmp_path / "model", report["orders"], 1 if layout == "TP 2" else 2)
     losses = [loss for update in report["updates"] for loss in update["loss"]]
     norms = [norm for update in report["updates"] for norm in update["grad_norm"]]
     assert losses == pytest.approx(plain["losses"], rel=1e-5, abs=1e-6)

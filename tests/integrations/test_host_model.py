@@ -17,6 +17,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "cp2": (2, {"context_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "cp1 to 2": (2, {"host_cp_size": 2}),
     "vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 }
 
@@ -29,6 +30,14 @@ def reading(rows: list[torch.Tensor], masks: list[torch.Tensor]) -> Any:
     return lambda: SampleBatch.from_lists({"input_ids": rows, "counted": masks}, kinds)
 
 
+def host_rows(batch: Any) -> Any:
+    """A host's batch for `HostModel.run`, here of our own kind."""
+    from roll_batching.integrations.host_rows import HostRows
+    from roll_batching.samples import SampleBatch
+
+    return HostRows(batch, SampleBatch.select, SampleBatch.concat)
+
+
 def padded(rows: list[torch.Tensor], width: int) -> torch.Tensor:
     return torch.stack([torch.cat([row, row.new_zeros(width - len(row))]) for row in rows])
 
@@ -36,21 +45,18 @@ def padded(rows: list[torch.Tensor], width: int) -> torch.Tensor:
 class HostFunction:
     """A clipped policy loss as a host writes it: over rows [samples, width], divided by a count over all ranks."""
 
-    def __init__(self, local: Any, tokens: int, form: str) -> None:
-        self.fields = {name: local.to_lists(name) for name in local.schema}
+    def __init__(self, tokens: int, form: str) -> None:
         self.tokens, self.form, self.shapes = tokens, form, []
 
     def __call__(self, rows: Any, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         assert entropy is not None
+        fields = {name: rows.to_lists(name) for name in rows.schema}
         self.shapes.append(tuple(log_probs.shape[:1]))
         if self.form == "jagged":
             log_probs, entropy = (padded(list(x.unbind()), WIDTH)[:, : WIDTH - 1] for x in (log_probs, entropy))
-        old, ref = (
-            padded([self.fields[name][row] for row in rows], WIDTH)[:, : WIDTH - 1]
-            for name in ("old_log_probs", "ref_log_probs")
-        )
-        mask = padded([self.fields["response_mask"][row] for row in rows], WIDTH)[:, 1:]
-        advantages = torch.stack([torch.as_tensor(self.fields["advantages"][row]) for row in rows])[:, None]
+        old, ref = (padded(fields[name], WIDTH)[:, : WIDTH - 1] for name in ("old_log_probs", "ref_log_probs"))
+        mask = padded(fields["response_mask"], WIDTH)[:, 1:]
+        advantages = torch.stack([torch.as_tensor(row) for row in fields["advantages"]])[:, None]
         ratio = (log_probs - old).exp()
         gain = torch.min(ratio * advantages, ratio.clip(1 - CLIP[0], 1 + CLIP[1]) * advantages)
         gap = ref - log_probs
@@ -88,13 +94,14 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
     from tests.support.models import ARCHITECTURE, random_batch, whole_gradients, worst_difference
 
     megatron = {"calculate_per_token_loss": False, **megatron}
-    experts = megatron.pop("experts", None)
+    experts, max_cp_size = megatron.pop("experts", None), megatron.pop("host_cp_size", 1)
+    cap = 64 // max_cp_size
     architecture = {**ARCHITECTURE, "num_layers": 4, **({"moe": experts} if experts else {})}
     strategy = make_strategy(megatron=megatron, architecture=architecture, dtype=DTYPE)
     whole = with_siblings(random_batch(3, 11, WIDTH))
     loss = PolicyLoss(clip_low=CLIP[0], clip_high=CLIP[1], kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
     result, expected = step(strategy, whole, loss)
-    host = HostModel(strategy.chunks, "a host", max_tokens=64, vocab_size=VOCABULARY)
+    host = HostModel(strategy.chunks, "a host", max_tokens=cap, vocab_size=VOCABULARY, max_cp_size=max_cp_size)
     local, computed = mine(strategy, whole), []
     # All chunks compute all tokens, of which a rank has its part.
     strategy.chunks[0].register_forward_pre_hook(
@@ -106,11 +113,11 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
     for form, by_sample in (("padded", False), ("jagged", False), ("padded", True)):
         refill(strategy)
         strategy.zero_grad()
-        function = HostFunction(local, tokens, form)
+        function = HostFunction(tokens, form)
         width = WIDTH - 1 if form == "padded" else None
         options = {"form": form, "width": width, "entropy": True, "by_sample": by_sample}
         computed.clear()
-        answers = host.run(reading(rows, masks), function, backward=True, mask="counted", **options)
+        answers = host.run(reading(rows, masks), host_rows(local), function, backward=True, mask="counted", **options)
         report["computed"] = sum(computed) * strategy.layout.cp_size / local.num_tokens
         found = whole_gradients(strategy.chunks, VOCABULARY, strategy.layout.tp_rank, False)
         report["gradients"].append(max(worst_difference(found, expected)[0], found["spread"]))
@@ -119,11 +126,13 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
         report.setdefault("calls", []).append(len(answers))
     refill(strategy)
     read = reading(rows, masks)
-    function = HostFunction(local, tokens, "padded")
-    answers = host.run(read, function, backward=False, width=WIDTH - 1, entropy=True)
+    function = HostFunction(tokens, "padded")
+    answers = host.run(read, host_rows(local), function, backward=False, width=WIDTH - 1, entropy=True)
     numbers = torch.arange(len(rows))
     cold, warm, mixed = (
-        host.run(read, function, backward=False, width=WIDTH - 1, entropy=True, temperatures=temperatures)
+        host.run(
+            read, host_rows(local), function, backward=False, width=WIDTH - 1, entropy=True, temperatures=temperatures
+        )
         for temperatures in (0.5, 2.0, torch.where(numbers % 2 == 0, 0.5, 2.0))
     )
     table = gather_lengths(local)
@@ -137,29 +146,42 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, pytest.param("ep2", marks=pytest.mark.slow)])
+SLOW: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"expert_model_parallel_size": 2, "experts": EXPERTS}),
+    "pp2, cp1 to 2": (4, {"pipeline_model_parallel_size": 2, "host_cp_size": 2}),
+    "tp2, cp1 to 2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "host_cp_size": 2}),
+    "cp1 to 4": (4, {"host_cp_size": 4}),
+}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_host_s_function_trains_as_our_loss_does(name: str) -> None:
-    ranks, megatron = LAYOUTS.get(name, (2, {"expert_model_parallel_size": 2, "experts": EXPERTS}))
+    ranks, megatron = {**LAYOUTS, **SLOW}[name]
     reports = run_ranks(ranks, "tests.integrations.test_host_model:compare", payload=megatron)
     for report in reports:
         assert max(report["gradients"]) < (OF_ROUTERS if name == "ep2" else EXACT)
     # Packs under context parallelism have padding, and more of it than these few samples share.
-    assert max(report["computed"] for report in reports) < (1.2 if name == "cp2" else 0.9)
+    if "host_cp_size" not in megatron:
+        assert max(report["computed"] for report in reports) < (1.2 if name == "cp2" else 0.9)
     last = [report for report in reports if report["last_stage"]]
-    shares = 1 if name in ("tp2", "cp2") else len(last)
+    copies = 2 if name == "cp2" or "tp2" in name else 1
     for one in range(3):
-        total = sum(report["losses"][one] for report in last[:shares])
+        total = sum(report["losses"][one] for report in last[::copies])
         assert total == pytest.approx(last[0]["loss"], rel=EXACT)
     assert all(report["calls"][0] < report["calls"][2] for report in last)
+    if "host_cp_size" in megatron:  # so that all ranks have metrics, and equally many
+        assert {report["calls"][0] for report in last} == {1}
     assert all(report["log_probs"] < EXACT and report["temperatures"] < EXACT for report in last)
 
 
 def misbehave(kind: str) -> None:
     from roll_batching.integrations.host_model import HostModel
+    from roll_batching.integrations.host_rows import HostRows
     from tests.losses.steps import make_strategy
 
     strategy = make_strategy(megatron={"calculate_per_token_loss": False})
-    host = HostModel(strategy.chunks, "a host", max_tokens=64, vocab_size=VOCABULARY)
+    kind, max_cp_size = (kind.removesuffix(" cp"), 2) if kind.endswith(" cp") else (kind, 1)
+    host = HostModel(strategy.chunks, "a host", max_tokens=64, vocab_size=VOCABULARY, max_cp_size=max_cp_size)
     rows = [torch.randint(0, VOCABULARY, (9,)) for _ in range(3)]
     masks = [torch.ones(9) for _ in rows]
     functions = {
@@ -176,10 +198,19 @@ def misbehave(kind: str) -> None:
         masks[1][3] = float("nan")
     temperatures = torch.ones(2) if kind == "temperatures" and strategy.layout.dp_rank == 1 else 1.0
     width = 5 if kind == "narrow" else None
+    if kind == "other width":
+        width = 9 + strategy.layout.dp_rank
+
+    def concat(parts: list[list[int]]) -> list[int]:
+        if kind == "concat" and strategy.layout.dp_rank == 1:
+            raise KeyError("response_mask")
+        return sum(parts, start=[])
+
+    host_rows = HostRows(rows, lambda rows, numbers: numbers, concat)
+    function = functions.get(kind, functions["narrow"])
     host.run(
-        reading(rows, masks), functions.get(kind, functions["narrow"]), backward=True, mask="counted", width=width,
-        temperatures=temperatures,
-    )  # fmt: skip
+        reading(rows, masks), host_rows, function, backward=True, mask="counted", width=width, temperatures=temperatures
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,6 +225,9 @@ def misbehave(kind: str) -> None:
         ("short mask", "'counted', row 1: 8 values for a sample of 9 tokens"),
         ("nan mask", "the mask 'counted' of sample 1099511627777 is nan at position 3"),
         ("temperatures", "2 temperatures for 3 samples"),
+        ("raises cp", "IndexError"),
+        ("concat cp", "rows of the host's batch: rank 1: KeyError: 'response_mask'"),
+        ("other width cp", "ranks differ in the width of rows: 9 on rank 0, 10 on rank 1"),
     ],
 )
 def test_a_host_s_mistake_is_one_error_on_all_ranks(kind: str, text: str) -> None:
