@@ -92,7 +92,8 @@ class Entrance:
         self.engine.tf_config = None
         self.engine.model_config = SimpleNamespace(mtp=SimpleNamespace(enable=False))
         self.engine.engine_config = SimpleNamespace(
-            context_parallel_size=strategy.layout.cp_size, use_fused_kernels=False, forward_only=False,
+            context_parallel_size=strategy.layout.cp_size, use_fused_kernels=False, dynamic_context_parallel=False,
+            forward_only=False,
             max_seqlen_per_dp_cp_rank=cap // max_cp_size,
         )  # fmt: skip
         if max_cp_size > 1:  # as `initialize_engine` leaves it
