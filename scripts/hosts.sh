@@ -7,7 +7,7 @@
 #   ./scripts/hosts.sh roll CHECKOUT      ROLL's batching tests likewise, and three steps of its RLVR actor
 #   ./scripts/hosts.sh megatron-lm CHECKOUT    the schedules of Megatron-LM's main or dev, beside ours
 #
-# CHECKOUT is a clone of the host. Further arguments go to pytest. No GPU is needed; losses run in six layouts of two
+# CHECKOUT is a clone of the host. Further arguments go to pytest. No GPU is needed; losses run in seven layouts of two
 # processes, for about half an hour on two cores. PYTHON selects an interpreter (python3.11, for NeMo-RL and Megatron-LM
 # python3.12).
 set -euo pipefail
