@@ -207,7 +207,7 @@ LINES = {
     "packing": 1_550,
     "planning": 9_700,
     "samples": 2_300,
-    "settings": 3_200,
+    "settings": 3_215,
     "strategy": 7_000,
     "tools": 50,
     "tools.conversion": 6_400,

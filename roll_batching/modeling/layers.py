@@ -41,10 +41,10 @@ def is_mixture(layer_freq: int | Sequence[int], layer: int) -> bool:
 
 
 def recurrent_layers(config: Any) -> str | None:
-    """Name of the layers with a state per sequence in a model with this TransformerConfig; None without such layers."""
+    """The architecture's key of layers with a state per sequence, in a model with this TransformerConfig; or None."""
     if getattr(config, "linear_attention_freq", None):
-        return "gated delta nets"
-    return "Mamba layers" if getattr(config, "layer_kinds", None) else None
+        return "gated_delta_net"
+    return "hybrid" if getattr(config, "layer_kinds", None) else None
 
 
 def has_replicated_kv_heads(config: TransformerConfig) -> bool:

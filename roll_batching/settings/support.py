@@ -181,17 +181,18 @@ TIED_STAGES = _layout(
         lambda parts: parts.architecture.tie_word_embeddings and parts.layout.pipeline_model_parallel_size > 1
     ),
 )
-_NAMED = {
+NAMED = {
     feature.path[-1]: feature
     for feature in (
         LATENT, HYBRID, HEADS, VISION, EXPERTS, DELTA_NETS, OUTPUT_GATES, SANDWICH_NORMS, SINKS, ALL_BIASES,
         WINDOWS, QUERY_NORMS, DROPOUT,
     )
 }  # fmt: skip
+"""Features of the architecture by its keys."""
 
 
 def _parts(keys: str) -> tuple[Feature, ...]:
-    return tuple(_NAMED.get(key) or _part(f"`{key}`", key) for key in keys.split())
+    return tuple(NAMED.get(key) or _part(f"`{key}`", key) for key in keys.split())
 
 
 ARCHITECTURE_REFUSALS = refusals_of(

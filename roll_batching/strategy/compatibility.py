@@ -11,6 +11,7 @@ from typing import Any
 
 import megatron.core
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -149,6 +150,13 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
         problems.append("position_embedding_type='mrope' is not supported for packed sequences for now")
     if gpt.position_embedding_type == "rope" and config.apply_rope_fusion and config.rotary_interleaved:
         problems.append("the fused rotation of packs ignores rotary_interleaved before 0.17: unset apply_rope_fusion")
+    if gpt.position_embedding_type == "yarn" and config.apply_rope_fusion:
+        factor = _yarn_get_concentration_factor_from_config(config)
+        if factor != 1.0:
+            problems.append(
+                f"the fused rotation of packs leaves out YaRN's factor of {factor:.4g} (Megatron-Core 0.16 to 0.19): "
+                "unset apply_rope_fusion"
+            )
     if getattr(config, "qk_clip", False) and any(isinstance(core, PackedCore) for core in cores):
         problems.append("qk_clip reads attention logits that our attention cores do not keep: unset it")
     return problems

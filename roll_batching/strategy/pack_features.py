@@ -14,6 +14,7 @@ from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
+from roll_batching.settings.batching import NOT_SHARED, ONE_CP_SIZE
 from roll_batching.strategy.compatibility import random_settings
 from roll_batching.strategy.model_state import ModelState
 
@@ -37,12 +38,11 @@ def sharing_obstacle(state: ModelState) -> str | None:
     if settings := random_settings(gpt.config):
         return f"samples with a common prefix would share its random numbers ({', '.join(settings)}): set these to 0"
     if state.vision is not None:
-        return "the model takes images: the same image tokens may stand for different images"
+        return NOT_SHARED["vision"]
     if state.heads:
-        return "heads of multi-token prediction read the token after each, which differs where samples part"
-    if (layers := recurrent_layers(gpt.config)) is not None:
-        return f"the model has {layers}, whose state starts anew in every segment"
-    return None
+        return NOT_SHARED["mtp_num_layers"]
+    layers = recurrent_layers(gpt.config)
+    return None if layers is None else NOT_SHARED[layers]
 
 
 def sharing_of(state: ModelState) -> bool | Literal["auto"]:
@@ -122,10 +122,9 @@ def context_size_obstacle(state: ModelState) -> str | None:
             f"the model rotates positions itself ({embedding}), by the layout's context-parallel size: build it with "
             "packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"
         )
-    if (layers := recurrent_layers(gpt_of(state.chunks[0]).config)) is not None:
-        return f"{layers} divide their heads by the layout's size: set one context_parallel_size"
-    if state.vision is not None:
-        return "the model has a vision encoder, which is tested with one size: set one context_parallel_size"
+    layers = "vision" if state.vision is not None else recurrent_layers(gpt_of(state.chunks[0]).config)
+    if layers is not None:
+        return f"{ONE_CP_SIZE[layers]}: set one context_parallel_size"
     if state.settings.rows_form:
         return "rows_form passes rectangles without a context-parallel group: leave it out"
     return None

@@ -161,6 +161,7 @@ def test_a_callers_model_gives_the_reference_loss_and_gradients(reference: str, 
 def problems(_: None) -> dict[str, str]:
     from roll_batching.errors import LayoutError, RankError
     from roll_batching.strategy import MegatronTrainStrategy
+    from tests.strategy.test_adoption import YARN
     from tests.support.own_model import build
 
     def attempt(parts: Any, mode: str = "packed", **options: Any) -> str:
@@ -190,6 +191,7 @@ def problems(_: None) -> dict[str, str]:
         "fp4": attempt(changed("fp4", "e2m1")),
         "cuda graphs": attempt(changed("cuda_graph_impl", "local")),
         "interleaved fused rope": attempt(_interleaved(build("packed"))),
+        "YaRN's fused rope": attempt(_fused_yarn(build("stock", positions="yarn", settings_after=YARN))),
         "images' rotation": attempt(_positions(build("packed"), "mrope")),
         "two rotations": attempt(_positions(build("packed", rotate="core"), "rope")),
         "deferred wgrad": attempt(changed("defer_embedding_wgrad_compute", True), defer_head=True),
@@ -205,6 +207,11 @@ def _without_attention(parts: Any) -> Any:
 
 def _interleaved(parts: Any) -> Any:
     parts[0][0].config.apply_rope_fusion = parts[0][0].config.rotary_interleaved = True
+    return parts
+
+
+def _fused_yarn(parts: Any) -> Any:
+    parts[0][0].config.apply_rope_fusion = True
     return parts
 
 
@@ -251,6 +258,7 @@ SAYS = {
     "fp4": "fp4 is not supported for now: unset it",
     "cuda graphs": "cuda_graph_impl='none'",
     "interleaved fused rope": "unset apply_rope_fusion",
+    "YaRN's fused rope": "leaves out YaRN's factor of 1.139",
     "images' rotation": "position_embedding_type='mrope' is not supported",
     "two rotations": "position_embedding_type='none'",
     "deferred wgrad": "exclude each other",

@@ -131,8 +131,8 @@ def test_who_shares() -> None:
     assert "share_prefixes 2" in found["number"]
     assert "samples of the plan share prefixes, but the attention (mine)" in found["plan for a model that cannot"]
     assert "hidden_dropout=0.1" in found["dropout"] and "moe_input_jitter_eps=0.01" in found["jitter"]
-    assert "gated delta nets, whose state starts anew" in found["delta nets"] and found["auto, delta nets"] == 0
-    assert "Mamba layers, whose state starts anew" in found["Mamba"]
+    assert "state of gated delta nets starts anew" in found["delta nets"] and found["auto, delta nets"] == 0
+    assert "state of Mamba layers starts anew" in found["Mamba"]
 
 
 def test_a_core_with_one_run_of_keys_refuses_the_pack() -> None:

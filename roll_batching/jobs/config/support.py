@@ -7,16 +7,8 @@ from collections.abc import Iterator
 from roll_batching.jobs.config import features as f
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.settings.support import (
-    DELTA_NETS,
-    DROPOUT,
-    ENGINE_LAYERS,
-    HEADS,
-    HYBRID,
-    VISION,
-    refusals_of,
-    refused_pairs,
-)
+from roll_batching.settings.batching import NOT_SHARED, ONE_CP_SIZE
+from roll_batching.settings.support import DROPOUT, ENGINE_LAYERS, NAMED, refusals_of, refused_pairs
 
 _REFUSED = {
     (f.GREEDY_ESTIMATOR, f.ASYNC): (
@@ -194,30 +186,16 @@ PACKING_REFUSALS = refusals_of(
             "that, or give a size"
         ),
         **{
-            (f.SIZE_PER_PACK, f.ROLE_PARTS[part]): (
-                f"auto gives each pack its own size, and {part.name} divide their heads by the layout's; give a size"
-            )
-            for part in (DELTA_NETS, HYBRID)
+            (f.SIZE_PER_PACK, f.ROLE_PARTS[NAMED[key]]): f"auto gives each pack its own size, and {reason}; give a size"
+            for key, reason in ONE_CP_SIZE.items()
         },
-        (f.SIZE_PER_PACK, f.ROLE_PARTS[VISION]): (
-            "auto gives each pack its own size, and a vision encoder is tested with one for all; give a size"
-        ),
-        (f.SHARED_PACKS, f.ROLE_PARTS[HEADS]): (
-            "is true, but heads of multi-token prediction read the token after each, which differs where samples part; "
-            "set it to auto or false"
-        ),
         **{
-            (f.SHARED_PACKS, f.ROLE_PARTS[part]): (
-                f"is true, but the state of {part.name} starts anew in every segment; set it to auto or false"
-            )
-            for part in (DELTA_NETS, HYBRID)
+            (f.SHARED_PACKS, f.ROLE_PARTS[NAMED[key]]): f"is true, but {reason}; set it to auto or false"
+            for key, reason in NOT_SHARED.items()
         },
         (f.SHARED_PACKS, f.ROLE_PARTS[DROPOUT]): (
             "is true, but samples with a common prefix would share the random numbers of hidden_dropout; set this to "
             "auto or false, or hidden_dropout to 0"
-        ),
-        (f.SHARED_PACKS, f.ROLE_PARTS[VISION]): (
-            "is true, but the same image tokens may stand for different images; set it to auto or false"
         ),
     }
 )
