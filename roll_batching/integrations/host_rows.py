@@ -82,7 +82,7 @@ class RecordedLoss(HostLoss):
         """Log-probs and entropies, in at least fp32, of all samples that this rank computed; on the host."""
         nothing = torch.zeros(0, dtype=torch.promote_types(model_dtype, torch.float32))
         fields = {
-            name: torch.cat([nothing, *(values[name].cpu() for _, _, values in self._values)]) for name in self.needs
+            name: torch.cat([nothing, *(values[name].cpu() for _, _, values in self._values)]) for name in sorted(self.needs)
         }
         none = np.zeros(0, dtype=np.int64)
         ids, lengths = (

@@ -291,11 +291,12 @@ def exchange_fields(
     by_sample = per_rank(to_rank, np.ones_like(sent_lengths)), per_rank(from_rank, np.ones_like(received_lengths))
     by_token = per_rank(to_rank, sent_lengths), per_rank(from_rank, received_lengths)
     fields = dict(samples.fields)
-    for name, spec in samples.schema.items():
+    schema = sorted(samples.schema.items())  # ranks may have added their fields in different orders
+    for name, spec in schema:
         if spec.kind not in ("static", "rows"):
             by_rank = by_token if spec.per_token else by_sample
             fields[name] = dp_group.all_to_all(fields[name].detach(), *by_rank)
-    for name, spec in samples.schema.items():
+    for name, spec in schema:
         if spec.counts is not None:  # its counts have arrived
             received = as_index(fields[spec.counts], "counts").numpy()
             by_rank = per_rank(to_rank, samples.rows_per_sample(name).numpy()), per_rank(from_rank, received)
