@@ -50,9 +50,22 @@ def engine(fault: str | None = None, *, kind: str = "sglang", log: str = "engine
     return server
 
 
-def stranger(kind: str, at: str = "/generate") -> Server:
+def stranger(kind: str, at: str) -> Server:
     """Server that answers like an engine, except on paths that begin with `at`."""
     return lambda home: _serving(home, "strange_server", "--at", at, kind, log="stranger")
+
+
+def strange_answers(kind: str) -> Server:
+    """Engine whose generations alone are strange: its weights and their log-probs are those that were sent."""
+
+    @contextlib.contextmanager
+    def server(home: Path) -> Iterator[str]:
+        with engine()(home) as url:
+            options = ("--at", "/generate", "--engine", url)
+            with _serving(home, "strange_server", *options, kind, log="stranger") as strange_url:
+                yield strange_url
+
+    return server
 
 
 @contextlib.contextmanager
@@ -113,13 +126,17 @@ ENGINES = [
     _asked("a web page at the URL", stranger("html", at="/"), words=(*NO_WEIGHTS, "the reply is not JSON: <html>")),
     _asked("vLLM at the URL of SGLang", engine(kind="vllm"), words=(*NO_WEIGHTS, "status 404")),
     _asked("status 500 for every response", engine("500"), words=(*ATTEMPTS, "status 500: out of memory")),
-    _asked("closes the connection in the answer", stranger("cut"), words=(*ATTEMPTS, "ClientPayloadError")),
-    _asked("no JSON for an answer", stranger("html"), words=(*ATTEMPTS, "<html>")),
+    _asked("closes the connection in the answer", strange_answers("cut"), words=(*ATTEMPTS, "ClientPayloadError")),
+    _asked("no JSON for an answer", strange_answers("html"), words=(*ATTEMPTS, "<html>")),
     _asked("too few log-probs", engine("short"), words=(*ATTEMPTS, " log-probs for ")),
-    _asked("too many tokens", stranger("too many"), words=(*ATTEMPTS, "30 tokens, where 1 to 13 were asked for")),
-    _asked("NaN for a log-prob", stranger("nan"), words=(*ATTEMPTS, "no logarithms of probabilities")),
     _asked(
-        "tokens outside the vocabulary", stranger("unknown ids"), words=(*ATTEMPTS, "no token ids of the model's 61")
+        "too many tokens", strange_answers("too many"), words=(*ATTEMPTS, "30 tokens, where 1 to 13 were asked for")
+    ),
+    _asked("NaN for a log-prob", strange_answers("nan"), words=(*ATTEMPTS, "no logarithms of probabilities")),
+    _asked(
+        "tokens outside the vocabulary",
+        strange_answers("unknown ids"),
+        words=(*ATTEMPTS, "no token ids of the model's 61"),
     ),
     _asked("answers of older weights", engine("stale"), words=(*ATTEMPTS, "it is of the weights 'older'")),
     _asked(

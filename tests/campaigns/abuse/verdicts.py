@@ -52,6 +52,7 @@ def _ruled(name: str, reward: str, answer: Any, *words: str, code: int = FAILED,
         settings={"reward_function": reward},
         files={"prompts.jsonl": lines_of(rows)},
         words=words,
+        lines=7,  # the first five faults, and how many more
         **options,
     )
 

@@ -1,9 +1,9 @@
 """Servers at an engine's URL that are no engines: one port per kind, over plain sockets.
 
-    python -m tests.jobs.engines.strange_server [--at PATH] KIND...
+    python -m tests.jobs.engines.strange_server [--at PATH] [--engine URL] KIND...
 
 prints their URLs in one line. Each answers /health, and everything else in its own way. With `--at` it answers only
-requests at that path so, and all others that they succeeded.
+requests at that path so, and all others that they succeeded. With `--engine` all but generations are the engine's.
 """
 
 from __future__ import annotations
@@ -82,13 +82,26 @@ KINDS: dict[str, Reply] = {
 """Sent after a complete request, before the connection is closed."""
 
 
-async def serve(kind: str, path: str = "") -> str:
+def passes_on(request: bytes, engine: str) -> Reply:
+    async def reply(writer: asyncio.StreamWriter) -> None:
+        from_engine, to_engine = await asyncio.open_connection("127.0.0.1", int(engine.rsplit(":", 1)[1]))
+        to_engine.write(request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+        writer.write(await from_engine.read())
+        await writer.drain()
+        to_engine.close()
+
+    return reply
+
+
+async def serve(kind: str, path: str = "", engine: str = "") -> str:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
             length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-            await reader.readexactly(int(length[0].split(b":")[1]) if length else 0)
-            if head.startswith(b"GET /health"):
+            body = await reader.readexactly(int(length[0].split(b":")[1]) if length else 0)
+            if engine and (b'"logprob_start_len"' in body or not head.startswith(f"POST {path}".encode())):
+                reply = passes_on(head + body, engine)
+            elif head.startswith(b"GET /health"):
                 reply = sends(http(b""))
             elif head.startswith(f"POST {path}".encode()):
                 reply = KINDS[kind]
@@ -102,8 +115,8 @@ async def serve(kind: str, path: str = "") -> str:
     return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def main(kinds: list[str], path: str) -> None:
-    print(json.dumps([await serve(kind, path) for kind in kinds]), flush=True)
+async def main(kinds: list[str], path: str, engine: str) -> None:
+    print(json.dumps([await serve(kind, path, engine) for kind in kinds]), flush=True)
     await asyncio.Event().wait()
 
 
@@ -111,5 +124,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("--at", default="", help="path of the requests that it answers in its own way")
+    parser.add_argument("--engine", default="", help="URL of an engine that answers all but generations")
     args = parser.parse_args()
-    asyncio.run(main(args.kinds, args.at))
+    asyncio.run(main(args.kinds, args.at, args.engine))
