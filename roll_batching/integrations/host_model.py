@@ -24,7 +24,7 @@ from roll_batching.megatron_patches import cpu_platform
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.pack_layout import IntArray
 from roll_batching.planning import BatchingSpec, Plan
-from roll_batching.samples import SampleBatch, collect, distribute, gather_lengths
+from roll_batching.samples import LengthTable, SampleBatch, collect, distribute, gather_lengths
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.compatibility import transfers_may_overlap
@@ -142,23 +142,7 @@ class HostModel:
         strategy = self._strategy
         if backward and not isinstance(strategy, MegatronTrainStrategy):
             raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
-        first = strategy.layout.dp_rank << _RANK_SHIFT
-        group, what = strategy.layout.host_group, f"{self._host}'s samples"
-        with consensus(group, what) as facts:
-            if strategy.settings.max_cp_size > 1:
-                facts.equal("the width of rows", width, "Pad the rows of all ranks to one width")
-            local = read().to("cpu")
-            values = self._temperatures(temperatures, len(local))
-            local = local.with_ids(torch.arange(len(local)) + first).with_fields(
-                {"temperature": values, "all_tokens": torch.ones(local.num_tokens, dtype=torch.bool)},
-                {"temperature": "sample", "all_tokens": "token"},
-            )
-        everywhere = set().union(*exchange(group, what, lambda: set(values.tolist())))
-        # Samples that share positions have one temperature.
-        is_one = len(everywhere) < 2
-        strategy.temperature = everywhere.pop() if len(everywhere) == 1 else 1.0
-        strategy.temperature_field = None if is_one else "temperature"
-        table = strategy.gather_table(local) if is_one else gather_lengths(local, strategy.layout.dp_group)
+        local, table = self._gather(read, temperatures, width)
         constraints = strategy.constraints(forward=not backward)
         if max_tokens is not None:
             constraints = replace(constraints, max_tokens=max_tokens)
@@ -179,7 +163,7 @@ class HostModel:
         if strategy.settings.max_cp_size > 1:
             plan = planner.plan(table)
             outputs = self._outputs_of_blocks(local, plan, loss, rows, loss_of if backward else None)
-            with consensus(group, f"{self._host}'s results"):
+            with consensus(strategy.layout.host_group, f"{self._host}'s results"):
                 if outputs is not None:
                     loss.call_on(outputs, strategy.device)
         elif backward:
@@ -187,7 +171,34 @@ class HostModel:
             strategy.forward_backward(local, planner.plan(table, home_rank=table.location), loss, require_finite=True)
         else:
             strategy.evaluate(local, planner.plan(table, home_rank=table.location), loss)
-        return [(ids - first, result) for ids, result in loss.results]
+        return [(ids - self._first_id, result) for ids, result in loss.results]
+
+    @property
+    def _first_id(self) -> int:
+        """Id of this rank's first sample."""
+        return self._strategy.layout.dp_rank << _RANK_SHIFT
+
+    def _gather(
+        self, read: Callable[[], SampleBatch], temperatures: Any, width: int | None
+    ) -> tuple[SampleBatch, LengthTable]:
+        """This rank's samples with ids and temperatures, and the table of all ranks' samples. Collective."""
+        strategy = self._strategy
+        group, what = strategy.layout.host_group, f"{self._host}'s samples"
+        with consensus(group, what) as facts:
+            if strategy.settings.max_cp_size > 1:
+                facts.equal("the width of rows", width, "Pad the rows of all ranks to one width")
+            local = read().to("cpu")
+            values = self._temperatures(temperatures, len(local))
+            local = local.with_ids(torch.arange(len(local)) + self._first_id).with_fields(
+                {"temperature": values, "all_tokens": torch.ones(local.num_tokens, dtype=torch.bool)},
+                {"temperature": "sample", "all_tokens": "token"},
+            )
+        everywhere = set().union(*exchange(group, what, lambda: set(values.tolist())))
+        # Samples that share positions have one temperature.
+        is_one = len(everywhere) < 2
+        strategy.temperature = everywhere.pop() if len(everywhere) == 1 else 1.0
+        strategy.temperature_field = None if is_one else "temperature"
+        return local, strategy.gather_table(local) if is_one else gather_lengths(local, strategy.layout.dp_group)
 
     def _outputs_of_blocks(
         self, local: SampleBatch, plan: Plan, loss: HostLoss, rows: HostRows, loss_of: Callable[..., Any] | None

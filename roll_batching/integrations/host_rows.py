@@ -81,9 +81,9 @@ class RecordedLoss(HostLoss):
     def values_of_rank(self, model_dtype: torch.dtype) -> SampleBatch:
         """Log-probs and entropies, in at least fp32, of all samples that this rank computed; on the host."""
         nothing = torch.zeros(0, dtype=torch.promote_types(model_dtype, torch.float32))
-        fields = {
-            name: torch.cat([nothing, *(values[name].cpu() for _, _, values in self._values)]) for name in sorted(self.needs)
-        }
+        fields = {}
+        for name in sorted(self.needs):
+            fields[name] = torch.cat([nothing, *(values[name].cpu() for _, _, values in self._values)])
         none = np.zeros(0, dtype=np.int64)
         ids, lengths = (
             torch.from_numpy(np.concatenate([none, *(call[part] for call in self._values)])) for part in (0, 1)

@@ -80,10 +80,9 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
         # verl's losses carry a factor dp_size, for DDP's mean over data-parallel ranks.
         return loss / dp_size, (outputs, loss.detach().item(), metrics)
 
-    sizes = dp_size if self in _WITH_CP_SIZES else 1
-    cap = data["max_token_len_per_gpu"] * cp_size
-    if sizes > 1:
-        cap = self.engine_config.max_seqlen_per_dp_cp_rank
+    sizes, cap = 1, data["max_token_len_per_gpu"] * cp_size
+    if self in _WITH_CP_SIZES:
+        sizes, cap = dp_size, self.engine_config.max_seqlen_per_dp_cp_rank
     if self not in _MODELS:
         trains = not self.engine_config.forward_only
         _MODELS[self] = HostModel(self.module, "verl", max_tokens=cap, trains=trains, max_cp_size=sizes & -sizes)
