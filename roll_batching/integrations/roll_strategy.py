@@ -65,9 +65,12 @@ def _planned(base: type) -> type:
     class PlannedStrategy(base):  # type: ignore[misc]
         """ROLL's strategy; `forward_backward_func` runs planned packs."""
 
-        def initialize(self, model_provider: Any) -> None:
+        def __init__(self, worker: Any) -> None:
             # ROLL hands all other keys to its Megatron arguments, which do not know ours.
-            max_cp_size = self.worker_config.strategy_args.strategy_config.pop("max_cp_size", 1)
+            self._max_cp_size = worker.worker_config.strategy_args.strategy_config.pop("max_cp_size", 1)
+            super().__init__(worker)
+
+        def initialize(self, model_provider: Any) -> None:
             super().initialize(model_provider)
             keep_packing(self)
             self._require_supported()
@@ -80,7 +83,7 @@ def _planned(base: type) -> type:
                 max_tokens_forward=packing.max_packed_sequence_length_forward,
                 trains=trains,
                 apply_loss_scale=self.worker_config.apply_loss_scale,
-                max_cp_size=max_cp_size,
+                max_cp_size=self._max_cp_size,
             )
             self.forward_backward_func = self._run_planned
 
