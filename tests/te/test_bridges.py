@@ -1,6 +1,6 @@
-"""Models that Megatron-Bridge and mbridge build share prefixes behind a loop that packs.
+"""Models that Megatron-Bridge, mbridge and Megatron's HybridModel build share prefixes, behind a loop and under ours.
 
-Both build with TransformerEngine's layers; their own code runs, and only the innermost kernels are torch's. Right are
+All build with TransformerEngine's layers; their own code runs, and only the innermost kernels are torch's. Right are
 the logits of the model as it was built, on each sample alone. `scripts/te_environment.sh` installs both.
 """
 
@@ -56,7 +56,26 @@ def mbridge() -> Any:
     return bridge._model_provider([])(True, True)
 
 
-BUILDERS = {"megatron_bridge": megatron_bridge, "mbridge": mbridge}
+def hybrid_model() -> Any:
+    """Megatron's HybridModel (0.18 and later) whose layers are attention or MLP."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        **{**SIZES, "num_layers": 4},
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    return HybridModel(config, hybrid_stack_spec, 64, 512, "*-*-", position_embedding_type="rope")
+
+
+BUILDERS = {"megatron_bridge": megatron_bridge, "mbridge": mbridge, "hybrid_model": hybrid_model}
 
 
 def compare(name: str) -> dict[str, float]:
@@ -66,6 +85,10 @@ def compare(name: str) -> dict[str, float]:
 
     from roll_batching.integrations.prefixes import share_prefixes_behind
     from roll_batching.megatron_patches import cpu_platform
+    from roll_batching.planning import BatchingSpec
+    from roll_batching.samples import SampleBatch, distribute
+    from roll_batching.settings import BatchingConfig
+    from roll_batching.strategy import MegatronInferStrategy
     from tests.strategy.test_from_parts import _start
     from tests.te.engine import as_if_on_an_h100
     from tests.te.plain_kernels import plain_kernels
@@ -88,20 +111,42 @@ def compare(name: str) -> dict[str, float]:
     with as_if_on_an_h100(), plain_kernels():
         model_parallel_cuda_manual_seed(0)
         model = BUILDERS[name]().float().eval()
-        alone = torch.cat([logits(model, [row]) for row in rows])
+        apart = [logits(model, [row]) for row in rows]
+        alone = torch.cat(apart)
+        batching = BatchingConfig(
+            train=BatchingSpec(mode="packed", max_tokens=256),
+            infer=BatchingSpec(mode="packed", max_tokens=256),
+            share_prefixes=True,
+        )
+        strategy = MegatronInferStrategy.from_model([model], batching)
+        batch = SampleBatch.from_lists({"input_ids": rows}, {"input_ids": "token"})
+        plan = strategy.plan(strategy.gather_table(batch), forward=True)
+        right = [one.log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0] for one, row in zip(apart, rows, strict=True)]
+        log_probs = strategy.compute_log_probs(distribute(batch, plan), plan).select_ids(batch.ids)
+        ours = [row[:-1] for row in log_probs.to_lists("log_probs")]
+        gap_of_strategy = max(float((a - b).abs().max()) for a, b in zip(ours, right, strict=True))
         share_prefixes_behind(model)
         computed: list[int] = []
         model.decoder.layers[0].register_forward_pre_hook(
             lambda layer, args, kwargs: computed.append(len(kwargs["hidden_states"])), with_kwargs=True
         )
         together = logits(model, rows)
-    return {"gap": float((together - alone).abs().max()), "size": float(alone.abs().max()), "computed": computed[0]}
+    shared = int(plan.shared.sum())
+    return {
+        "gap_of_strategy": gap_of_strategy,
+        "shared": shared,
+        "gap": float((together - alone).abs().max()),
+        "size": float(alone.abs().max()),
+        "computed": computed[0],
+    }
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_models_of_bridges_share_prefixes(name: str) -> None:
-    pytest.importorskip({"megatron_bridge": "megatron.bridge"}.get(name, name))
+    modules = {"megatron_bridge": "megatron.bridge", "hybrid_model": "megatron.core.models.hybrid"}
+    pytest.importorskip(modules.get(name, name))
     (found,) = run_ranks(1, "tests.te.test_bridges:compare", name)
+    assert found["gap_of_strategy"] < 1e-5 and found["shared"] == 2 * 29
     assert found["gap"] < 1e-5 < 1e-2 < found["size"]
     # The last token of the prompt is computed by each: the token after it differs.
     assert found["computed"] == 29 + 6 + 10 + 3
