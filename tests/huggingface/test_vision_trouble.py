@@ -288,8 +288,8 @@ REFUSED = {
     "critic": "a critic with a vision encoder is not supported",
     "adapters": "adapters .lora_target. are not supported with a vision encoder",
     "attention": "choose attention_backend dense, varlen or flash_attn",
-    "sizes of context parallelism": "max_cp_size=2 gives each pack .* the model has a vision encoder",
-    "prefixes": "share_prefixes is true, but the model takes images",
+    "sizes of context parallelism": "max_cp_size=2 gives each pack .* a vision encoder is tested with one",
+    "prefixes": "share_prefixes is true, but the same image tokens",
 }
 
 
