@@ -7,7 +7,7 @@ host's results come from one more call, without gradient, over the rows of each 
 
 from __future__ import annotations
 
-import pickle
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,15 +54,32 @@ class HostRows:
                 for rank in range(layout.dp_size):
                     samples = np.unique(plan.rank_samples(rank))
                     own = np.sort(plan.ids[samples[plan.location[samples] == layout.dp_rank]])
-                    parts.append(pickle.dumps((own, self.of(own) if len(own) else None)))
+                    parts.append(_to_bytes((own, self.of(own) if len(own) else None)))
         received: list[Any] = []
         if layout.is_last_stage:
-            received = [pickle.loads(part) for part in ExchangeGroup.of(layout.dp_group).all_to_all_bytes(parts)]
+            sent_here = ExchangeGroup.of(layout.dp_group).all_to_all_bytes(parts)
+            received = [_from_bytes(part, layout.device) for part in sent_here]
         with consensus(layout.host_group, "rows of the host's batch"):
             rows = [data for ids, data in received if len(ids)]
             if not rows:
                 return replace(self, ids=np.zeros(0, dtype=np.int64))
             return replace(self, data=self.concat(rows), ids=np.concatenate([ids for ids, _ in received]))
+
+
+def _to_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _from_bytes(part: bytes, device: torch.device) -> Any:
+    """The value, with tensors of another rank's accelerator on this rank's `device`."""
+    restore: Any = torch.serialization.default_restore_location  # untyped
+
+    def place(storage: Any, location: str) -> Any:
+        return restore(storage, "cpu" if location == "cpu" else str(device))
+
+    return torch.load(io.BytesIO(part), map_location=place, weights_only=False)
 
 
 class RecordedLoss(HostLoss):

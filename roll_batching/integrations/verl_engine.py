@@ -75,6 +75,7 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
         outputs = {name: [row.detach() for row in values.unbind()] for name, values in output.items()}
         if loss_function is None:
             return log_probs.values().sum() * 0, (outputs, 1.0, {})
+        part = part.to(log_probs.device)
         tu.assign_non_tensor(part, batch_num_tokens=tokens.item(), dp_size=dp_size)
         loss, metrics = loss_function(model_output=output, data=part, dp_group=group)
         # verl's losses carry a factor dp_size, for DDP's mean over data-parallel ranks.
