@@ -14,6 +14,7 @@ COMMANDS = {
     "planner": ["--seeds", "1"],
     "planner_prefixes": [],
     "shared_prefixes": ["--device", "cpu"],
+    "prefixes_behind": ["--device", "cpu"],
     "logprob": ["--device", "cpu"],
     "loss": ["--device", "cpu"],
     "step": ["--device", "cpu"],
@@ -40,5 +41,10 @@ def test_the_limits_hold(name, report):
 
 def test_every_benchmark_with_limits_has_a_turn():
     files = (path for path in (ROOT / "benchmarks").glob("bench_*.py") if '"--check"' in path.read_text())
-    names = {path.stem.removeprefix("bench_") for path in files} | {"shared_prefixes", "logprob", "loss"}
+    names = {path.stem.removeprefix("bench_") for path in files} | {
+        "shared_prefixes",
+        "prefixes_behind",
+        "logprob",
+        "loss",
+    }
     assert names - {"hosts"} == set(COMMANDS)
