@@ -49,7 +49,7 @@ class HostModel:
         vocab_size: real vocabulary, where the head has padded columns.
         apply_loss_scale: False keeps Megatron's mean over micro-batches and ranks.
         max_cp_size: above 1, each pack has its own context-parallel size up to this one, over data-parallel ranks; then
-            `max_tokens` is the cap of each rank.
+            `max_tokens` is the cap of the largest pack, and a rank's is its `max_cp_size`-th part.
 
     Raises:
         LayoutError: on all ranks, with everything about the model that cannot work.
@@ -67,6 +67,7 @@ class HostModel:
         apply_loss_scale: bool = True,
         max_cp_size: int = 1,
     ) -> None:
+        settings = StepSettings(apply_loss_scale=apply_loss_scale, max_cp_size=max_cp_size)
         if max_cp_size > 1 and not apply_loss_scale:
             raise LayoutError(
                 f"max_cp_size={max_cp_size} gives ranks different numbers of micro-batches, and without "
@@ -77,11 +78,10 @@ class HostModel:
             cpu_platform.install()
         _disable_conflicting_settings(chunks, device)
         batching = BatchingConfig(
-            train=BatchingSpec(mode="packed", max_tokens=max_tokens),
-            infer=BatchingSpec(mode="packed", max_tokens=max_tokens_forward or max_tokens),
+            train=BatchingSpec(mode="packed", max_tokens=max_tokens // max_cp_size),
+            infer=BatchingSpec(mode="packed", max_tokens=(max_tokens_forward or max_tokens) // max_cp_size),
         )
         self._host = host
-        settings = StepSettings(apply_loss_scale=apply_loss_scale, max_cp_size=max_cp_size)
         self._strategy: MegatronInferStrategy
         if trains:
             self._strategy = MegatronTrainStrategy.from_parts(
@@ -145,7 +145,7 @@ class HostModel:
         local, table = self._gather(read, temperatures, width)
         constraints = strategy.constraints(forward=not backward)
         if max_tokens is not None:
-            constraints = replace(constraints, max_tokens=max_tokens)
+            constraints = replace(constraints, max_tokens=max_tokens // strategy.settings.max_cp_size)
         planner = replace(strategy.planner, train=constraints, infer=constraints)
         rows = replace(rows, ids=local.ids.numpy())
 

@@ -55,11 +55,10 @@ class HostRows:
                     samples = np.unique(plan.rank_samples(rank))
                     own = np.sort(plan.ids[samples[plan.location[samples] == layout.dp_rank]])
                     parts.append(_to_bytes((own, self.of(own) if len(own) else None)))
-        received: list[Any] = []
         if layout.is_last_stage:
-            sent_here = ExchangeGroup.of(layout.dp_group).all_to_all_bytes(parts)
-            received = [_from_bytes(part, layout.device) for part in sent_here]
+            parts = ExchangeGroup.of(layout.dp_group).all_to_all_bytes(parts)
         with consensus(layout.host_group, "rows of the host's batch"):
+            received = [_from_bytes(part, layout.device) for part in parts]
             rows = [data for ids, data in received if len(ids)]
             if not rows:
                 return replace(self, ids=np.zeros(0, dtype=np.int64))

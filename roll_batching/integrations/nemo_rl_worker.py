@@ -5,7 +5,7 @@
     Policy(..., worker_extension_cls_fqn="roll_batching.integrations.nemo_rl_worker.MegatronPolicyWorker")
     policy: {sequence_packing: {enabled: true, train_mb_tokens: 16384, logprob_mb_tokens: 16384}}
 
-There, `max_cp_size: 8` gives each pack its own context-parallel size up to 8; token caps are then those of a rank.
+There, `max_cp_size: 8` gives each pack its own context-parallel size up to 8; a rank then has an eighth of the caps.
 
 Importing this module replaces `megatron_forward_backward`, through which `train` and `get_logprobs` run their passes.
 Model, optimizer, schedule, checkpoints, refit and metrics stay NeMo-RL's. Losses of log-probs (`LossInputType.LOGPROB`)

@@ -4,8 +4,8 @@ A role's worker class in ROLL's YAML switches it on, beside `use_sequence_packin
 
     actor_train: {worker_cls: roll_batching.integrations.roll_strategy.RLVRActorWorker}
 
-In its `strategy_args.strategy_config`, `max_cp_size: 8` gives each pack its own context-parallel size up to 8; token
-caps are then those of a rank.
+In its `strategy_args.strategy_config`, `max_cp_size: 8` gives each pack its own context-parallel size up to 8; a rank
+then has an eighth of the token caps.
 
 Importing this module puts subclasses of ROLL's `megatron_train` and `megatron_infer` in place. Model, optimizer,
 schedule, checkpoints, offload and model update stay ROLL's. ROLL's workers call their loss functions as before:
@@ -67,8 +67,10 @@ def _planned(base: type) -> type:
 
         def __init__(self, worker: Any) -> None:
             # ROLL hands all other keys to its Megatron arguments, which do not know ours.
-            self._max_cp_size = worker.worker_config.strategy_args.strategy_config.pop("max_cp_size", 1)
+            settings = worker.worker_config.strategy_args.strategy_config
+            self._max_cp_size = settings.pop("max_cp_size", 1)
             super().__init__(worker)
+            settings["max_cp_size"] = self._max_cp_size  # for a strategy that is made of the same settings later
 
         def initialize(self, model_provider: Any) -> None:
             super().initialize(model_provider)
@@ -91,7 +93,14 @@ def _planned(base: type) -> type:
             config = self.worker_config
             packing = config.sequence_packing_args
             limits = (packing.max_packed_sequence_length_train, packing.max_packed_sequence_length_forward)
+            pipeline = self.worker.pipeline_config
+            # ROLL keeps old log-probs on the rank that computed a sample first, and later epochs may use another.
+            keeps_old = getattr(pipeline, "ppo_epochs", 1) > 1 and not getattr(
+                pipeline, "enable_old_logprobs_recompute", True
+            )
             problems = {
+                "max_cp_size with ppo_epochs above 1 needs enable_old_logprobs_recompute: true": keeps_old
+                and self._max_cp_size > 1,
                 "use_sequence_packing must be true": not self.use_sequence_packing,
                 "sequence_packing_args.algorithm must be load_balance": packing.algorithm != "load_balance",
                 "sequence_packing_args.max_packed_sequence_length_train or _forward is missing": not any(limits),

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from roll_batching.errors import IntegrationError
 from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
 from roll_batching.integrations.host_rows import HostRows
@@ -42,7 +43,7 @@ def initialize_engine(
     verl then replicates the batch over all ranks, and asks for process groups that released versions of Megatron lack.
     Our plans need neither: the engine is built without the key, and samples are dealt as without it.
     """
-    if engine_config.dynamic_context_parallel:
+    if engine_config.dynamic_context_parallel and type(self).__name__ != "MegatronEngineWithValueHead":
         _WITH_CP_SIZES.add(self)
         engine_config = dataclasses.replace(engine_config, dynamic_context_parallel=False)
     _VERL.original(_INITIALIZE)(self, model_config, engine_config, optimizer_config, checkpoint_config)
@@ -83,10 +84,16 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
 
     sizes, cap = 1, data["max_token_len_per_gpu"] * cp_size
     if self in _WITH_CP_SIZES:
-        sizes, cap = dp_size, self.engine_config.max_seqlen_per_dp_cp_rank
+        sizes = dp_size & -dp_size
+        cap = self.engine_config.max_seqlen_per_dp_cp_rank * sizes
+        if sizes == 1 or cp_size > 1:
+            raise IntegrationError(
+                f"dynamic_context_parallel with {dp_size} data-parallel ranks and context_parallel_size {cp_size}: it "
+                "needs an even number of ranks and size 1; change them, or set it to false"
+            )
     if self not in _MODELS:
         trains = not self.engine_config.forward_only
-        _MODELS[self] = HostModel(self.module, "verl", max_tokens=cap, trains=trains, max_cp_size=sizes & -sizes)
+        _MODELS[self] = HostModel(self.module, "verl", max_tokens=cap, trains=trains, max_cp_size=sizes)
     results = _MODELS[self].run(
         lambda: _samples(data, forward_only),
         HostRows(data, tu.index_select_tensor_dict, tu.concat_tensordict),

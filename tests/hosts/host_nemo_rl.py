@@ -70,7 +70,7 @@ class Entrance:
 
         self.host, self.strategy = host, strategy
         self.sampling = TrainingSamplingParams(temperature=temperature(variant, {}))
-        packing = {"train_mb_tokens": cap // max_cp_size, "logprob_mb_tokens": (cap + 16) // max_cp_size}
+        packing = {"train_mb_tokens": cap, "logprob_mb_tokens": cap + 16}
         self.cfg = {"sequence_packing": {"enabled": True, "max_cp_size": max_cp_size, **packing}}
         self.loss = _loss(variant)
 

@@ -27,10 +27,10 @@ LAYOUTS = {
 }
 CP_SIZES = [
     "max_cp_size=2",
-    "packing.max_packed_sequence_length_train=48",
+    "packing.max_packed_sequence_length_train=64",
     "packing.max_packed_sequence_length_forward=64",
 ]
-"""Packs of CP 1 and 2, which ROLL's own strategy does not have."""
+"""Packs of CP 1 and 2, as a rank holds 32 tokens and samples have up to 48, which ROLL's own strategy does not have."""
 LOSSES = {
     "token mean": [],
     "sequence mean": ['pipeline.loss_agg_mode="seq-mean-token-mean"', 'pipeline.importance_sampling="seq"'],

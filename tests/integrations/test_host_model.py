@@ -95,13 +95,12 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
 
     megatron = {"calculate_per_token_loss": False, **megatron}
     experts, max_cp_size = megatron.pop("experts", None), megatron.pop("host_cp_size", 1)
-    cap = 64 // max_cp_size
     architecture = {**ARCHITECTURE, "num_layers": 4, **({"moe": experts} if experts else {})}
     strategy = make_strategy(megatron=megatron, architecture=architecture, dtype=DTYPE)
     whole = with_siblings(random_batch(3, 11, WIDTH))
     loss = PolicyLoss(clip_low=CLIP[0], clip_high=CLIP[1], kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
     result, expected = step(strategy, whole, loss)
-    host = HostModel(strategy.chunks, "a host", max_tokens=cap, vocab_size=VOCABULARY, max_cp_size=max_cp_size)
+    host = HostModel(strategy.chunks, "a host", max_tokens=64, vocab_size=VOCABULARY, max_cp_size=max_cp_size)
     local, computed = mine(strategy, whole), []
     # All chunks compute all tokens, of which a rank has its part.
     strategy.chunks[0].register_forward_pre_hook(
