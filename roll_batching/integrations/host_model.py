@@ -95,10 +95,11 @@ class HostModel:
             obstacle = sharing_obstacle(self._strategy.state)
             logger.warning(
                 "roll-batching: %s's passes over micro-batches are planned packs now, of at most %d tokens in training "
-                "and %d without gradient; prefixes that samples share are computed %s",
+                "and %d without gradient%s; prefixes that samples share are computed %s",
                 host,
                 max_tokens,
                 max_tokens_forward or max_tokens,
+                f", on up to {max_cp_size} ranks each" if max_cp_size > 1 else "",
                 "once" if obstacle is None else f"by each, as {obstacle}",
             )
 
@@ -149,9 +150,9 @@ class HostModel:
         planner = replace(strategy.planner, train=constraints, infer=constraints)
         rows = replace(rows, ids=local.ids.numpy())
 
-        def loss_of(rows: HostRows, kind: type[HostLoss] = HostLoss) -> Any:
+        def make_loss(rows: HostRows, kind: type[HostLoss] = HostLoss) -> Any:
             return kind(
-                lambda ids, *values: function(rows.of(ids), *values),
+                lambda ids, *values: function(rows.select_ids(ids), *values),
                 form=form,
                 width=width,
                 entropy=entropy,
@@ -159,13 +160,18 @@ class HostModel:
                 by_sample=by_sample,
             )
 
-        loss = loss_of(rows)
+        loss = make_loss(rows)
         if strategy.settings.max_cp_size > 1:
             plan = planner.plan(table)
-            outputs = self._outputs_of_blocks(local, plan, loss, rows, loss_of if backward else None)
+            outputs = self._compute_blocks(local, plan, loss, rows, make_loss if backward else None)
             with consensus(strategy.layout.host_group, f"{self._host}'s results"):
                 if outputs is not None:
-                    loss.call_on(outputs, strategy.device)
+                    # Metrics are those of one call on every rank; results of samples need no more than a cap at once.
+                    cap = constraints.max_tokens or outputs.num_tokens
+                    rows_at_once = len(outputs) if backward else max(1, cap // outputs.max_length)
+                    for first in range(0, len(outputs), rows_at_once):
+                        piece = outputs.select(range(first, min(first + rows_at_once, len(outputs))))
+                        loss.call_with_outputs(piece, strategy.device)
         elif backward:
             assert isinstance(strategy, MegatronTrainStrategy)
             strategy.forward_backward(local, planner.plan(table, home_rank=table.location), loss, require_finite=True)
@@ -200,22 +206,22 @@ class HostModel:
         strategy.temperature_field = None if is_one else "temperature"
         return local, strategy.gather_table(local) if is_one else gather_lengths(local, strategy.layout.dp_group)
 
-    def _outputs_of_blocks(
-        self, local: SampleBatch, plan: Plan, loss: HostLoss, rows: HostRows, loss_of: Callable[..., Any] | None
+    def _compute_blocks(
+        self, local: SampleBatch, plan: Plan, loss: HostLoss, rows: HostRows, make_loss: Callable[..., Any] | None
     ) -> SampleBatch | None:
-        """Log-probs and entropies of `local`, from packs that blocks of ranks compute; with `loss_of` trains.
+        """Log-probs and entropies of `local`, from packs that blocks of ranks compute; with `make_loss` trains.
 
         None before the last pipeline stage.
         """
         strategy, layout = self._strategy, self._strategy.layout
         placed = distribute(local, plan, layout.dp_group)
-        if loss_of is None:
+        if make_loss is None:
             computed = strategy.forward(placed, plan, loss.needs, loss.masks)
         else:
             assert isinstance(strategy, MegatronTrainStrategy)
-            recorded = loss_of(rows.for_plan(plan, layout), RecordedLoss)
+            recorded = make_loss(rows.gather_for_plan(plan, layout), RecordedLoss)
             strategy.forward_backward(placed, plan, recorded, require_finite=True)
-            computed = recorded.values_of_rank(strategy.dtype)
+            computed = recorded.outputs(strategy.dtype)
         return collect(computed, plan, layout.dp_group, like=local) if layout.is_last_stage else None
 
     def _temperatures(self, temperatures: Any, samples: int) -> torch.Tensor:

@@ -38,11 +38,11 @@ class HostRows:
     ids: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """int64[rows], ascending: the sample id of each row, which `HostModel.run` gives."""
 
-    def of(self, ids: IntArray) -> Any:
+    def select_ids(self, ids: IntArray) -> Any:
         """The rows of these sample ids, in this order."""
         return self.select(self.data, np.searchsorted(self.ids, ids).tolist())
 
-    def for_plan(self, plan: Plan, layout: ParallelLayout) -> HostRows:
+    def gather_for_plan(self, plan: Plan, layout: ParallelLayout) -> HostRows:
         """The rows of the samples that this rank computes; on the last pipeline stage. Collective.
 
         Raises RankError on all ranks where the host's functions fail on one.
@@ -54,7 +54,7 @@ class HostRows:
                 for rank in range(layout.dp_size):
                     samples = np.unique(plan.rank_samples(rank))
                     own = np.sort(plan.ids[samples[plan.location[samples] == layout.dp_rank]])
-                    parts.append(_to_bytes((own, self.of(own) if len(own) else None)))
+                    parts.append(_to_bytes((own, self.select_ids(own) if len(own) else None)))
         if layout.is_last_stage:
             parts = ExchangeGroup.of(layout.dp_group).all_to_all_bytes(parts)
         with consensus(layout.host_group, "rows of the host's batch"):
@@ -82,26 +82,26 @@ def _from_bytes(part: bytes, device: torch.device) -> Any:
 
 
 class RecordedLoss(HostLoss):
-    """A host's loss that keeps the values that it was called with."""
+    """A host's loss that keeps the model's outputs that it was called with."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._values: list[tuple[IntArray, IntArray, dict[str, torch.Tensor]]] = []
+        self._outputs: list[tuple[IntArray, IntArray, dict[str, torch.Tensor]]] = []
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """As `HostLoss`."""
-        values = {name: tokens.jagged(getattr(tokens, name).detach()).values() for name in sorted(self.needs)}
-        self._values.append((tokens.ids, tokens.lengths, values))
+        outputs = {name: tokens.jagged(getattr(tokens, name).detach()).values() for name in sorted(self.needs)}
+        self._outputs.append((tokens.ids, tokens.lengths, outputs))
         return super().token_loss(tokens)
 
-    def values_of_rank(self, model_dtype: torch.dtype) -> SampleBatch:
+    def outputs(self, model_dtype: torch.dtype) -> SampleBatch:
         """Log-probs and entropies, in at least fp32, of all samples that this rank computed; on the host."""
         nothing = torch.zeros(0, dtype=torch.promote_types(model_dtype, torch.float32))
         fields = {}
         for name in sorted(self.needs):
-            fields[name] = torch.cat([nothing, *(values[name].cpu() for _, _, values in self._values)])
+            fields[name] = torch.cat([nothing, *(values[name].cpu() for _, _, values in self._outputs)])
         none = np.zeros(0, dtype=np.int64)
         ids, lengths = (
-            torch.from_numpy(np.concatenate([none, *(call[part] for call in self._values)])) for part in (0, 1)
+            torch.from_numpy(np.concatenate([none, *(call[part] for call in self._outputs)])) for part in (0, 1)
         )
         return SampleBatch(ids, lengths, fields, {name: FieldSpec("next_token") for name in fields})

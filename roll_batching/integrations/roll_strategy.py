@@ -68,9 +68,10 @@ def _planned(base: type) -> type:
         def __init__(self, worker: Any) -> None:
             # ROLL hands all other keys to its Megatron arguments, which do not know ours.
             settings = worker.worker_config.strategy_args.strategy_config
-            self._max_cp_size = settings.pop("max_cp_size", 1)
+            ours = {key: settings.pop(key) for key in ("max_cp_size",) if key in settings}
+            self._max_cp_size = ours.get("max_cp_size", 1)
             super().__init__(worker)
-            settings["max_cp_size"] = self._max_cp_size  # for a strategy that is made of the same settings later
+            settings.update(ours)  # for a later strategy with the same settings
 
         def initialize(self, model_provider: Any) -> None:
             super().initialize(model_provider)
@@ -94,12 +95,12 @@ def _planned(base: type) -> type:
             packing = config.sequence_packing_args
             limits = (packing.max_packed_sequence_length_train, packing.max_packed_sequence_length_forward)
             pipeline = self.worker.pipeline_config
-            # ROLL keeps old log-probs on the rank that computed a sample first, and later epochs may use another.
-            keeps_old = getattr(pipeline, "ppo_epochs", 1) > 1 and not getattr(
+            # ROLL caches old log-probs on the rank that computed a sample first, and later epochs may use another.
+            caches_log_probs = getattr(pipeline, "ppo_epochs", 1) > 1 and not getattr(
                 pipeline, "enable_old_logprobs_recompute", True
             )
             problems = {
-                "max_cp_size with ppo_epochs above 1 needs enable_old_logprobs_recompute: true": keeps_old
+                "max_cp_size with ppo_epochs above 1 needs enable_old_logprobs_recompute: true": caches_log_probs
                 and self._max_cp_size > 1,
                 "use_sequence_packing must be true": not self.use_sequence_packing,
                 "sequence_packing_args.algorithm must be load_balance": packing.algorithm != "load_balance",

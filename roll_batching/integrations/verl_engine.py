@@ -38,15 +38,23 @@ _WITH_CP_SIZES: weakref.WeakSet[Any] = weakref.WeakSet()
 def initialize_engine(
     self: Any, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
 ) -> None:
-    """Verl's engine, with our packs for `dynamic_context_parallel: true`.
+    """Initializes verl's engine without `dynamic_context_parallel: true`, for which it has our packs.
 
-    verl then replicates the batch over all ranks, and asks for process groups that released versions of Megatron lack.
-    Our plans need neither: the engine is built without the key, and samples are dealt as without it.
+    With the key verl replicates the batch over all ranks, and asks for process groups that released versions of
+    Megatron lack. Our plans need neither. Raises IntegrationError where data-parallel ranks cannot share packs.
     """
-    if engine_config.dynamic_context_parallel and type(self).__name__ != "MegatronEngineWithValueHead":
-        _WITH_CP_SIZES.add(self)
+    has_cp_sizes = engine_config.dynamic_context_parallel and type(self).__name__ != "MegatronEngineWithValueHead"
+    if has_cp_sizes:
         engine_config = dataclasses.replace(engine_config, dynamic_context_parallel=False)
     _VERL.original(_INITIALIZE)(self, model_config, engine_config, optimizer_config, checkpoint_config)
+    if has_cp_sizes:
+        dp_size, cp_size = self.get_data_parallel_size(), engine_config.context_parallel_size
+        if dp_size % 2 or cp_size > 1:
+            raise IntegrationError(
+                f"dynamic_context_parallel with {dp_size} data-parallel ranks and context_parallel_size {cp_size}: it "
+                "needs an even number of ranks and size 1; change them, or set it to false"
+            )
+        _WITH_CP_SIZES.add(self)
 
 
 def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> dict[str, Any]:
@@ -84,13 +92,9 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
 
     sizes, cap = 1, data["max_token_len_per_gpu"] * cp_size
     if self in _WITH_CP_SIZES:
-        sizes = dp_size & -dp_size
+        sizes = dp_size & -dp_size  # the largest power of two that divides the ranks
         cap = self.engine_config.max_seqlen_per_dp_cp_rank * sizes
-        if sizes == 1 or cp_size > 1:
-            raise IntegrationError(
-                f"dynamic_context_parallel with {dp_size} data-parallel ranks and context_parallel_size {cp_size}: it "
-                "needs an even number of ranks and size 1; change them, or set it to false"
-            )
+        data = data.exclude("indices", "global_token_num")  # of all tokens of the rollout, which no loss reads
     if self not in _MODELS:
         trains = not self.engine_config.forward_only
         _MODELS[self] = HostModel(self.module, "verl", max_tokens=cap, trains=trains, max_cp_size=sizes)

@@ -56,28 +56,28 @@ class HostLoss:
         values = {name: self._formed(tokens, getattr(tokens, name)) for name in self.needs}
         return LossOutput(self._call(tokens.ids, values["log_probs"], values.get("entropy")))
 
-    def call_on(self, values: SampleBatch, device: torch.device) -> None:
-        """Calls the function on computed values of whole samples, for its results. Without samples nothing happens.
+    def call_with_outputs(self, outputs: SampleBatch, device: torch.device) -> None:
+        """Calls the function on outputs that were computed before, for its results; not without samples.
 
-        `values` has the next_token fields in `needs`. Raises `LossError` for a `width` below a sample's length.
+        `outputs` has the next_token fields in `needs`. Raises `LossError` for a `width` below a sample's length.
         """
-        if not len(values):
+        if not len(outputs):
             return
-        width = values.max_length if self._width is None else self._width
-        if self._form == "padded" and width < values.max_length - 1:
-            raise LossError(f"a width of {width} would cut a sample of {values.max_length} tokens")
+        width = outputs.max_length if self._width is None else self._width
+        if self._form == "padded" and width < outputs.max_length - 1:
+            raise LossError(f"a width of {width} would cut a sample of {outputs.max_length} tokens")
 
         def formed(name: str) -> torch.Tensor:
             if self._form == "padded":
-                return values.to_padded(name, max(width, values.max_length))[:, :width].to(device)
-            longest, shortest = values.max_length, int(values.lengths.min())
+                return outputs.to_padded(name, max(width, outputs.max_length))[:, :width].to(device)
+            longest, shortest = outputs.max_length, int(outputs.lengths.min())
             return torch.nested.nested_tensor_from_jagged(
-                values[name].to(device), values.offsets.to(device), min_seqlen=shortest, max_seqlen=longest
+                outputs[name].to(device), outputs.offsets.to(device), min_seqlen=shortest, max_seqlen=longest
             )
 
         entropy = formed("entropy") if "entropy" in self.needs else None
         with torch.no_grad():
-            self._call(values.ids.numpy(), formed("log_probs"), entropy)
+            self._call(outputs.ids.numpy(), formed("log_probs"), entropy)
 
     def _formed(self, tokens: TokenView, x: torch.Tensor) -> torch.Tensor:
         return tokens.jagged(x) if self._form == "jagged" else tokens.rows(x, self._width)

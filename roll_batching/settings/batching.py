@@ -25,14 +25,14 @@ PASSES_OF_ROLES: dict[str, tuple[Pass, ...]] = {
 }
 """The planned passes of each role; rollouts are decoded, without a plan."""
 
-NOT_SHARED = {
+PREFIX_OBSTACLES = {
     "mtp_num_layers": "heads of multi-token prediction read the token after each, which differs where samples part",
     "gated_delta_net": "the state of gated delta nets starts anew in every segment",
     "hybrid": "the state of Mamba layers starts anew in every segment",
     "vision": "the same image tokens may stand for different images",
 }
 """By key of the architecture, why each sample computes a prefix that it shares with others."""
-ONE_CP_SIZE = {
+CP_SIZE_OBSTACLES = {
     "gated_delta_net": "gated delta nets divide their heads by the layout's context-parallel size",
     "hybrid": "Mamba layers divide their heads by the layout's context-parallel size",
     "vision": "a vision encoder is tested with one context-parallel size for all packs",

@@ -181,7 +181,7 @@ TIED_STAGES = _layout(
         lambda parts: parts.architecture.tie_word_embeddings and parts.layout.pipeline_model_parallel_size > 1
     ),
 )
-NAMED = {
+ARCHITECTURE_FEATURES = {
     feature.path[-1]: feature
     for feature in (
         LATENT, HYBRID, HEADS, VISION, EXPERTS, DELTA_NETS, OUTPUT_GATES, SANDWICH_NORMS, SINKS, ALL_BIASES,
@@ -192,7 +192,7 @@ NAMED = {
 
 
 def _parts(keys: str) -> tuple[Feature, ...]:
-    return tuple(NAMED.get(key) or _part(f"`{key}`", key) for key in keys.split())
+    return tuple(ARCHITECTURE_FEATURES.get(key) or _part(f"`{key}`", key) for key in keys.split())
 
 
 ARCHITECTURE_REFUSALS = refusals_of(

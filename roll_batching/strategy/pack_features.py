@@ -14,7 +14,7 @@ from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
-from roll_batching.settings.batching import NOT_SHARED, ONE_CP_SIZE
+from roll_batching.settings.batching import CP_SIZE_OBSTACLES, PREFIX_OBSTACLES
 from roll_batching.strategy.compatibility import random_settings
 from roll_batching.strategy.model_state import ModelState
 
@@ -38,11 +38,11 @@ def sharing_obstacle(state: ModelState) -> str | None:
     if settings := random_settings(gpt.config):
         return f"samples with a common prefix would share its random numbers ({', '.join(settings)}): set these to 0"
     if state.vision is not None:
-        return NOT_SHARED["vision"]
+        return PREFIX_OBSTACLES["vision"]
     if state.heads:
-        return NOT_SHARED["mtp_num_layers"]
+        return PREFIX_OBSTACLES["mtp_num_layers"]
     layers = recurrent_layers(gpt.config)
-    return None if layers is None else NOT_SHARED[layers]
+    return None if layers is None else PREFIX_OBSTACLES[layers]
 
 
 def sharing_of(state: ModelState) -> bool | Literal["auto"]:
@@ -124,7 +124,7 @@ def context_size_obstacle(state: ModelState) -> str | None:
         )
     layers = "vision" if state.vision is not None else recurrent_layers(gpt_of(state.chunks[0]).config)
     if layers is not None:
-        return f"{ONE_CP_SIZE[layers]}: set one context_parallel_size"
+        return f"{CP_SIZE_OBSTACLES[layers]}: set one context_parallel_size"
     if state.settings.rows_form:
         return "rows_form passes rectangles without a context-parallel group: leave it out"
     return None

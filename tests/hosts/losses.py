@@ -127,6 +127,8 @@ def planned(payload: tuple[str, str, dict[str, Any], int]) -> dict[str, Any]:
         training=training,
     )
     fields, layout = batch(), strategy.layout
+    # A sample above a rank's cap can only be computed by several ranks.
+    assert max_cp_size == 1 or int(fields["lengths"].max()) > CAP // max_cp_size
     fill(strategy.chunks, VOCABULARY, layout.tp_rank, layout.tp_size)
     mine = torch.arange(layout.dp_rank, SAMPLES, layout.dp_size)
     entrance = host.Entrance(strategy, variant, CAP, max_cp_size)

@@ -122,10 +122,14 @@ def test_log_probs_behind_its_own_packing_are_those_of_roll(
         ('packing.algorithm="none"', "algorithm must be load_balance"),
         ("role.use_dynamic_batching_in_train=true", "use_dynamic_batching_in_train must be false"),
         ("packing.max_packed_sequence_length_train=16", "exceeds max_tokens=16"),
+        (
+            "max_cp_size=2 pipeline.ppo_epochs=2 pipeline.enable_old_logprobs_recompute=false",
+            "max_cp_size with ppo_epochs above 1 needs enable_old_logprobs_recompute: true",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path, checkout: Path, override: str, text: str) -> None:
-    assert text in run_actor(tmp_path, checkout, "planned", [override], check=False)
+    assert text in run_actor(tmp_path, checkout, "planned", override.split(" "), check=False)
 
 
 def test_samples_of_a_rollout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,14 @@ def train_plainly(folder: Path, orders: list[torch.Tensor], dp_size: int) -> dic
     return report
 
 
+def test_packs_over_ranks_need_an_even_number_of_them(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    with pytest.raises(
+        AssertionError, match="with 1 data-parallel ranks and context_parallel_size 1: it needs an even"
+    ):
+        run_trainer(tmp_path, [*LAYOUTS["CP 1 to 2"], *LAYOUTS["TP 2"]])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_updates_of_the_trainer_are_those_of_a_plain_model(tmp_path: Path, layout: str) -> None:
     make_model(tmp_path / "model")

@@ -102,6 +102,8 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
     result, expected = step(strategy, whole, loss)
     host = HostModel(strategy.chunks, "a host", max_tokens=64, vocab_size=VOCABULARY, max_cp_size=max_cp_size)
     local, computed = mine(strategy, whole), []
+    # A sample above a rank's cap can only be computed by several ranks.
+    assert max_cp_size == 1 or whole.max_length > 64 // max_cp_size
     # All chunks compute all tokens, of which a rank has its part.
     strategy.chunks[0].register_forward_pre_hook(
         lambda chunk, args, kwargs: computed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -173,6 +175,19 @@ def test_a_host_s_function_trains_as_our_loss_does(name: str) -> None:
     assert all(report["log_probs"] < EXACT and report["temperatures"] < EXACT for report in last)
 
 
+class Unreadable:
+    """A row that rank 1 alone cannot read."""
+
+    def __setstate__(self, state: Any) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            raise OSError("no memory for the rows")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"row": 0}
+
+
 def misbehave(kind: str) -> None:
     from roll_batching.integrations.host_model import HostModel
     from roll_batching.integrations.host_rows import HostRows
@@ -205,7 +220,10 @@ def misbehave(kind: str) -> None:
             raise KeyError("response_mask")
         return sum(parts, start=[])
 
-    host_rows = HostRows(rows, lambda rows, numbers: numbers, concat)
+    def select(rows: list[torch.Tensor], numbers: list[int]) -> Any:
+        return [Unreadable()] if kind == "unreadable" else numbers
+
+    host_rows = HostRows(rows, select, concat)
     function = functions.get(kind, functions["narrow"])
     host.run(
         reading(rows, masks), host_rows, function, backward=True, mask="counted", width=width, temperatures=temperatures
@@ -226,6 +244,7 @@ def misbehave(kind: str) -> None:
         ("temperatures", "2 temperatures for 3 samples"),
         ("raises cp", "IndexError"),
         ("concat cp", "rows of the host's batch: rank 1: KeyError: 'response_mask'"),
+        ("unreadable cp", "rows of the host's batch: rank 1: OSError: no memory for the rows"),
         ("other width cp", "ranks differ in the width of rows: 9 on rank 0, 10 on rank 1"),
     ],
 )

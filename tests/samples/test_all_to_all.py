@@ -103,7 +103,7 @@ def computed(batch: SampleBatch) -> SampleBatch:
     )
 
 
-def in_order_of(rank: int, batch: SampleBatch) -> SampleBatch:
+def reorder_fields(rank: int, batch: SampleBatch) -> SampleBatch:
     """`batch` with its fields in another order on odd ranks, as those of a set may be."""
     if rank % 2 == 0:
         return batch
@@ -126,9 +126,9 @@ def round_trips(rank: int, world: int) -> list[str]:
         assert table.location.tolist() == sum(([r] * len(p[0]) for r, p in enumerate(parts)), [])
         for located in (True, False):
             plan = plan_for(table, world, located, **options)
-            mine = distribute(in_order_of(rank, local), plan)
+            mine = distribute(reorder_fields(rank, local), plan)
             assert_same(mine, plan.shard(everything, rank))
-            shuffled = in_order_of(rank, computed(mine).select(torch.randperm(len(mine))))
+            shuffled = reorder_fields(rank, computed(mine).select(torch.randperm(len(mine))))
             assert_same(collect(shuffled, plan, like=local), computed(local))
             if located:
                 assert_same(collect(shuffled, plan), computed(local))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from roll_batching.jobs.config import features as f
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.settings.batching import NOT_SHARED, ONE_CP_SIZE
-from roll_batching.settings.support import DROPOUT, ENGINE_LAYERS, NAMED, refusals_of, refused_pairs
+from roll_batching.settings.batching import CP_SIZE_OBSTACLES, PREFIX_OBSTACLES
+from roll_batching.settings.support import ARCHITECTURE_FEATURES, DROPOUT, ENGINE_LAYERS, refusals_of, refused_pairs
 
 _REFUSED = {
     (f.GREEDY_ESTIMATOR, f.ASYNC): (
@@ -186,12 +186,18 @@ PACKING_REFUSALS = refusals_of(
             "that, or give a size"
         ),
         **{
-            (f.SIZE_PER_PACK, f.ROLE_PARTS[NAMED[key]]): f"auto gives each pack its own size, and {reason}; give a size"
-            for key, reason in ONE_CP_SIZE.items()
+            (
+                f.SIZE_PER_PACK,
+                f.ROLE_PARTS[ARCHITECTURE_FEATURES[key]],
+            ): f"auto gives each pack its own size, and {reason}; give a size"
+            for key, reason in CP_SIZE_OBSTACLES.items()
         },
         **{
-            (f.SHARED_PACKS, f.ROLE_PARTS[NAMED[key]]): f"is true, but {reason}; set it to auto or false"
-            for key, reason in NOT_SHARED.items()
+            (
+                f.SHARED_PACKS,
+                f.ROLE_PARTS[ARCHITECTURE_FEATURES[key]],
+            ): f"is true, but {reason}; set it to auto or false"
+            for key, reason in PREFIX_OBSTACLES.items()
         },
         (f.SHARED_PACKS, f.ROLE_PARTS[DROPOUT]): (
             "is true, but samples with a common prefix would share the random numbers of hidden_dropout; set this to "

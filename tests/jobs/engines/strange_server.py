@@ -82,7 +82,7 @@ KINDS: dict[str, Reply] = {
 """Sent after a complete request, before the connection is closed."""
 
 
-def passes_on(request: bytes, engine: str) -> Reply:
+def forward_to(request: bytes, engine: str) -> Reply:
     async def reply(writer: asyncio.StreamWriter) -> None:
         from_engine, to_engine = await asyncio.open_connection("127.0.0.1", int(engine.rsplit(":", 1)[1]))
         to_engine.write(request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
@@ -100,7 +100,7 @@ async def serve(kind: str, path: str = "", engine: str = "") -> str:
             length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
             body = await reader.readexactly(int(length[0].split(b":")[1]) if length else 0)
             if engine and (b'"logprob_start_len"' in body or not head.startswith(f"POST {path}".encode())):
-                reply = passes_on(head + body, engine)
+                reply = forward_to(head + body, engine)
             elif head.startswith(b"GET /health"):
                 reply = sends(http(b""))
             elif head.startswith(f"POST {path}".encode()):
