@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -165,13 +166,11 @@ class HostModel:
             plan = planner.plan(table)
             outputs = self._compute_blocks(local, plan, loss, rows, make_loss if backward else None)
             with consensus(strategy.layout.host_group, f"{self._host}'s results"):
-                if outputs is not None:
+                if outputs is not None and len(outputs):
                     # Metrics are those of one call on every rank; results of samples need no more than a cap at once.
-                    cap = constraints.max_tokens or outputs.num_tokens
-                    rows_at_once = len(outputs) if backward else max(1, cap // outputs.max_length)
-                    for first in range(0, len(outputs), rows_at_once):
-                        piece = outputs.select(range(first, min(first + rows_at_once, len(outputs))))
-                        loss.call_with_outputs(piece, strategy.device)
+                    most = len(outputs) if backward else max(1, (constraints.max_tokens or 0) // outputs.max_length)
+                    for piece in np.split(np.arange(len(outputs)), range(most, len(outputs), most)):
+                        loss.call_with_outputs(outputs.select(piece), strategy.device)
         elif backward:
             assert isinstance(strategy, MegatronTrainStrategy)
             strategy.forward_backward(local, planner.plan(table, home_rank=table.location), loss, require_finite=True)

@@ -60,9 +60,8 @@ class HostRows:
         with consensus(layout.host_group, "rows of the host's batch"):
             received = [_from_bytes(part, layout.device) for part in parts]
             rows = [data for ids, data in received if len(ids)]
-            if not rows:
-                return replace(self, ids=np.zeros(0, dtype=np.int64))
-            return replace(self, data=self.concat(rows), ids=np.concatenate([ids for ids, _ in received]))
+            data = self.concat(rows) if rows else self.data
+            return replace(self, data=data, ids=np.concatenate([self.ids[:0], *(ids for ids, _ in received)]))
 
 
 def _to_bytes(value: Any) -> bytes:
@@ -101,7 +100,6 @@ class RecordedLoss(HostLoss):
         for name in sorted(self.needs):
             fields[name] = torch.cat([nothing, *(values[name].cpu() for _, _, values in self._outputs)])
         none = np.zeros(0, dtype=np.int64)
-        ids, lengths = (
-            torch.from_numpy(np.concatenate([none, *(call[part] for call in self._outputs)])) for part in (0, 1)
-        )
+        columns = [np.concatenate([none, *(call[part] for call in self._outputs)]) for part in (0, 1)]
+        ids, lengths = map(torch.from_numpy, columns)
         return SampleBatch(ids, lengths, fields, {name: FieldSpec("next_token") for name in fields})

@@ -57,12 +57,10 @@ class HostLoss:
         return LossOutput(self._call(tokens.ids, values["log_probs"], values.get("entropy")))
 
     def call_with_outputs(self, outputs: SampleBatch, device: torch.device) -> None:
-        """Calls the function on outputs that were computed before, for its results; not without samples.
+        """Calls the function on outputs that were computed before, for its results.
 
-        `outputs` has the next_token fields in `needs`. Raises `LossError` for a `width` below a sample's length.
+        `outputs` has samples, and the next_token fields in `needs`. Raises `LossError` for a `width` below a sample's length.
         """
-        if not len(outputs):
-            return
         width = outputs.max_length if self._width is None else self._width
         if self._form == "padded" and width < outputs.max_length - 1:
             raise LossError(f"a width of {width} would cut a sample of {outputs.max_length} tokens")
