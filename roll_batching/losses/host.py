@@ -59,7 +59,7 @@ class HostLoss:
     def call_with_outputs(self, outputs: SampleBatch, device: torch.device) -> None:
         """Calls the function on outputs that were computed before, for its results.
 
-        `outputs` has samples, and the next_token fields in `needs`. Raises `LossError` for a `width` below a sample's length.
+        `outputs` has samples, and the next_token fields in `needs`. Raises `LossError` for a `width` that cuts one.
         """
         width = outputs.max_length if self._width is None else self._width
         if self._form == "padded" and width < outputs.max_length - 1:
