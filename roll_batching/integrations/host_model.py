@@ -24,7 +24,7 @@ from roll_batching.losses.host import HostLoss
 from roll_batching.megatron_patches import cpu_platform
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.pack_layout import IntArray
-from roll_batching.planning import BatchingSpec, Plan
+from roll_batching.planning import BatchingSpec, Plan, RolePlanner
 from roll_batching.samples import LengthTable, SampleBatch, collect, distribute, gather_lengths
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
@@ -81,6 +81,8 @@ class HostModel:
         batching = BatchingConfig(
             train=BatchingSpec(mode="packed", max_tokens=max_tokens // max_cp_size),
             infer=BatchingSpec(mode="packed", max_tokens=(max_tokens_forward or max_tokens) // max_cp_size),
+            # Sharing lowers the number of micro-batches, by which Megatron's mean divides the loss.
+            share_prefixes="auto" if apply_loss_scale else False,
         )
         self._host = host
         self._strategy: MegatronInferStrategy
@@ -101,7 +103,9 @@ class HostModel:
                 max_tokens,
                 max_tokens_forward or max_tokens,
                 f", on up to {max_cp_size} ranks each" if max_cp_size > 1 else "",
-                "once" if obstacle is None else f"by each, as {obstacle}",
+                "once"
+                if obstacle is None and apply_loss_scale
+                else f"by each, as {obstacle or 'apply_loss_scale is false'}",
             )
 
     def run(
@@ -131,8 +135,7 @@ class HostModel:
             mask: the field with 1 at each token whose log-prob is needed, given the tokens before it; None: all tokens.
             max_tokens: cap of a micro-batch in this pass; None: the model's.
             form: as in `HostLoss`, like `width`, `entropy` and `by_sample`.
-            temperatures: divide the logits; one number, or one for each sample. Where they differ, samples share no
-                prefixes.
+            temperatures: divide the logits; one, or one per sample: where they differ, samples share no prefixes.
 
         Returns:
             (row numbers, the function's result) of each call; empty before the last pipeline stage.
@@ -145,10 +148,7 @@ class HostModel:
         if backward and not isinstance(strategy, MegatronTrainStrategy):
             raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
         local, table = self._gather(read, temperatures, width)
-        constraints = strategy.constraints(forward=not backward)
-        if max_tokens is not None:
-            constraints = replace(constraints, max_tokens=max_tokens // strategy.settings.max_cp_size)
-        planner = replace(strategy.planner, train=constraints, infer=constraints)
+        planner = self._planner(backward, max_tokens)
         rows = replace(rows, ids=local.ids.numpy())
 
         def make_loss(rows: HostRows, kind: type[HostLoss] = HostLoss) -> Any:
@@ -165,18 +165,37 @@ class HostModel:
         if strategy.settings.max_cp_size > 1:
             plan = planner.plan(table)
             outputs = self._compute_blocks(local, plan, loss, rows, make_loss if backward else None)
-            with consensus(strategy.layout.host_group, f"{self._host}'s results"):
-                if outputs is not None and len(outputs):
-                    # Metrics are those of one call on every rank; results of samples need no more than a cap at once.
-                    most = len(outputs) if backward else max(1, (constraints.max_tokens or 0) // outputs.max_length)
-                    for piece in np.split(np.arange(len(outputs)), range(most, len(outputs), most)):
-                        loss.call_with_outputs(outputs.select(piece), strategy.device)
-        elif backward:
-            assert isinstance(strategy, MegatronTrainStrategy)
-            strategy.forward_backward(local, planner.plan(table, home_rank=table.location), loss, require_finite=True)
+            self._collect_results(loss, outputs, None if backward else planner.infer.max_tokens)
         else:
-            strategy.evaluate(local, planner.plan(table, home_rank=table.location), loss)
+            self._compute_at_home(local, planner.plan(table, home_rank=table.location), loss, backward)
         return [(ids - self._first_id, result) for ids, result in loss.results]
+
+    def _planner(self, backward: bool, max_tokens: int | None) -> RolePlanner:
+        """The planner of a pass, whose largest micro-batch has up to `max_tokens`; None: as many as the model's."""
+        strategy = self._strategy
+        constraints = strategy.constraints(forward=not backward)
+        if max_tokens is not None:
+            constraints = replace(constraints, max_tokens=max_tokens // strategy.settings.max_cp_size)
+        return replace(strategy.planner, train=constraints, infer=constraints)
+
+    def _compute_at_home(self, local: SampleBatch, plan: Plan, loss: HostLoss, backward: bool) -> None:
+        """Runs `plan`, in which every rank computes its own samples. Collective."""
+        if backward:
+            assert isinstance(self._strategy, MegatronTrainStrategy)
+            self._strategy.forward_backward(local, plan, loss, require_finite=True)
+        else:
+            self._strategy.evaluate(local, plan, loss)
+
+    def _collect_results(self, loss: HostLoss, outputs: SampleBatch | None, cap: int | None) -> None:
+        """Calls `loss` for the results of this rank's samples, with at most `cap` tokens at once. Collective.
+
+        Without a cap there is one call: so that every rank has metrics, and equally many.
+        """
+        with consensus(self._strategy.layout.host_group, f"{self._host}'s results"):
+            if outputs is not None and len(outputs):
+                most = len(outputs) if cap is None else max(1, cap // outputs.max_length)
+                for rows in np.split(np.arange(len(outputs)), range(most, len(outputs), most)):
+                    loss.call_with_outputs(outputs.select(rows), self._strategy.device)
 
     @property
     def _first_id(self) -> int:

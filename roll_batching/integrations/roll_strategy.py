@@ -76,7 +76,7 @@ def _planned(base: type) -> type:
         def initialize(self, model_provider: Any) -> None:
             super().initialize(model_provider)
             keep_packing(self)
-            self._require_supported()
+            _require_supported(self, self._max_cp_size)
             packing = self.worker_config.sequence_packing_args
             trains = getattr(self, "models_wrapped", None) is not None
             self._planned_model = HostModel(
@@ -89,28 +89,6 @@ def _planned(base: type) -> type:
                 max_cp_size=self._max_cp_size,
             )
             self.forward_backward_func = self._run_planned
-
-        def _require_supported(self) -> None:
-            config = self.worker_config
-            packing = config.sequence_packing_args
-            limits = (packing.max_packed_sequence_length_train, packing.max_packed_sequence_length_forward)
-            pipeline = self.worker.pipeline_config
-            # ROLL caches old log-probs on the rank that computed a sample first, and later epochs may use another.
-            caches_log_probs = getattr(pipeline, "ppo_epochs", 1) > 1 and not getattr(
-                pipeline, "enable_old_logprobs_recompute", True
-            )
-            problems = {
-                "max_cp_size with ppo_epochs above 1 needs enable_old_logprobs_recompute: true": caches_log_probs
-                and self._max_cp_size > 1,
-                "use_sequence_packing must be true": not self.use_sequence_packing,
-                "sequence_packing_args.algorithm must be load_balance": packing.algorithm != "load_balance",
-                "sequence_packing_args.max_packed_sequence_length_train or _forward is missing": not any(limits),
-                "use_dynamic_batching_in_train must be false": config.use_dynamic_batching_in_train,
-                "use_dynamic_batching_in_infer must be false": config.use_dynamic_batching_in_infer,
-                "router_replay is not supported": self.enable_router_replay,
-                "multimodal models are not supported": self.is_multimodal,
-            }
-            refuse_unsupported(f"ROLL's role {config.name}", problems)
 
         def _run_planned(
             self, *, forward_step_func: Any, data_iterator: Any, forward_only: bool, **_: Any
@@ -130,6 +108,29 @@ def _planned(base: type) -> type:
 
     PlannedStrategy.__name__ = PlannedStrategy.__qualname__ = f"Planned{base.__name__}"
     return PlannedStrategy
+
+
+def _require_supported(strategy: Any, max_cp_size: int) -> None:
+    config = strategy.worker_config
+    packing = config.sequence_packing_args
+    limits = (packing.max_packed_sequence_length_train, packing.max_packed_sequence_length_forward)
+    pipeline = strategy.worker.pipeline_config
+    # ROLL caches old log-probs on the rank that computed a sample first, and later epochs may use another.
+    caches_log_probs = getattr(pipeline, "ppo_epochs", 1) > 1 and not getattr(
+        pipeline, "enable_old_logprobs_recompute", True
+    )
+    problems = {
+        "max_cp_size with ppo_epochs above 1 needs enable_old_logprobs_recompute: true": caches_log_probs
+        and max_cp_size > 1,
+        "use_sequence_packing must be true": not strategy.use_sequence_packing,
+        "sequence_packing_args.algorithm must be load_balance": packing.algorithm != "load_balance",
+        "sequence_packing_args.max_packed_sequence_length_train or _forward is missing": not any(limits),
+        "use_dynamic_batching_in_train must be false": config.use_dynamic_batching_in_train,
+        "use_dynamic_batching_in_infer must be false": config.use_dynamic_batching_in_infer,
+        "router_replay is not supported": strategy.enable_router_replay,
+        "multimodal models are not supported": strategy.is_multimodal,
+    }
+    refuse_unsupported(f"ROLL's role {config.name}", problems)
 
 
 def run_batch(strategy: Any, data: Any, host_function: Any, *, backward: bool) -> list[dict[str, Any]]:

@@ -90,10 +90,11 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
         # verl's losses carry a factor dp_size, for DDP's mean over data-parallel ranks.
         return loss / dp_size, (outputs, loss.detach().item(), metrics)
 
-    sizes, cap = 1, data["max_token_len_per_gpu"] * cp_size
-    if self in _WITH_CP_SIZES:
-        sizes = dp_size & -dp_size  # the largest power of two that divides the ranks
-        cap = self.engine_config.max_seqlen_per_dp_cp_rank * sizes
+    sizes = dp_size & -dp_size if self in _WITH_CP_SIZES else 1  # the largest power of two that divides the ranks
+    cap = (
+        self.engine_config.max_seqlen_per_dp_cp_rank if sizes > 1 else data["max_token_len_per_gpu"] * cp_size
+    ) * sizes
+    if sizes > 1:
         data = data.exclude("indices", "global_token_num")  # of all tokens of the rollout, which no loss reads
     if self not in _MODELS:
         trains = not self.engine_config.forward_only
