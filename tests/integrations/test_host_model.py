@@ -175,6 +175,34 @@ def test_a_host_s_function_trains_as_our_loss_does(name: str) -> None:
     assert all(report["log_probs"] < EXACT and report["temperatures"] < EXACT for report in last)
 
 
+def train_on_means(unused: None) -> dict[str, Any]:
+    """A pass whose loss Megatron divides by the number of micro-batches, beside the same without the division."""
+    from roll_batching.integrations.host_model import HostModel
+    from tests.losses.steps import make_strategy, refill
+    from tests.support.models import random_batch, whole_gradients, worst_difference
+
+    strategy = make_strategy(megatron={"calculate_per_token_loss": False}, dtype=DTYPE)
+    whole = with_siblings(random_batch(3, 11, WIDTH))
+    rows, masks = whole.to_lists("input_ids"), whole.to_lists("response_mask")
+    found, calls = {}, {}
+    for scaled in (True, False):
+        host = HostModel(strategy.chunks, "a host", max_tokens=64, vocab_size=VOCABULARY, apply_loss_scale=scaled)
+        refill(strategy)
+        strategy.zero_grad()
+        options = {"backward": True, "mask": "counted", "width": WIDTH - 1, "entropy": True}
+        calls[scaled] = len(host.run(reading(rows, masks), host_rows(whole), HostFunction(1, "padded"), **options))
+        found[scaled] = whole_gradients(strategy.chunks, VOCABULARY, strategy.layout.tp_rank, False)
+    times = {name: value * calls[False] if torch.is_tensor(value) else value for name, value in found[False].items()}
+    whole_packs = -(-sum(len(row) for row in rows) // 64)
+    return {"calls": calls, "gap": worst_difference(times, found[True])[0], "whole_packs": whole_packs}
+
+
+def test_megatrons_mean_over_micro_batches_is_over_those_of_whole_samples() -> None:
+    (report,) = run_ranks(1, "tests.integrations.test_host_model:train_on_means")
+    assert report["gap"] < EXACT
+    assert report["calls"][False] >= report["whole_packs"] > report["calls"][True]
+
+
 class Unreadable:
     """A row that rank 1 alone cannot read."""
 
