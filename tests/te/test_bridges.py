@@ -79,7 +79,7 @@ BUILDERS = {"megatron_bridge": megatron_bridge, "mbridge": mbridge, "hybrid_mode
 
 
 def compare(name: str) -> dict[str, float]:
-    """Largest difference of a logit from that of the sample alone, and rows computed of those of the pack."""
+    """Largest differences of logits and gradients from those of each sample alone, and rows computed of the pack's."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -104,14 +104,23 @@ def compare(name: str) -> dict[str, float]:
         longest = max(len(row) for row in pack)
         positions = torch.cat([torch.arange(len(row)) for row in pack])[None]
         params = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
-        with torch.no_grad():
-            answer: torch.Tensor = model(torch.cat(pack)[None], positions, None, packed_seq_params=params)
+        answer: torch.Tensor = model(torch.cat(pack)[None], positions, None, packed_seq_params=params)
         return answer[0].float()
+
+    def gradients(model: Any, packs: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Of a sum of squares over the answers alone, as prompts' logits are one or many."""
+        model.zero_grad(set_to_none=True)
+        for pack in packs:
+            answers = torch.cat([torch.arange(len(row)) >= len(prompt) for row in pack])
+            logits(model, pack)[answers].square().sum().backward()
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
     with as_if_on_an_h100(), plain_kernels():
         model_parallel_cuda_manual_seed(0)
         model = BUILDERS[name]().float().eval()
-        apart = [logits(model, [row]) for row in rows]
+        with torch.no_grad():
+            apart = [logits(model, [row]) for row in rows]
+        expected = gradients(model, [[row] for row in rows])
         alone = torch.cat(apart)
         batching = BatchingConfig(
             train=BatchingSpec(mode="packed", max_tokens=256),
@@ -130,7 +139,10 @@ def compare(name: str) -> dict[str, float]:
         model.decoder.layers[0].register_forward_pre_hook(
             lambda layer, args, kwargs: computed.append(len(kwargs["hidden_states"])), with_kwargs=True
         )
-        together = logits(model, rows)
+        with torch.no_grad():
+            together = logits(model, rows)
+        behind = gradients(model, [rows])
+    worst = max(float((behind[name] - right).abs().max() / right.abs().max()) for name, right in expected.items())
     shared = int(plan.shared.sum())
     return {
         "gap_of_strategy": gap_of_strategy,
@@ -138,6 +150,8 @@ def compare(name: str) -> dict[str, float]:
         "gap": float((together - alone).abs().max()),
         "size": float(alone.abs().max()),
         "computed": computed[0],
+        "gap_of_gradients": worst,
+        "weights": (len(expected), len(behind)),
     }
 
 
@@ -148,5 +162,6 @@ def test_models_of_bridges_share_prefixes(name: str) -> None:
     (found,) = run_ranks(1, "tests.te.test_bridges:compare", name)
     assert found["gap_of_strategy"] < 1e-5 and found["shared"] == 2 * 29
     assert found["gap"] < 1e-5 < 1e-2 < found["size"]
+    assert found["gap_of_gradients"] < 1e-4 and found["weights"][0] == found["weights"][1] > 8
     # The last token of the prompt is computed by each: the token after it differs.
     assert found["computed"] == 29 + 6 + 10 + 3
