@@ -5,7 +5,8 @@
 #   ./scripts/hosts.sh nemo-rl CHECKOUT   NeMo-RL's packing and sharding tests likewise, and its loss in our passes
 #   ./scripts/hosts.sh slime CHECKOUT     slime's schedule tests, plain and with our planner
 #   ./scripts/hosts.sh roll CHECKOUT      ROLL's batching tests likewise, and three steps of its RLVR actor
-#   ./scripts/hosts.sh megatron-lm CHECKOUT    the schedules of Megatron-LM's main or dev, beside ours
+#   ./scripts/hosts.sh megatron-lm CHECKOUT    the schedules of Megatron-LM's main or dev, beside ours; where
+#                                              te_environment.sh has run, and for dev, also its pretrain_gpt.py
 #
 # CHECKOUT is a clone of the host. Further arguments go to pytest. No GPU is needed; losses run in seven layouts of two
 # processes, for about half an hour on two cores. PYTHON selects an interpreter (python3.11, for NeMo-RL and Megatron-LM
@@ -81,7 +82,12 @@ nemo-rl)
     NEMO_RL_CHECKOUT=$checkout "$python" -m pytest -q tests/hosts/test_nemo_rl.py "$@"
     ;;
 megatron-lm)
-    MEGATRON_CHECKOUT=$checkout "$python" -m pytest -q tests/hosts/test_megatron_lm.py "$@"
+    export MEGATRON_CHECKOUT=$checkout
+    "$python" -m pytest -q tests/hosts/test_megatron_lm.py "$@"
+    if [ -x .venv-te/bin/python ]; then
+        say "pretrain_gpt.py, plain and with us behind"
+        .venv-te/bin/python -m pytest -q tests/hosts/test_megatron_lm_training.py "$@"
+    fi
     ;;
 slime)
     copy_tests tests/test_dp_schedule.py

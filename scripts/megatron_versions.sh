@@ -5,14 +5,13 @@
 #   ./scripts/megatron_versions.sh 0.18.2 ../Megatron-LM    these, where a folder is a checkout of Megatron-LM
 #
 # Each release is unpacked below build/megatron, and stands before the installed one on PYTHONPATH; other packages are
-# those of .venv-3.12. pip is called without an index, so that your pip settings decide where packages come from.
-# --no-install works as in test.sh.
+# those of .venv. pip is called without an index, so that your pip settings decide where packages come from. PYTHON and
+# --no-install work as in test.sh.
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
 take_no_install "$@"
-export PYTHON=${PYTHON:-python3.12}
 use_environment megatron,dev
 
 tests=(tests/strategy/test_adoption.py tests/strategy/test_equality.py tests/strategy/test_from_parts.py
@@ -27,9 +26,12 @@ for version in "${versions[@]}"; do
     folder=$version
     if [ ! -d "$version" ]; then
         folder=$root/build/megatron/$version
-        # Releases before 0.17 do not know Python 3.12, and run on it.
-        [ -d "$folder" ] || "$python" -m pip install --no-deps --ignore-requires-python --target "$folder" \
-            "megatron-core==$version" </dev/null
+        # Releases name one Python each, and run on both. From 0.18 they import triton, which torch's CPU builds lack.
+        if [ ! -d "$folder" ]; then
+            needed=("megatron-core==$version")
+            "$python" -c 'import triton' 2>/dev/null || needed+=("triton>=3.0")
+            "$python" -m pip install --no-deps --ignore-requires-python --target "$folder" "${needed[@]}" </dev/null
+        fi
     fi
     log=$(mktemp)
     say "megatron-core $version"

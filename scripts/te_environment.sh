@@ -22,7 +22,7 @@ say "making .venv-te"
 python=$folder/bin/python
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 "$python" -m pip install --editable "$root[megatron,dev]" --constraint "$root/constraints.txt" </dev/null
-"$python" -m pip install onnxscript onnx einops nvidia-cudnn-frontend </dev/null
+"$python" -m pip install onnxscript onnx einops nvidia-cudnn-frontend pybind11 </dev/null
 # --no-deps: transformer-engine does not require its torch extension, and the extension accepts any torch.
 "$python" -m pip install --no-deps "transformer-engine==$engine" "transformer-engine-cu13==$engine" </dev/null
 # Models that others build (tests/te/test_bridges.py); what else they require is not needed to build one.

@@ -112,7 +112,9 @@ class _HostPack:
     @classmethod
     def of(cls, params: Any, cp_size: int, tokens: int) -> _HostPack:
         """The pack of `tokens` rows on all context-parallel ranks that PackedSeqParams describe."""
-        if getattr(params, "cp_group", None) is not None or getattr(params, "cp_partition_mode", "zigzag") != "zigzag":
+        group = getattr(params, "cp_group", None)
+        is_divided = cp_size > 1 or (group is not None and group.size() > 1)
+        if is_divided and (group is not None or getattr(params, "cp_partition_mode", "zigzag") != "zigzag"):
             raise IntegrationError(
                 "a pack has its own context-parallel group or another division than Megatron's zigzag: set one "
                 "context-parallel size, or do not share prefixes behind this loop"
@@ -159,8 +161,6 @@ class _Sharing:
                 f"a pack came to {type(gpt).__name__} without input_ids, or with decoder_input: shared prefixes are "
                 "found by ids, so pass them on every pipeline stage"
             )
-        if inputs.get("padding_mask") is not None:
-            raise IntegrationError("a pack came with padding_mask, whose rows are those of whole samples: leave it out")
         pack, whole = self._whole_ids(ids, params)
         if not len(pack.lengths):
             return None
@@ -182,10 +182,26 @@ class _Sharing:
         )
         shared.repeats = torch.from_numpy(repeats[pack.layout.local_tokens(self._cp_rank)]).to(device)
         mine = sources[layout.local_tokens(self._cp_rank)]
+        if (mask := inputs.get("padding_mask")) is not None:
+            self._require_padding(pack, rows, mask)
+            inputs["padding_mask"] = self._padding(layout, places).to(mask.device)
         inputs |= {"input_ids": torch.from_numpy(whole[mine]).to(device)[None], "packed_seq_params": shared}
         if inputs.get("position_ids") is not None:
             inputs["position_ids"] = shared.positions[None]
         return (), inputs
+
+    def _padding(self, layout: PackLayout, places: IntArray) -> torch.Tensor:
+        """Megatron's padding_mask of this rank, bool[1, rows]: False at `places`, which have tokens."""
+        mask = np.ones(layout.tokens, np.bool_)
+        mask[places] = False
+        return torch.from_numpy(mask[layout.local_tokens(self._cp_rank)])[None]
+
+    def _require_padding(self, pack: _HostPack, rows: IntArray, mask: torch.Tensor) -> None:
+        if not torch.equal(mask.reshape(1, -1).cpu(), self._padding(pack.layout, rows)):
+            raise IntegrationError(
+                "a pack's padding_mask marks other rows than those behind its samples, and which of them repeat others "
+                "is not known: mark padding alone, or do not share prefixes behind this loop"
+            )
 
     def _whole_ids(self, ids: torch.Tensor, params: Any) -> tuple[_HostPack, IntArray]:
         """The pack, and the ids of its rows on all context-parallel ranks, on the host."""

@@ -13,6 +13,7 @@ VARIABLES = {
     "test_roll.py": "ROLL",
     "test_nemo_rl.py": "NEMO_RL",
     "test_megatron_lm.py": "MEGATRON",
+    "test_megatron_lm_training.py": "MEGATRON",
 }
 collect_ignore = [name for name, variable in VARIABLES.items() if f"{variable}_CHECKOUT" not in os.environ]
 

@@ -7,6 +7,7 @@ are padded to a multiple of 16 and divided over context parallelism, and a loss 
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,12 +203,12 @@ def misuse(_: None) -> dict[str, str]:
         ("as it is", {}),
         ("no ids", {"input_ids": None}),
         ("embedded", {"decoder_input": torch.zeros(4, 1, 32)}),
-        ("masked", {"padding_mask": torch.ones(1, 4, dtype=torch.bool)}),
+        ("masked", {"padding_mask": torch.ones_like(pack["input_ids"], dtype=torch.bool)}),
         ("too short", {"input_ids": pack["input_ids"][:, :40]}),
     ):
         note(name, lambda change=change: run(**change))
     params = copy.copy(pack["packed_seq_params"])
-    params.cp_group = object()
+    params.cp_group = SimpleNamespace(size=lambda: 2)
     note("a group of its own", lambda: run(packed_seq_params=params))
     return said
 
@@ -222,7 +223,7 @@ def test_what_cannot_share_is_refused_by_name() -> None:
         "as it is": "accepted",
         "no ids": "without input_ids.*pass them on every pipeline stage",
         "embedded": "with decoder_input",
-        "masked": "padding_mask, whose rows are those of whole samples: leave it out",
+        "masked": "padding_mask marks other rows than those behind its samples.*mark padding alone",
         "too short": r"do not describe a pack of 40 rows",
         "a group of its own": "set one context-parallel size",
     }

@@ -30,6 +30,7 @@ def plain_kernels() -> Iterator[None]:
             (optimizer, "USING_PYTORCH_OPTIMIZER", True),
             (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
             *((module, "multi_tensor_applier", utils.local_multi_tensor_applier) for module in (base, clip_grads)),
+            (clip_grads, "multi_tensor_scale_tensor_impl", utils.local_multi_tensor_scale),
             *((module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale) for module in (base, clip_grads)),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
@@ -102,6 +103,7 @@ def _attention(
     queries, keys = given("cu_seqlens_q"), given("cu_seqlens_kv")
     padded, padded_keys = given("cu_seqlens_q_padded"), given("cu_seqlens_kv_padded")
     longest, longest_keys = given("max_seqlen_q"), given("max_seqlen_kv")
+    has_gaps = given("pad_between_seqs")
     assert not any(arguments.values()), arguments
     if layout != "thd":
         assert attn_mask_type == "causal" and attention_mask is None
@@ -114,13 +116,26 @@ def _attention(
         assert longest >= int(queries.diff().max()) and longest_keys >= int(keys.diff().max())
         # Masks are aligned to the first key elsewhere, which is the same for equal lengths only.
         assert attn_mask_type == "padding_causal_bottom_right" or torch.equal(queries, keys)
+        if has_gaps:
+            return _causal_between_gaps(query, key, value, queries, padded, scale)
         return _causal(query, key, value, queries, keys, scale)
-    assert attn_mask_type == "padding_causal" and padded is padded_keys  # its ring takes packs without gaps
+    assert (
+        attn_mask_type == "padding_causal" and not has_gaps and padded is padded_keys
+    )  # its ring takes packs without gaps
     lengths = padded.diff().numpy().astype(np.int64)
     pack = PackLayout(lengths=lengths, segments=lengths, cp_size=cp_size)
     spans = varlen_spans(pack, self.cp_group.rank(), torch.device("cpu"))
     key, value = GatheredKeys(key, value, self.cp_group, keep=True).take(spans.key_rows)
     return _causal(query, key, value, spans.cu_queries, spans.cu_keys, scale)
+
+
+def _causal_between_gaps(query: Any, key: Any, value: Any, ends: Any, padded: Any, scale: float) -> Any:
+    """Like `_causal`, where the samples that `ends` counts begin at `padded`; rows between them are zero."""
+    import torch
+
+    rows = torch.cat([start + torch.arange(n) for start, n in zip(padded.tolist(), ends.diff().tolist(), strict=False)])
+    found = _causal(query[rows], key[rows], value[rows], ends, ends, scale)
+    return found.new_zeros(len(query), found.shape[1]).index_copy(0, rows, found)
 
 
 def _causal(query: Any, key: Any, value: Any, queries: Any, keys: Any, scale: float) -> Any:
