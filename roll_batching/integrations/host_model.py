@@ -144,8 +144,7 @@ class HostModel:
             RankError: on all ranks, before the model runs, for wrong samples on any.
             LossError: on all ranks, where loss or gradient are not finite, or the function raised.
         """
-        strategy = self._strategy
-        if backward and not isinstance(strategy, MegatronTrainStrategy):
+        if backward and not isinstance(self._strategy, MegatronTrainStrategy):
             raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
         local, table = self._gather(read, temperatures, width)
         planner = self._planner(backward, max_tokens)
@@ -162,7 +161,7 @@ class HostModel:
             )
 
         loss = make_loss(rows)
-        if strategy.settings.max_cp_size > 1:
+        if self._strategy.settings.max_cp_size > 1:
             plan = planner.plan(table)
             outputs = self._compute_blocks(local, plan, loss, rows, make_loss if backward else None)
             self._collect_results(loss, outputs, None if backward else planner.infer.max_tokens)

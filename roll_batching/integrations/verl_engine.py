@@ -90,11 +90,10 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
         # verl's losses carry a factor dp_size, for DDP's mean over data-parallel ranks.
         return loss / dp_size, (outputs, loss.detach().item(), metrics)
 
-    sizes = dp_size & -dp_size if self in _WITH_CP_SIZES else 1  # the largest power of two that divides the ranks
-    cap = (
-        self.engine_config.max_seqlen_per_dp_cp_rank if sizes > 1 else data["max_token_len_per_gpu"] * cp_size
-    ) * sizes
-    if sizes > 1:
+    sizes, cap = 1, data["max_token_len_per_gpu"] * cp_size
+    if self in _WITH_CP_SIZES:
+        sizes = dp_size & -dp_size  # the largest power of two that divides the ranks
+        cap = self.engine_config.max_seqlen_per_dp_cp_rank * sizes
         data = data.exclude("indices", "global_token_num")  # of all tokens of the rollout, which no loss reads
     if self not in _MODELS:
         trains = not self.engine_config.forward_only
@@ -110,11 +109,16 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
         entropy=entropy,
         temperatures=data["temperature"] if "temperature" in data.keys() else 1.0,
     )
+    return _merged(results, data["input_ids"].size(0))
+
+
+def _merged(results: list[tuple[Any, Any]], samples: int) -> dict[str, Any]:
+    """What the calls of a pass returned, as verl's engines return it."""
     if not results:
         return {}
     outputs = {}
     for name in results[0][1][0]:
-        ordered = in_order([(numbers, values[name]) for numbers, (values, _, _) in results], data["input_ids"].size(0))
+        ordered = in_order([(numbers, values[name]) for numbers, (values, _, _) in results], samples)
         outputs[name] = torch.nested.as_nested_tensor(ordered, layout=torch.jagged)
     merged: dict[str, list[Any]] = {}
     for _, (_, _, metrics) in results:
