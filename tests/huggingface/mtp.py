@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.huggingface import tiny
+from tests.support.ranks import meet
 
 FACTOR = 0.3
 """`mtp_loss_scaling_factor`."""
@@ -130,9 +131,6 @@ def trained(payload: list[tuple[str, Any, int, float, str | None, bool]]) -> lis
 
     `sgd`: plain gradient descent instead of Megatron's Adam.
     """
-    import os
-
-    import torch.distributed as dist
 
     from roll_batching.losses import SFTLoss
     from roll_batching.samples import distribute, gather_lengths
@@ -141,10 +139,7 @@ def trained(payload: list[tuple[str, Any, int, float, str | None, bool]]) -> lis
 
     found = []
     for number, (directory, layout, steps, rate, written, sgd) in enumerate(payload):
-        file = Path(directory).parent / f"met-{os.environ['MASTER_PORT']}-{number}"
-        dist.init_process_group(
-            "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-        )
+        meet(number)
         strategy = strategy_of(directory, layout)
         strategy.start_phase(TrainingArgs(learning_rate=rate, max_grad_norm=0.0))
         losses = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.layouts import Layout
+from tests.support.ranks import meet
 
 CAP = 64
 
@@ -77,10 +77,7 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
     """For each directory and layout: log-probs of this rank's share, and on request greedy tokens and losses."""
     found = []
     for number, (directory, layout, wanted) in enumerate(payload):
-        file = Path(directory) / f"met-{os.environ['MASTER_PORT']}-{number}"
-        dist.init_process_group(
-            "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-        )
+        meet(number)
         strategy = strategy_of(directory, layout)
         place = strategy.layout
         one: dict[str, Any] = {"dp_rank": place.dp_rank, "log_probs": log_probs(strategy)}

@@ -166,7 +166,7 @@ def refused(payload: tuple[str, str]) -> dict[str, str]:
     """Messages of loads that cannot work, by name."""
     from roll_batching.errors import RollBatchingError
     from tests.huggingface.ranks import part
-    from tests.strategy.test_layouts import _meet
+    from tests.support.ranks import meet
 
     directory, to = payload
     cases: dict[str, tuple[str, dict[str, Any]]] = {
@@ -177,7 +177,7 @@ def refused(payload: tuple[str, str]) -> dict[str, str]:
     }
     messages = {}
     for name, (model, args) in cases.items():
-        _meet(Path(to) / f"met-{name}")
+        meet(name)
         strategy = strategy_of(model, Layout(), **args)
         try:
             strategy.load(f"{to}/checkpoint", optimizer=False)
@@ -197,7 +197,7 @@ def refused(payload: tuple[str, str]) -> dict[str, str]:
             file.write_text(json.dumps(json.loads(file.read_text()) | changes))
         if name == "nan":
             with_nan(folder / "adapter_model.safetensors")
-        _meet(Path(to) / f"met-{name}")
+        meet(name)
         try:
             strategy_of(directory, Layout(), **LORA, adapter_name_or_path=str(folder))
         except RollBatchingError as error:

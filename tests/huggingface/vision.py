@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tests.huggingface.ranks import part, role, streamed
 from tests.support.layouts import Layout
+from tests.support.ranks import meet
 
 PATCH, MERGE, FRAMES = 4, 2, 2
 IMAGE, VIDEO, START, END = 57, 58, 59, 60
@@ -307,19 +306,11 @@ def frozen(payload: tuple[str, Layout, str]) -> tuple[list[float], list[str]]:
     return found, [name for name, parameter, before in named if not torch.equal(parameter, before)]
 
 
-def meet(folder: str, number: int) -> None:
-    """Opens a process group, for several layouts one after the other."""
-    file = Path(folder) / f"met-{os.environ['MASTER_PORT']}-{number}"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
-
-
 def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str, Any]]:
     """For each directory and layout: log-probs of this rank's share, and on request losses and gradients."""
     found = []
     for number, (directory, layout, wanted) in enumerate(payload):
-        meet(directory, number)
+        meet(number)
         strategy = strategy_of(directory, layout, wanted.get("mode", "packed"), **wanted.get("settings", {}))
         one: dict[str, Any] = {"dp_rank": strategy.layout.dp_rank, "log_probs": log_probs(strategy)}
         if "new" in wanted:

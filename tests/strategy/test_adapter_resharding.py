@@ -21,13 +21,13 @@ def copied(payload: tuple[str, Layout]) -> tuple[float, float]:
 
     from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
     from tests.strategy.test_adapters import settings
-    from tests.strategy.test_layouts import _meet
     from tests.strategy.test_resharding import _crossed
     from tests.support.adapters import adapter_values
     from tests.support.models import fill, random_batch, worst_difference
+    from tests.support.ranks import meet
 
     folder, layout = payload
-    _meet(Path(folder) / "met")
+    meet(0)
     role = settings(layout, "packed", ALL)
     policy = MegatronTrainStrategy(role)
     policy.initialize()
@@ -58,9 +58,9 @@ def mismatched(folder: str) -> list[str]:
     from roll_batching.errors import RollBatchingError
     from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
     from tests.strategy.test_adapters import settings
-    from tests.strategy.test_layouts import _meet
+    from tests.support.ranks import meet
 
-    _meet(Path(folder) / "met")
+    meet(0)
     role = settings(Layout(tp=2, sp=True), "packed", ALL)
     policy = MegatronTrainStrategy(role)
     policy.initialize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_layouts import CAP, LIMIT, RATE, STEPS_LIMIT, _batches, _loss, _meet, _part, architecture
+from tests.strategy.test_layouts import CAP, LIMIT, RATE, STEPS_LIMIT, _batches, _loss, _part, architecture
 from tests.support.adapters import ALL, ALPHA, RANK
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 STEPS = 3
 SOME = ("q_proj", "v_proj", "up_proj")
@@ -114,7 +113,7 @@ def compare(payload: tuple[str, tuple[str, ...], list[dict[str, Any]]]) -> list[
     folder, targets, layouts = payload
     found = []
     for index, values in enumerate(layouts):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        meet(index)
         found.append(_compare_layout(folder, Layout(**values), targets))
         _part()
     return found

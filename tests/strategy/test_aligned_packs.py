@@ -6,10 +6,8 @@ In fp32: the alignment adds filler and changes nothing else. What FP8 itself rou
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,12 +33,13 @@ LIMIT = 1e-5
 
 def compare(payload: tuple[str, list[dict[str, Any]], list[int]]) -> list[str]:
     """Cases whose aligned step differs from the plain one, with how much."""
-    from tests.strategy.test_layouts import _meet, _part
+    from tests.strategy.test_layouts import _part
+    from tests.support.ranks import meet
 
     folder, layouts, multiples = payload
     found = []
     for index, layout in enumerate(layouts):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        meet(index)
         found += _compare(Layout(**layout), multiples)
         _part()
     return found

@@ -7,21 +7,19 @@ whole matrix.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.strategy.test_layouts import _meet, _part
+from tests.strategy.test_layouts import _part
 from tests.strategy.test_shared_prefixes import LogitsLoss
 from tests.support.exact import DTYPE, EXACT, OF_ROUTERS, dtype_for, limit_of
 from tests.support.layouts import Layout
 from tests.support.models import ARCHITECTURE, random_batch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 HERE = "tests.strategy.test_cp_per_pack:"
 CAP, LONGEST = 64, 120
@@ -66,7 +64,7 @@ def compare(payload: tuple[str, list[tuple[int, dict[str, Any]]], list[str]]) ->
     folder, layouts, names = payload
     found = []
     for index, (seed, layout) in enumerate(layouts):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        meet(index)
         found.append(_compare_layout(Layout(**layout), names, seed))
         _part()
     return found

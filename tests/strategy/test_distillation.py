@@ -5,7 +5,6 @@ The reference is stock Megatron attention, one unpacked sequence at a time, `top
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_layouts import _meet, _part, architecture, variant_of
+from tests.strategy.test_layouts import _part, architecture, variant_of
 from tests.support.layouts import Layout
 from tests.support.models import MODES, worker_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 pytestmark = pytest.mark.layouts
 
@@ -122,7 +121,7 @@ def compare(payload: tuple[str, list[tuple[dict[str, Any], dict[str, Any]]]]) ->
     folder, pairs = payload
     found = []
     for index, (student, teacher) in enumerate(pairs):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        meet(index)
         found.append(_compare_pair(folder, Layout(**student), Layout(**teacher)))
         _part()
     return found

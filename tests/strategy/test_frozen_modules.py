@@ -34,13 +34,14 @@ def trained(payload: tuple[str, Layout, tuple[str, ...]]) -> dict[str, Any]:
     """Gradients of a step with and without frozen modules, and the parameters that moved."""
     from roll_batching.modeling.head import gpt_of
     from roll_batching.samples import distribute, gather_lengths
-    from tests.strategy.test_layouts import _batches, _loss, _meet, _part
+    from tests.strategy.test_layouts import _batches, _loss, _part
     from tests.support.models import global_name, whole_gradients
+    from tests.support.ranks import meet
 
     folder, layout, frozen = payload
     gradients, moved = [], set()
     for number, prefixes in enumerate((None, frozen)):
-        _meet(Path(folder) / f"met-{number}")
+        meet(number)
         strategy = _strategy(layout, prefixes)
         gpts = [gpt_of(chunk) for chunk in strategy.chunks]
         before = [(global_name(gpt, n), p, p.detach().clone()) for gpt in gpts for n, p in gpt.named_parameters()]

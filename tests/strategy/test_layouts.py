@@ -9,7 +9,6 @@ processes runs all layouts of a size.
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -34,7 +33,7 @@ from tests.support.layouts import (
 )
 from tests.support.layouts import _pairs as pairs_of
 from tests.support.models import ARCHITECTURE, MODES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 pytestmark = pytest.mark.layouts
 
@@ -157,16 +156,10 @@ def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[Found]:
     folder, layouts = payload
     found = []
     for index, layout in enumerate(layouts):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        meet(index)
         found.append(_compare_layout(folder, Layout(**layout)))
         _part()
     return found
-
-
-def _meet(file: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
 
 
 def _part() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,14 @@ def step(strategy: Any, whole: Any) -> Any:
 
 def gradients(payload: tuple[str, list[tuple[Layout, str, dict[str, Any]]]]) -> list[dict[str, Any]]:
     """Gradients, losses and metrics of a step by layout and mode."""
-    from tests.strategy.test_layouts import _meet, _part
+    from tests.strategy.test_layouts import _part
     from tests.support.models import random_batch, whole_gradients
+    from tests.support.ranks import meet
 
     folder, cases = payload
     found = []
     for number, (layout, mode, changes) in enumerate(cases):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{number}")
+        meet(number)
         strategy = strategy_of(layout, mode, **changes)
         result = step(strategy, random_batch(40, 9, 40))
         one = whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, layout.distopt)
@@ -128,8 +128,9 @@ def test_experts_stages_and_combinations(tmp_path: Path, report: Any) -> None:
 def controls(payload: tuple[str, int]) -> dict[str, Any]:
     """Losses of heads over steps on one batch, what moves where they are frozen, and the model's first gradients."""
     from roll_batching.modeling.head import gpt_of
-    from tests.strategy.test_layouts import _meet, _part
+    from tests.strategy.test_layouts import _part
     from tests.support.models import random_batch, whole_gradients
+    from tests.support.ranks import meet
 
     folder, steps = payload
     found: dict[str, Any] = {}
@@ -140,7 +141,7 @@ def controls(payload: tuple[str, int]) -> dict[str, Any]:
         "none": {"mtp_num_layers": 0, "mtp_loss_scaling_factor": 0.1},  # the default: heads alone read it
     }
     for number, (kind, changes) in enumerate(kinds.items()):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{number}")
+        meet(number)
         strategy = strategy_of(Layout(pp=2), **changes)
         place = strategy.layout
         heads = {
@@ -190,12 +191,13 @@ def moved(payload: str) -> dict[str, Any]:
     """A checkpoint of one layout in another and in a model without heads, and weights copied to such models."""
     from roll_batching.modeling.head import gpt_of
     from roll_batching.strategy import MegatronInferStrategy
-    from tests.strategy.test_layouts import _meet, _part
+    from tests.strategy.test_layouts import _part
     from tests.support.models import random_batch
+    from tests.support.ranks import meet
 
     path, losses = Path(payload) / "saved", []
     for number, layout in enumerate((Layout(pp=2), Layout(tp=2, sp=True))):
-        _meet(Path(payload) / f"met-{number}")
+        meet(number)
         strategy = strategy_of(layout)
         if number:
             strategy.load(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,12 +101,13 @@ def copied(options: dict[str, Any]) -> dict[str, Any]:
 
 def all_copied(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """`copied` for one pair of layouts after the other, by the same processes."""
-    from tests.strategy.test_layouts import _meet, _part
+    from tests.strategy.test_layouts import _part
+    from tests.support.ranks import meet
 
     folder, pairs = payload
     found = []
     for index, options in enumerate(pairs):
-        _meet(Path(folder) / f"met-{index}")
+        meet(index)
         found.append(copied(options))
         _part()
     return found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,12 +141,13 @@ def _replay_with_own(experts: torch.Tensor) -> None:
 
 def compare(payload: tuple[str, str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """For each layout: differences from the reference by mode, and whether replay of own experts changes nothing."""
-    from tests.strategy.test_layouts import _meet, _part
+    from tests.strategy.test_layouts import _part
+    from tests.support.ranks import meet
 
     path, router, layouts = payload
     found = []
     for index, layout in enumerate(layouts):
-        _meet(Path(path).parent / f"met-{os.environ['MASTER_PORT']}-{index}")
+        meet(index)
         found.append(_compare_layout(path, router, Layout(**layout)))
         _part()
     return found

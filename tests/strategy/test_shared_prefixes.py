@@ -6,21 +6,19 @@ The right result is that of the same samples planned without prefixes, whose equ
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.strategy.test_layouts import CORE, MATRIX, _meet, _part
+from tests.strategy.test_layouts import CORE, MATRIX, _part
 from tests.support.exact import EXACT, OF_ROUTERS, dtype_for, limit_of
 from tests.support.layouts import Layout
 from tests.support.models import ARCHITECTURE
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 HERE = "tests.strategy.test_shared_prefixes:"
 CAP = 320
@@ -124,7 +122,7 @@ def compare(payload: tuple[str, list[dict[str, Any]], list[tuple[str, str]], dic
     folder, layouts, cases, architecture = payload
     found = []
     for index, layout in enumerate(layouts):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        meet(index)
         found.append(_compare_layout(Layout(**layout), cases, architecture))
         _part()
     return found

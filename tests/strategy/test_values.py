@@ -5,7 +5,6 @@ The reference is stock Megatron attention, one unpacked sequence at a time, with
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_layouts import _meet, _part, architecture, variant_of
+from tests.strategy.test_layouts import _part, architecture, variant_of
 from tests.support.layouts import Layout
 from tests.support.models import MODES, worker_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 pytestmark = pytest.mark.layouts
 
@@ -149,7 +148,7 @@ def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     folder, layouts = payload
     found = []
     for index, layout in enumerate(layouts):
-        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        meet(index)
         found.append(_compare_layout(folder, Layout(**layout)))
         _part()
     return found

@@ -28,12 +28,12 @@ from roll_batching.settings.megatron_config import MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig, ModelArgs, MoEConfig
 from tests.jobs.config.test_idle_keys import job_of
 from tests.losses.steps import mine, refill
-from tests.strategy.test_layouts import FP64_LIMIT, FP64_STEPS_LIMIT, LIMIT, STEPS_LIMIT, _meet, _part
+from tests.strategy.test_layouts import FP64_LIMIT, FP64_STEPS_LIMIT, LIMIT, STEPS_LIMIT, _part
 from tests.strategy.test_shared_prefixes import batch, losses
 from tests.support.combinations import Case, Factors, Level, levels_of
 from tests.support.exact import limit_of
 from tests.support.models import ARCHITECTURE, whole_gradients, worker_config, worst_difference
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, meet, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.layouts]
 
@@ -290,7 +290,7 @@ def train_all(payload: tuple[str, list[tuple[Case, Any]]]) -> None:
     """Writes into the folder, by case, right results and their rounding in fp32, or how it differs from these."""
     folder = Path(payload[0])
     for number, (case, role) in enumerate(payload[1]):
-        _meet(folder / f"met-{os.environ['MASTER_PORT']}-{number}")
+        meet(number)
         steps, file = train(case, role), folder / f"{shown(case | ON_ONE_RANK)}.pt"
         if case == case | ON_ONE_RANK:
             in_fp32 = role.model_copy(update={"model_args": role.model_args.model_copy(update={"dtype": "fp32"})})

@@ -69,7 +69,7 @@ def run_ranks(
         port = _free_port()
         start = _spawn if fresh or not _CAN_FORK else _fork
         processes = [
-            start(home, target, rank, dict(_rank_env(rank, world_size, port), **(env or {})))
+            start(home, target, rank, dict(_rank_env(home, rank, world_size, port), **(env or {})))
             for rank in range(world_size)
         ]
         try:
@@ -84,6 +84,20 @@ def run_ranks(
         head = f"{target} on {world_size} ranks: " + (f"not done after {timeout:g} s" if late else "failed")
         raise RanksFailed("\n".join([head, *(_shown(r, o) for r, o in enumerate(outcomes))]))
     return [o.result for o in outcomes]
+
+
+def meet(name: int | str) -> None:
+    """Opens a process group of a run's ranks; `name` is new in the run.
+
+    The file by which they find each other is the run's own: in one that an earlier run has left, ranks read the
+    addresses of processes that are gone. Ports do not tell runs apart, as they are given out again.
+    """
+    import torch.distributed as dist
+
+    file = Path(os.environ["RANKS_FOLDER"]) / f"met-{name}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
 
 
 def start_process(home: Path, target: str, payload: Any) -> Process:
@@ -108,8 +122,9 @@ def _free_port() -> int:
             return port
 
 
-def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _rank_env(home: Path, rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
+        "RANKS_FOLDER": str(home),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "RANK": str(rank),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 from tests.te.engine import needs_engine
 
 pytestmark = [pytest.mark.te, needs_engine]
@@ -80,15 +80,10 @@ def part_and_meet(part: Any) -> None:
     """Ends this layout's groups; the ranks meet again for the next."""
     import os
 
-    import torch.distributed as dist
-
     part()
     count = int(os.environ.get("MEETINGS", "0")) + 1
     os.environ["MEETINGS"] = str(count)
-    file = Path("/tmp") / f"te-{os.environ['MASTER_PORT']}-{os.getppid()}-{count}"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
+    meet(count)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,12 +95,13 @@ def _compared(policy: Any, expected: Any, samplers: list[Any]) -> dict[str, Any]
 
 def all_sampled(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """`_compared` for one pair of layouts after the other, by the same processes."""
-    from tests.strategy.test_layouts import _meet, _part
+    from tests.strategy.test_layouts import _part
+    from tests.support.ranks import meet
 
     folder, pairs = payload
     found = []
     for index, options in enumerate(pairs):
-        _meet(Path(folder) / f"met-{index}")
+        meet(index)
         found.append(_compared(*_models(options)))
         _part()
     return found
