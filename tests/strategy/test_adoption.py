@@ -40,6 +40,9 @@ ONE_RANK = [{}, RECOMPUTE]
 TWO_RANKS = [{"tp": 2}, {"pp": 2}, {"max_cp_size": 2}, {"max_cp_size": 2, **RECOMPUTE}]
 FOUR_RANKS = [{"pp": 2, "max_cp_size": 2}, {"tp": 2, "max_cp_size": 2}, {"pp": 2, "vpp": 2, "max_cp_size": 2}]
 
+ONE_SIZE = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2, "vpp": 2}]
+"""On four ranks, with data parallelism where sizes leave it."""
+
 
 def write_references(payload: tuple[str, list[str]]) -> None:
     """Loss and gradients of each kind and tree, by the untouched model."""
@@ -130,6 +133,7 @@ def references() -> Iterator[str]:
         pytest.param(2, [kind for kind in KINDS if kind != "experts"], TWO_RANKS, marks=pytest.mark.slow),
         pytest.param(2, ["experts"], TWO_RANKS[1:], marks=pytest.mark.slow),
         pytest.param(4, ["rope", "yarn"], FOUR_RANKS, marks=pytest.mark.slow),
+        pytest.param(4, ["rope", "llama3"], ONE_SIZE, marks=pytest.mark.slow),
         # Experts under tensor parallelism need sequence parallelism, which Megatron's local norm refuses.
         pytest.param(4, ["experts"], FOUR_RANKS[::2], marks=pytest.mark.slow),
     ],
