@@ -69,7 +69,7 @@ def run_ranks(
         port = _free_port()
         start = _spawn if fresh or not _CAN_FORK else _fork
         processes = [
-            start(home, target, rank, dict(_rank_env(home, rank, world_size, port), **(env or {})))
+            start(home, target, rank, dict(_rank_env(rank, world_size, port), RANKS_FOLDER=str(home), **(env or {})))
             for rank in range(world_size)
         ]
         try:
@@ -122,9 +122,8 @@ def _free_port() -> int:
             return port
 
 
-def _rank_env(home: Path, rank: int, world_size: int, port: int) -> dict[str, str]:
+def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
-        "RANKS_FOLDER": str(home),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "RANK": str(rank),
