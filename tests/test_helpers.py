@@ -20,6 +20,7 @@ REPLACING = {
     "benchmarks/gpu/step.py": "records the schedule's times",
     "benchmarks/simulation/sleeping.py": "records the times of sends and receives",
     "tests/campaigns/conversion_proof/slime_figures.py": "the host's functions run uncompiled",
+    "tests/hosts/megatron_lm_trainer.py": "the host's training needs CUDA",
     "tests/hosts/own_tests.py": "counts calls of the package inside a host's own tests",
     "tests/hosts/roll_actor.py": "the host's actor needs CUDA; Megatron's attention is replaced by a mask of its own",
     "tests/hosts/verl_trainer.py": "the host's trainer opens a process group that exists already",
