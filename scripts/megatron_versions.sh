@@ -30,7 +30,9 @@ for version in "${versions[@]}"; do
         if [ ! -d "$folder" ]; then
             needed=("megatron-core==$version")
             "$python" -c 'import triton' 2>/dev/null || needed+=("triton>=3.0")
-            "$python" -m pip install --no-deps --ignore-requires-python --target "$folder" "${needed[@]}" </dev/null
+            rm -rf "$folder.part" # of an installation that was interrupted
+            "$python" -m pip install --no-deps --ignore-requires-python --target "$folder.part" "${needed[@]}" </dev/null
+            mv "$folder.part" "$folder"
         fi
     fi
     log=$(mktemp)
