@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.huggingface import tiny
-from tests.support.ranks import meet
+from tests.support.ranks import meet, part
 
 FACTOR = 0.3
 """`mtp_loss_scaling_factor`."""
@@ -72,10 +72,10 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, cop
     for key, value in tensors.items():
         renamed = key if is_numbered else key.replace(layer, "mtp.layers.0.")
         found[renamed] = value
-    for part, theirs in (NUMBERED if is_numbered else NAMED).items():
-        weight = getattr(head, part).weight.detach().to(dtype)
+    for module, theirs in (NUMBERED if is_numbered else NAMED).items():
+        weight = getattr(head, module).weight.detach().to(dtype)
         found[f"{layer if is_numbered else 'mtp.'}{theirs}.weight"] = weight.clone()
-        getattr(head, part).weight.data = weight.float()
+        getattr(head, module).weight.data = weight.float()
     if is_numbered and copies:
         found[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         found[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
@@ -135,7 +135,7 @@ def trained(payload: list[tuple[str, Any, int, float, str | None, bool]]) -> lis
     from roll_batching.losses import SFTLoss
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.settings import TrainingArgs
-    from tests.huggingface.ranks import part, share
+    from tests.huggingface.ranks import share
 
     found = []
     for number, (directory, layout, steps, rate, written, sgd) in enumerate(payload):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.layouts import Layout
-from tests.support.ranks import meet
+from tests.support.ranks import meet, part
 
 CAP = 64
 
@@ -203,13 +202,3 @@ def _greedy(strategy: Any, new_tokens: int) -> list[list[int]]:
     settings = GenerationSettings(max_new_tokens=new_tokens, eos_token_id=-1, greedy=True)
     out = strategy.generate(share(strategy.layout), settings)
     return [row.tolist() for row in out.to_lists("input_ids")]
-
-
-def part() -> None:
-    """Ends all groups of this process, for the next layout."""
-    from megatron.core import parallel_state
-
-    dist.barrier()
-    gc.collect()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()

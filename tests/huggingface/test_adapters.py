@@ -13,7 +13,7 @@ import torch
 from roll_batching.errors import CheckpointError, RankError
 from tests.huggingface import tiny
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 pytestmark = pytest.mark.models
 
@@ -165,8 +165,6 @@ def with_nan(file: Path) -> None:
 def refused(payload: tuple[str, str]) -> dict[str, str]:
     """Messages of loads that cannot work, by name."""
     from roll_batching.errors import RollBatchingError
-    from tests.huggingface.ranks import part
-    from tests.support.ranks import meet
 
     directory, to = payload
     cases: dict[str, tuple[str, dict[str, Any]]] = {

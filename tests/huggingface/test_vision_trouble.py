@@ -12,7 +12,7 @@ import torch
 
 from tests.huggingface import tiny, vision
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 pytestmark = [pytest.mark.models, pytest.mark.bad_input]
 
@@ -41,13 +41,11 @@ def home_of(dp_rank: int) -> Any:
 
 def troubled(payload: tuple[str, str]) -> dict[str, str]:
     """Messages by name, of passes over bad batches on every rank."""
-    from tests.huggingface.ranks import part
-
     directory, text = payload
-    vision.meet(directory, 0)
+    meet(0)
     found = troubled_images(directory)
     part()
-    vision.meet(directory, 1)
+    meet(1)
     found |= images_for_a_text_model(text)
     part()
     return found
@@ -251,10 +249,9 @@ def test_layers_heads_and_precision_that_an_encoder_excludes() -> None:
     assert [row.path[-1] for row in rows] == ["fp8", "vision", "vision", "value_head"]
 
 
-def refused(folder: str) -> dict[str, str]:
+def refused(_: None) -> dict[str, str]:
     """Messages of models that are not built."""
     from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-    from tests.huggingface.ranks import part
     from tests.support.models import worker_config
 
     cases: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -271,7 +268,7 @@ def refused(folder: str) -> dict[str, str]:
     }
     found = {}
     for number, (name, (kind, megatron, model, role)) in enumerate(cases.items()):
-        vision.meet(folder, number)
+        meet(number)
         config = worker_config("packed", 64, architecture=ARCHITECTURE)
         dumped = config.model_dump(exclude_unset=True)
         dumped["model_args"] |= model
@@ -293,8 +290,8 @@ REFUSED = {
 }
 
 
-def test_models_that_are_not_built(tmp_path: Any, report: Callable[[str], None]) -> None:
-    found, _ = run_ranks(2, f"{HERE}refused", str(tmp_path))
+def test_models_that_are_not_built(report: Callable[[str], None]) -> None:
+    found, _ = run_ranks(2, f"{HERE}refused")
     for name, message in REFUSED.items():
         report(f"{name}: {found[name]}")
         assert re.search(message, found[name]), (name, found[name])

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.huggingface.ranks import part, role, streamed
+from tests.huggingface.ranks import role, streamed
 from tests.support.layouts import Layout
-from tests.support.ranks import meet
+from tests.support.ranks import meet, part
 
 PATCH, MERGE, FRAMES = 4, 2, 2
 IMAGE, VIDEO, START, END = 57, 58, 59, 60

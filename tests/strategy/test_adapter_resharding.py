@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.adapters import ALL
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 HERE = "tests.strategy.test_adapter_resharding:"
 SAMPLER = Layout(pp=2)
 
 
-def copied(payload: tuple[str, Layout]) -> tuple[float, float]:
+def copied(layout: Layout) -> tuple[float, float]:
     """Largest difference of adapters after a copy into `SAMPLER`, and of log-probs between the two."""
     import torch
 
@@ -24,9 +23,7 @@ def copied(payload: tuple[str, Layout]) -> tuple[float, float]:
     from tests.strategy.test_resharding import _crossed
     from tests.support.adapters import adapter_values
     from tests.support.models import fill, random_batch, worst_difference
-    from tests.support.ranks import meet
 
-    folder, layout = payload
     meet(0)
     role = settings(layout, "packed", ALL)
     policy = MegatronTrainStrategy(role)
@@ -47,18 +44,17 @@ def copied(payload: tuple[str, Layout]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True)], ids=str)
-def test_adapters_come_with_the_weights(tmp_path: Path, layout: Layout, report: Any) -> None:
-    for rank, (adapters, log_probs) in enumerate(run_ranks(2, f"{HERE}copied", (str(tmp_path), layout))):
+def test_adapters_come_with_the_weights(layout: Layout, report: Any) -> None:
+    for rank, (adapters, log_probs) in enumerate(run_ranks(2, f"{HERE}copied", layout)):
         report(f"rank {rank}: adapters {adapters:.1e}, log-probs {log_probs:.1e}")
         assert adapters == 0 and log_probs < 1e-5
 
 
-def mismatched(folder: str) -> list[str]:
+def mismatched(_: None) -> list[str]:
     """Messages of copies between a model with adapters and one without, both ways, in two layouts."""
     from roll_batching.errors import RollBatchingError
     from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
     from tests.strategy.test_adapters import settings
-    from tests.support.ranks import meet
 
     meet(0)
     role = settings(Layout(tp=2, sp=True), "packed", ALL)
@@ -77,8 +73,8 @@ def mismatched(folder: str) -> list[str]:
 
 
 @pytest.mark.bad_input
-def test_a_model_without_adapters_is_another_model(tmp_path: Path, report: Any) -> None:
-    first, second = run_ranks(2, f"{HERE}mismatched", str(tmp_path))
+def test_a_model_without_adapters_is_another_model(report: Any) -> None:
+    first, second = run_ranks(2, f"{HERE}mismatched")
     assert first == second
     report("; ".join(first))
     assert "adapter" in first[0] and "is not here" in first[0]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_layouts import CAP, LIMIT, RATE, STEPS_LIMIT, _batches, _loss, _part, architecture
+from tests.strategy.test_layouts import CAP, LIMIT, RATE, STEPS_LIMIT, _batches, _loss, architecture
 from tests.support.adapters import ALL, ALPHA, RANK
 from tests.support.layouts import Layout
-from tests.support.ranks import meet, run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 STEPS = 3
 SOME = ("q_proj", "v_proj", "up_proj")
@@ -115,7 +115,7 @@ def compare(payload: tuple[str, tuple[str, ...], list[dict[str, Any]]]) -> list[
     for index, values in enumerate(layouts):
         meet(index)
         found.append(_compare_layout(folder, Layout(**values), targets))
-        _part()
+        part()
     return found
 
 

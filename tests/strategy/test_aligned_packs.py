@@ -6,14 +6,13 @@ In fp32: the alignment adds filler and changes nothing else. What FP8 itself rou
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 pytestmark = pytest.mark.layouts
 
@@ -31,17 +30,15 @@ MATRIX = [
 LIMIT = 1e-5
 
 
-def compare(payload: tuple[str, list[dict[str, Any]], list[int]]) -> list[str]:
+def compare(payload: tuple[list[dict[str, Any]], list[int]]) -> list[str]:
     """Cases whose aligned step differs from the plain one, with how much."""
-    from tests.strategy.test_layouts import _part
-    from tests.support.ranks import meet
 
-    folder, layouts, multiples = payload
+    layouts, multiples = payload
     found = []
     for index, layout in enumerate(layouts):
         meet(index)
         found += _compare(Layout(**layout), multiples)
-        _part()
+        part()
     return found
 
 
@@ -102,9 +99,8 @@ def _run(layouts: list[Layout], multiples: list[int]) -> None:
     differing = []
     for ranks in sorted({layout.ranks for layout in layouts}):
         same = [asdict(layout) for layout in layouts if layout.ranks == ranks]
-        with tempfile.TemporaryDirectory() as folder:
-            for found in run_ranks(ranks, HERE + "compare", (folder, same, multiples), timeout=900):
-                differing += found
+        for found in run_ranks(ranks, HERE + "compare", (same, multiples), timeout=900):
+            differing += found
     assert not differing, "\n".join(differing)
 
 

@@ -7,19 +7,17 @@ whole matrix.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.strategy.test_layouts import _part
 from tests.strategy.test_shared_prefixes import LogitsLoss
 from tests.support.exact import DTYPE, EXACT, OF_ROUTERS, dtype_for, limit_of
 from tests.support.layouts import Layout
 from tests.support.models import ARCHITECTURE, random_batch
-from tests.support.ranks import meet, run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.strategy.test_cp_per_pack:"
 CAP, LONGEST = 64, 120
@@ -59,14 +57,14 @@ def losses() -> dict[str, Any]:
     }
 
 
-def compare(payload: tuple[str, list[tuple[int, dict[str, Any]]], list[str]]) -> list[list[str]]:
+def compare(payload: tuple[list[tuple[int, dict[str, Any]]], list[str]]) -> list[list[str]]:
     """For each layout, with its seed of a batch and a plan: the cases that differ, with how much."""
-    folder, layouts, names = payload
+    layouts, names = payload
     found = []
     for index, (seed, layout) in enumerate(layouts):
         meet(index)
         found.append(_compare_layout(Layout(**layout), names, seed))
-        _part()
+        part()
     return found
 
 
@@ -166,9 +164,8 @@ def _run(layouts: list[Layout], names: list[str]) -> None:
     differing = []
     for ranks in sorted({layout.ranks for layout in layouts}):
         same = [(seed, asdict(layout)) for seed, layout in enumerate(layouts) if layout.ranks == ranks]
-        with tempfile.TemporaryDirectory() as folder:
-            for found in run_ranks(ranks, HERE + "compare", (folder, same, names), timeout=900):
-                differing += [line for lines in found for line in lines]
+        for found in run_ranks(ranks, HERE + "compare", (same, names), timeout=900):
+            differing += [line for lines in found for line in lines]
     assert not differing, "\n".join(differing)
 
 

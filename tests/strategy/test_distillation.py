@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_layouts import _part, architecture, variant_of
+from tests.strategy.test_layouts import architecture, variant_of
 from tests.support.layouts import Layout
 from tests.support.models import MODES, worker_config
-from tests.support.ranks import meet, run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 pytestmark = pytest.mark.layouts
 
@@ -123,7 +123,7 @@ def compare(payload: tuple[str, list[tuple[dict[str, Any], dict[str, Any]]]]) ->
     for index, (student, teacher) in enumerate(pairs):
         meet(index)
         found.append(_compare_pair(folder, Layout(**student), Layout(**teacher)))
-        _part()
+        part()
     return found
 
 

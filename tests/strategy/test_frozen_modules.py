@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.strategy.test_frozen_modules:"
 PREFIXES = ("embedding", "decoder.layers.1.mlp", "decoder.final")
@@ -30,15 +29,14 @@ def _strategy(layout: Layout, prefixes: tuple[str, ...] | None) -> Any:
     return strategy
 
 
-def trained(payload: tuple[str, Layout, tuple[str, ...]]) -> dict[str, Any]:
+def trained(payload: tuple[Layout, tuple[str, ...]]) -> dict[str, Any]:
     """Gradients of a step with and without frozen modules, and the parameters that moved."""
     from roll_batching.modeling.head import gpt_of
     from roll_batching.samples import distribute, gather_lengths
-    from tests.strategy.test_layouts import _batches, _loss, _part
+    from tests.strategy.test_layouts import _batches, _loss
     from tests.support.models import global_name, whole_gradients
-    from tests.support.ranks import meet
 
-    folder, layout, frozen = payload
+    layout, frozen = payload
     gradients, moved = [], set()
     for number, prefixes in enumerate((None, frozen)):
         meet(number)
@@ -52,13 +50,13 @@ def trained(payload: tuple[str, Layout, tuple[str, ...]]) -> dict[str, Any]:
         gradients.append(whole_gradients(strategy.chunks, 61, place.tp_rank, False))
         moved = {name for name, parameter, value in before if not torch.equal(parameter, value)}
         del strategy, gpts, before
-        _part()
+        part()
     return {"full": gradients[0], "frozen": gradients[1], "moved": moved}
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, recompute=True, tied=True)], ids=str)
-def test_the_others_train_as_before(tmp_path: Path, layout: Layout) -> None:
-    for found in run_ranks(layout.ranks, f"{HERE}trained", (str(tmp_path), layout, PREFIXES)):
+def test_the_others_train_as_before(layout: Layout) -> None:
+    for found in run_ranks(layout.ranks, f"{HERE}trained", (layout, PREFIXES)):
         frozen = {name for name in found["full"] if name.startswith(PREFIXES)}
         assert len(frozen) == 4, frozen
         assert found["frozen"].keys() == found["full"].keys() - frozen
@@ -97,8 +95,8 @@ FIRST_STAGE = ("embedding", "decoder.layers.0", "decoder.layers.1")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(pp=2, recompute=True), Layout(pp=2, distopt=True)], ids=str)
-def test_a_stage_may_be_frozen_as_a_whole(tmp_path: Path, layout: Layout) -> None:
-    for found in run_ranks(layout.ranks, f"{HERE}trained", (str(tmp_path), layout, FIRST_STAGE)):
+def test_a_stage_may_be_frozen_as_a_whole(layout: Layout) -> None:
+    for found in run_ranks(layout.ranks, f"{HERE}trained", (layout, FIRST_STAGE)):
         frozen = {name for name in found["full"] if name.startswith(FIRST_STAGE)}
         assert found["frozen"].keys() == found["full"].keys() - frozen
         for name in found["frozen"].keys() - {"spread"}:

@@ -8,7 +8,6 @@ processes runs all layouts of a size.
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.layouts import (
     EXPERTS,
@@ -33,7 +31,7 @@ from tests.support.layouts import (
 )
 from tests.support.layouts import _pairs as pairs_of
 from tests.support.models import ARCHITECTURE, MODES
-from tests.support.ranks import meet, run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 pytestmark = pytest.mark.layouts
 
@@ -158,18 +156,8 @@ def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[Found]:
     for index, layout in enumerate(layouts):
         meet(index)
         found.append(_compare_layout(folder, Layout(**layout)))
-        _part()
+        part()
     return found
-
-
-def _part() -> None:
-    """Ends all groups: each has its threads, and many layouts have thousands of them."""
-    from megatron.core import parallel_state
-
-    dist.barrier()
-    gc.collect()  # the strategy, which refers to itself, and to its groups
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def _forward_gaps(strategy: Any, whole: Any, rows: list[torch.Tensor], loss: float) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.strategy.test_mtp:"
 CAP, LIMIT = 64, 1e-5
@@ -46,13 +46,10 @@ def step(strategy: Any, whole: Any) -> Any:
     return strategy.train_step(distribute(local, plan), plan, SFTLoss())
 
 
-def gradients(payload: tuple[str, list[tuple[Layout, str, dict[str, Any]]]]) -> list[dict[str, Any]]:
+def gradients(cases: list[tuple[Layout, str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Gradients, losses and metrics of a step by layout and mode."""
-    from tests.strategy.test_layouts import _part
     from tests.support.models import random_batch, whole_gradients
-    from tests.support.ranks import meet
 
-    folder, cases = payload
     found = []
     for number, (layout, mode, changes) in enumerate(cases):
         meet(number)
@@ -61,7 +58,7 @@ def gradients(payload: tuple[str, list[tuple[Layout, str, dict[str, Any]]]]) -> 
         one = whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, layout.distopt)
         found.append({"gradients": one, "loss": result.loss, "metrics": result.metrics})
         del strategy
-        _part()
+        part()
     return found
 
 
@@ -77,23 +74,23 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str
     return max([(gap, name), *((value, key) for key, value in numbers.items())])
 
 
-def check(folder: Path, cases: list[tuple[Layout, str, dict[str, Any]]], report: Any) -> None:
+def check(cases: list[tuple[Layout, str, dict[str, Any]]], report: Any) -> None:
     """Every case has the gradients of one rank that pads, with the same architecture."""
     kinds = {(case[0].moe, case[0].layers, case[0].tied, str(case[2])): case for case in cases}
     plain = [
         (Layout(moe=moe, layers=layers, tied=tied), "padded", kind[2]) for (moe, layers, tied, _), kind in kinds.items()
     ]
-    expected = dict(zip(kinds, run_ranks(1, f"{HERE}gradients", (str(folder), plain), timeout=300)[0], strict=True))
+    expected = dict(zip(kinds, run_ranks(1, f"{HERE}gradients", plain, timeout=300)[0], strict=True))
     for ranks in sorted({case[0].ranks for case in cases}):
         same = [case for case in cases if case[0].ranks == ranks]
-        outcomes = run_ranks(ranks, f"{HERE}gradients", (str(folder), same), timeout=600)[0]
+        outcomes = run_ranks(ranks, f"{HERE}gradients", same, timeout=600)[0]
         for (layout, mode, changes), found in zip(same, outcomes, strict=True):
             gap, name = compare(found, expected[layout.moe, layout.layers, layout.tied, str(changes)])
             report(f"{layout!s:40} {mode:8} {changes or ''} worst difference {gap:.1e} ({name})")
             assert gap < LIMIT, (layout, mode, name)
 
 
-def test_modes_and_layouts_have_the_gradients_of_one_rank(tmp_path: Path, report: Any) -> None:
+def test_modes_and_layouts_have_the_gradients_of_one_rank(report: Any) -> None:
     cases = [
         *((Layout(), mode, {}) for mode in ("dynamic", "packed")),
         (Layout(per_token=False), "packed", {}),
@@ -101,11 +98,11 @@ def test_modes_and_layouts_have_the_gradients_of_one_rank(tmp_path: Path, report
         (Layout(pp=2), "packed", {}),
         (Layout(cp=2), "packed", {}),
     ]
-    check(tmp_path, cases, report)
+    check(cases, report)
 
 
 @pytest.mark.slow
-def test_experts_stages_and_combinations(tmp_path: Path, report: Any) -> None:
+def test_experts_stages_and_combinations(report: Any) -> None:
     overlapped = {"overlap_grad_reduce": True}
     cases = [
         (Layout(tp=2), "padded", {}),
@@ -122,17 +119,14 @@ def test_experts_stages_and_combinations(tmp_path: Path, report: Any) -> None:
         (Layout(pp=2, cp=2), "packed", {}),
         (Layout(moe=True, tp=2, sp=True, dp=2, ep=2, distopt=True), "packed", {}),
     ]
-    check(tmp_path, cases, report)
+    check(cases, report)
 
 
-def controls(payload: tuple[str, int]) -> dict[str, Any]:
+def controls(steps: int) -> dict[str, Any]:
     """Losses of heads over steps on one batch, what moves where they are frozen, and the model's first gradients."""
     from roll_batching.modeling.head import gpt_of
-    from tests.strategy.test_layouts import _part
     from tests.support.models import random_batch, whole_gradients
-    from tests.support.ranks import meet
 
-    folder, steps = payload
     found: dict[str, Any] = {}
     kinds = {
         "joint": {},
@@ -163,13 +157,13 @@ def controls(payload: tuple[str, int]) -> dict[str, Any]:
             "gradients": {name: value for name, value in first.items() if not name.startswith("mtp.")},
         }
         del strategy, heads
-        _part()
+        part()
     return found
 
 
-def test_heads_learn_and_leave_the_model_alone_where_asked(tmp_path: Path, report: Any) -> None:
+def test_heads_learn_and_leave_the_model_alone_where_asked(report: Any) -> None:
     """On the last stage. Detached and frozen heads change no gradient of the model; frozen ones do not move."""
-    *_, last = run_ranks(2, f"{HERE}controls", (str(tmp_path), 6), timeout=300)
+    *_, last = run_ranks(2, f"{HERE}controls", 6, timeout=300)
     for kind in ("joint", "detached", "frozen"):
         report(f"{kind}: loss of the first head {last[kind]['losses'][0]:.3f} to {last[kind]['losses'][-1]:.3f}")
     for kind in ("joint", "detached"):
@@ -191,9 +185,7 @@ def moved(payload: str) -> dict[str, Any]:
     """A checkpoint of one layout in another and in a model without heads, and weights copied to such models."""
     from roll_batching.modeling.head import gpt_of
     from roll_batching.strategy import MegatronInferStrategy
-    from tests.strategy.test_layouts import _part
     from tests.support.models import random_batch
-    from tests.support.ranks import meet
 
     path, losses = Path(payload) / "saved", []
     for number, layout in enumerate((Layout(pp=2), Layout(tp=2, sp=True))):
@@ -227,7 +219,7 @@ def moved(payload: str) -> dict[str, Any]:
                 copies.append(any(name.startswith("mtp.") for name in names))
         del strategy
         if not number:
-            _part()
+            part()
     return {"losses": [(one.loss, one.metrics["mtp_2_loss"], one.grad_norm) for one in losses], "heads": copies}
 
 

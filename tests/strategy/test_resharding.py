@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import ARCHITECTURE, random_batch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 KEYS = {
     "tp": "tensor_model_parallel_size",
@@ -99,17 +99,14 @@ def copied(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def all_copied(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def all_copied(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`copied` for one pair of layouts after the other, by the same processes."""
-    from tests.strategy.test_layouts import _part
-    from tests.support.ranks import meet
 
-    folder, pairs = payload
     found = []
     for index, options in enumerate(pairs):
         meet(index)
         found.append(copied(options))
-        _part()
+        part()
     return found
 
 
@@ -137,8 +134,8 @@ PAIRS: list[dict[str, Any]] = [
 
 
 @pytest.mark.layouts
-def test_weights_and_log_probs_are_those_of_one_layout(tmp_path: Any) -> None:
-    everyone = run_ranks(4, "tests.strategy.test_resharding:all_copied", (str(tmp_path), PAIRS), timeout=900)
+def test_weights_and_log_probs_are_those_of_one_layout() -> None:
+    everyone = run_ranks(4, "tests.strategy.test_resharding:all_copied", PAIRS, timeout=900)
     for options, found in zip(PAIRS, zip(*everyone, strict=True), strict=True):
         for one in found:
             assert one["differing"] == [], options

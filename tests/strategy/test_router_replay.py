@@ -13,7 +13,7 @@ import torch
 from tests.support.exact import DTYPE, EXACT, OF_ROUTERS, dtype_for, limit_of
 from tests.support.layouts import Layout
 from tests.support.models import ARCHITECTURE, MODES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 pytestmark = pytest.mark.layouts
 
@@ -141,15 +141,13 @@ def _replay_with_own(experts: torch.Tensor) -> None:
 
 def compare(payload: tuple[str, str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """For each layout: differences from the reference by mode, and whether replay of own experts changes nothing."""
-    from tests.strategy.test_layouts import _part
-    from tests.support.ranks import meet
 
     path, router, layouts = payload
     found = []
     for index, layout in enumerate(layouts):
         meet(index)
         found.append(_compare_layout(path, router, Layout(**layout)))
-        _part()
+        part()
     return found
 
 

@@ -6,7 +6,6 @@ The right result is that of the same samples planned without prefixes, whose equ
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_layouts import CORE, MATRIX, _part
+from tests.strategy.test_layouts import CORE, MATRIX
 from tests.support.exact import EXACT, OF_ROUTERS, dtype_for, limit_of
 from tests.support.layouts import Layout
 from tests.support.models import ARCHITECTURE
-from tests.support.ranks import meet, run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.strategy.test_shared_prefixes:"
 CAP = 320
@@ -117,14 +116,14 @@ def make_model(*, critic: bool, **options: Any) -> Any:
     return strategy
 
 
-def compare(payload: tuple[str, list[dict[str, Any]], list[tuple[str, str]], dict[str, Any]]) -> list[list[str]]:
+def compare(payload: tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, Any]]) -> list[list[str]]:
     """For each layout: the cases that differ, with how much."""
-    folder, layouts, cases, architecture = payload
+    layouts, cases, architecture = payload
     found = []
     for index, layout in enumerate(layouts):
         meet(index)
         found.append(_compare_layout(Layout(**layout), cases, architecture))
-        _part()
+        part()
     return found
 
 
@@ -184,9 +183,8 @@ def _run(layouts: list[Layout], cases: list[tuple[str, str]], architecture: dict
     differing = []
     for ranks in sorted({layout.ranks for layout in layouts}):
         same = [asdict(layout) for layout in layouts if layout.ranks == ranks]
-        with tempfile.TemporaryDirectory() as folder:
-            for found in run_ranks(ranks, HERE + "compare", (folder, same, cases, architecture or {}), timeout=900):
-                differing += [line for lines in found for line in lines]
+        for found in run_ranks(ranks, HERE + "compare", (same, cases, architecture or {}), timeout=900):
+            differing += [line for lines in found for line in lines]
     assert not differing, "\n".join(differing)
 
 

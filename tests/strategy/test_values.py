@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_layouts import _part, architecture, variant_of
+from tests.strategy.test_layouts import architecture, variant_of
 from tests.support.layouts import Layout
 from tests.support.models import MODES, worker_config
-from tests.support.ranks import meet, run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 pytestmark = pytest.mark.layouts
 
@@ -150,7 +150,7 @@ def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for index, layout in enumerate(layouts):
         meet(index)
         found.append(_compare_layout(folder, Layout(**layout)))
-        _part()
+        part()
     return found
 
 

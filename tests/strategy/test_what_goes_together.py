@@ -28,12 +28,12 @@ from roll_batching.settings.megatron_config import MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig, ModelArgs, MoEConfig
 from tests.jobs.config.test_idle_keys import job_of
 from tests.losses.steps import mine, refill
-from tests.strategy.test_layouts import FP64_LIMIT, FP64_STEPS_LIMIT, LIMIT, STEPS_LIMIT, _part
+from tests.strategy.test_layouts import FP64_LIMIT, FP64_STEPS_LIMIT, LIMIT, STEPS_LIMIT
 from tests.strategy.test_shared_prefixes import batch, losses
 from tests.support.combinations import Case, Factors, Level, levels_of
 from tests.support.exact import limit_of
 from tests.support.models import ARCHITECTURE, whole_gradients, worker_config, worst_difference
-from tests.support.ranks import RanksFailed, meet, run_ranks
+from tests.support.ranks import RanksFailed, meet, part, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.layouts]
 
@@ -298,7 +298,7 @@ def train_all(payload: tuple[str, list[tuple[Case, Any]]]) -> None:
         if dist.get_rank() == 0:
             found = difference(steps, *torch.load(file), exact=case["optimizer"] == "plain")
             (folder / f"{shown(case)}.outcome").write_text(found)
-        _part()
+        part()
 
 
 def difference(steps: Steps, right: Steps, rounding: float, *, exact: bool) -> str:

@@ -100,6 +100,19 @@ def meet(name: int | str) -> None:
     )
 
 
+def part() -> None:
+    """Ends all groups of this process, for the next `meet`: each has its threads, and many layouts have thousands."""
+    import gc
+
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    gc.collect()  # the strategy, which refers to itself, and to its groups
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 def start_process(home: Path, target: str, payload: Any) -> Process:
     """Call `module:function(payload)` in a process, which goes on; `home / "output0"` gets what it prints."""
     (home / "payload").write_bytes(pickle.dumps(payload))

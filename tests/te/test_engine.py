@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.layouts import Layout
-from tests.support.ranks import meet, run_ranks
+from tests.support.ranks import meet, part, run_ranks
 from tests.te.engine import needs_engine
 
 pytestmark = [pytest.mark.te, needs_engine]
@@ -34,11 +34,11 @@ def _written(folder: Path, name: str, model: Any = None) -> Path:
 def read_and_written(payload: list[tuple[str, Layout, str]]) -> list[dict[str, Any]]:
     """Of each model directory, built in a layout, read and exported: its parameters and what its layers are."""
     from roll_batching.modeling.head import gpt_of, is_deferred
-    from tests.huggingface.ranks import part
     from tests.te.engine import strategy_of
 
     found = []
-    for directory, layout, export in payload:
+    for number, (directory, layout, export) in enumerate(payload):
+        meet(number)
         strategy = strategy_of(directory, layout.megatron() | ENGINE)
         gpt = gpt_of(strategy.chunks[0])
         found.append(
@@ -53,7 +53,7 @@ def read_and_written(payload: list[tuple[str, Layout, str]]) -> list[dict[str, A
         )
         strategy.export(export)
         del strategy, gpt
-        part_and_meet(part)
+        part()
     return found
 
 
@@ -64,7 +64,8 @@ def computed(payload: list[tuple[str, Layout]]) -> list[dict[str, Any]]:
     from tests.te.plain_kernels import plain_kernels
 
     found = []
-    for directory, layout in payload:
+    for number, (directory, layout) in enumerate(payload):
+        meet(number)
         with plain_kernels():
             keys = layout.megatron() | ENGINE | {"attention_backend": "dense"}
             strategy = strategy_of(directory, keys, dtype="fp32")
@@ -72,18 +73,8 @@ def computed(payload: list[tuple[str, Layout]]) -> list[dict[str, Any]]:
             losses = ranks.sft_losses(strategy, 3, 1e-3)
         found.append({"dp_rank": strategy.layout.dp_rank, "log_probs": rows, "losses": losses})
         del strategy
-        part_and_meet(ranks.part)
+        part()
     return found
-
-
-def part_and_meet(part: Any) -> None:
-    """Ends this layout's groups; the ranks meet again for the next."""
-    import os
-
-    part()
-    count = int(os.environ.get("MEETINGS", "0")) + 1
-    os.environ["MEETINGS"] = str(count)
-    meet(count)
 
 
 @pytest.mark.parametrize(

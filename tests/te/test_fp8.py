@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 from tests.te.engine import needs_engine
 from tests.te.test_engine import _written
 
@@ -35,6 +35,7 @@ def built(payload: tuple[str, str]) -> dict[str, Any]:
     directory, export = payload
     found: dict[str, Any] = {}
     for recipe in RECIPES:
+        meet(recipe)
         keys = {"fp8": "e4m3", "fp8_recipe": recipe, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
         strategy = strategy_of(directory, LAYOUT | keys, cap=1024)
         config = gpt_of(strategy.chunks[0]).config
@@ -61,11 +62,8 @@ def built(payload: tuple[str, str]) -> dict[str, Any]:
         }
         if recipe == "blockwise":
             strategy.export(export)
-        from tests.huggingface.ranks import part
-        from tests.te.test_engine import part_and_meet
-
         del strategy, own
-        part_and_meet(part)
+        part()
     return found
 
 

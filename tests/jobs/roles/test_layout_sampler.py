@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.strategy.test_resharding import DEEP, EXPERTS, _megatron
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.jobs.roles.test_layout_sampler:"
 PROMPTS, GROUP, TOKENS = 5, 2, 12
@@ -93,17 +93,14 @@ def _compared(policy: Any, expected: Any, samplers: list[Any]) -> dict[str, Any]
     return {"differing": differing, "texts": texts, "bytes": row["weights_bytes"]}
 
 
-def all_sampled(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def all_sampled(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`_compared` for one pair of layouts after the other, by the same processes."""
-    from tests.strategy.test_layouts import _part
-    from tests.support.ranks import meet
 
-    folder, pairs = payload
     found = []
     for index, options in enumerate(pairs):
         meet(index)
         found.append(_compared(*_models(options)))
-        _part()
+        part()
     return found
 
 
@@ -171,8 +168,8 @@ PAIRS: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.layouts
-def test_answers_are_alike_in_all_layouts(tmp_path: Any) -> None:
-    everyone = run_ranks(4, HERE + "all_sampled", (str(tmp_path), PAIRS), timeout=900)
+def test_answers_are_alike_in_all_layouts() -> None:
+    everyone = run_ranks(4, HERE + "all_sampled", PAIRS, timeout=900)
     for options, found in zip(PAIRS, zip(*everyone, strict=True), strict=True):
         for one in found:
             assert one["differing"] == [], (options, one["differing"])
