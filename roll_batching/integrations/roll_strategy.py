@@ -111,6 +111,7 @@ def _planned(base: type) -> type:
 
 
 def _require_supported(strategy: Any, max_cp_size: int) -> None:
+    """Raises `IntegrationError` with every setting of the worker that our passes do not follow."""
     config = strategy.worker_config
     packing = config.sequence_packing_args
     limits = (packing.max_packed_sequence_length_train, packing.max_packed_sequence_length_forward)

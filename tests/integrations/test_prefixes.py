@@ -20,6 +20,8 @@ from tests.support.ranks import run_ranks
 HERE = "tests.integrations.test_prefixes:"
 LIMIT = 5e-6
 SLOT = 16
+GROUPS = ((40, (9, 14, 5)), (33, (8, 17)), (0, (26,)), (22, (6, 1, 1)))
+"""Tokens of prompts, and of the responses to each."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "pp2": (2, {"pp": 2}),
@@ -32,12 +34,15 @@ SLOW: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 cp2": (4, {"tp": 2, "cp": 2}),
 }
 
+COMPUTED = sum(max(prompt - 1, 0) + sum(n + bool(prompt) for n in responses) for prompt, responses in GROUPS)
+"""Tokens that are computed; each response has the last one of its prompt for itself."""
+
 
 def samples() -> list[torch.Tensor]:
     """Three groups of responses and one sample alone; ids have runs of 0, which pads as well."""
     g = torch.Generator().manual_seed(3)
     rows = []
-    for prompt, responses in ((40, (9, 14, 5)), (33, (8, 17)), (0, (26,)), (22, (6, 1, 1))):
+    for prompt, responses in GROUPS:
         head = torch.randint(0, 61, (prompt,), generator=g)
         rows += [torch.cat([head, torch.randint(0, 61, (n,), generator=g)]) for n in responses]
     rows[3][-3:] = 0
@@ -104,12 +109,19 @@ def train(payload: tuple[dict[str, Any], bool, bool]) -> dict[str, Any]:
         lambda layer, args, kwargs: computed.append(int((args[0] if args else kwargs["hidden_states"]).shape[0])),
         with_kwargs=True,
     )
+    marked: list[int] = []
+    chunks[0].module.decoder.register_forward_pre_hook(
+        lambda decoder, args, kwargs: marked.append(int((~kwargs["padding_mask"]).sum())) if told else None,
+        with_kwargs=True,
+    )
     packs, losses = [(rows[:5], weights[:5]), (rows[5:], weights[5:])], []
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         samples, coefficients = next(iterator)
         pack = pack_of(samples, cp_size, cp_rank, told=told)
         pack_layout = pack.pop("layout")
+        if told:
+            pack["padding_mask"] = torch.from_numpy(~pack_layout.real[pack_layout.local_tokens(cp_rank)])[None]
         if nested and not mpu.is_pipeline_first_stage():
             pack["input_ids"] = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
         output = chunk(attention_mask=None, **pack)
@@ -146,6 +158,7 @@ def train(payload: tuple[dict[str, Any], bool, bool]) -> dict[str, Any]:
         "gradient": gradient,
         "name": name,
         "computed": sum(computed) * cp_size * layout.get("tp", 1),
+        "marked": sum(marked),
     }
 
 
@@ -154,10 +167,13 @@ def train(payload: tuple[dict[str, Any], bool, bool]) -> dict[str, Any]:
 def test_a_loop_s_packs_train_like_each_sample_alone(name: str, told: bool) -> None:
     ranks, layout = (LAYOUTS | SLOW)[name]
     whole = sum(-(-len(row) // SLOT) * SLOT for row in samples())
-    for report in run_ranks(ranks, HERE + "train", (layout, told, "pp" in layout and told)):
+    reports = run_ranks(ranks, HERE + "train", (layout, told, "pp" in layout and told))
+    for report in reports:
         assert abs(report["loss"]) < LIMIT, report
         assert report["gradient"] < LIMIT, report
         assert report["computed"] < (0.6 if told else 0.75) * whole, report
+    if told and "tp" not in layout:  # which marks another share of the sequence on the first stage and on later ones
+        assert sum(report["marked"] for report in reports) == COMPUTED * layout.get("pp", 1)
 
 
 def misuse(_: None) -> dict[str, str]:
