@@ -79,7 +79,7 @@ def cases() -> list[Case]:
 
 def sleeping_plan(step: SimulatedStep, factor: float, ranks: int) -> SleepingPlan:
     """The packs of a step for `ranks` data-parallel ranks, and their forward passes slowed by `factor`."""
-    packs = [tuple(packs) for packs in step.packs]
+    packs = [tuple(packs) for packs in step.units]
     packs = [packs[rank * len(packs) // ranks] for rank in range(ranks)]  # of a single CP size, ranks share packs
     return SleepingPlan(packs=tuple(packs), forward=tuple((step.work.forward * factor).tolist()))
 

@@ -176,13 +176,13 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 17_400
+MOST_FILES, MOST_LINES = 100, 17_900
 LINES = {
     "": 850,
     "commands": 1_450,
     "distributed": 800,
     "huggingface": 2_600,
-    "integrations": 3_010,
+    "integrations": 3_015,
     "jobs": 650,
     "jobs.config": 6_700,
     "jobs.driver": 700,
@@ -203,17 +203,17 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 5_460,
-    "packing": 1_550,
-    "planning": 9_700,
+    "modeling": 5_560,
+    "packing": 1_700,
+    "planning": 10_150,
     "samples": 2_300,
-    "settings": 3_215,
-    "strategy": 7_000,
+    "settings": 3_270,
+    "strategy": 7_450,
     "tools": 50,
     "tools.conversion": 6_400,
     "tools.rehearsal": 3_750,
     "tools.report": 1_750,
-    "tools.simulation": 950,
+    "tools.simulation": 1_050,
 }
 """Most lines of each room; "" are files outside of rooms. A commit that raises a budget says why."""
 
@@ -253,4 +253,4 @@ def test_planning_is_light(report):
     lines = loaded("roll_batching.planning")
     report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
     assert {room_of(name) for name in lines} <= {"", "checked_fields", "errors", "registry", "planning"}
-    assert len(lines) <= 36 and sum(lines.values()) <= 5_400
+    assert len(lines) <= 36 and sum(lines.values()) <= 5_600

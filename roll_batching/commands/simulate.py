@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -65,6 +65,9 @@ def simulate(
         int | None, typer.Option(min=1, max=MOST_SPLITS, help="Model chunks per pipeline stage. Default: 1.")
     ] = None,
     ep: Annotated[int | None, typer.Option(min=1, max=MOST_SPLITS, help="Expert-parallel size. Default: 1.")] = None,
+    slices: Annotated[
+        str | None, typer.Option(help="Slices of a pack, each a unit of the pipeline: a number, or auto. Default: 1.")
+    ] = None,
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel", help="Divide activations over tensor-parallel ranks.")
     ] = None,
@@ -81,7 +84,9 @@ def simulate(
     cluster: Clusters = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="Sizes to try, such as pp=1,2,4; repeated: all combinations. max_tokens, cp, tp, pp, vpp."),
+        typer.Option(
+            help="Sizes to try, such as pp=1,2,4; repeated: all combinations. max_tokens, cp, tp, pp, vpp, slices."
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the timeline to this file.")] = None,
     json_file: Annotated[
@@ -105,6 +110,7 @@ def simulate(
         "pp": pp,
         "vpp": vpp,
         "ep": ep,
+        "slices": slices,
         "sequence_parallel": sequence_parallel,
         "dynamic_cp": dynamic_cp,
         "max_cp": max_cp,
@@ -167,6 +173,7 @@ def _of_options(lengths: Ints, given: dict[str, Any], cluster: Cluster) -> Scena
         sequence_parallel=given.get("sequence_parallel", False),
         oversize=cast(Oversize, given.get("oversize", "error")),
         max_cp_size=1 if not is_dynamic else largest or ranks & -ranks,
+        pipeline_slices=_slices_of(given.get("slices", "1")),
     )
     return Scenario(
         lengths=lengths,
@@ -175,6 +182,14 @@ def _of_options(lengths: Ints, given: dict[str, Any], cluster: Cluster) -> Scena
         cluster=cluster,
         largest_cp_size=largest,
     )
+
+
+def _slices_of(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isascii() or not text.isdecimal():
+        raise ConfigError(f"--slices {text!r} is neither a number nor auto")
+    return int(text)
 
 
 def _of_job(
@@ -209,11 +224,12 @@ def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: P
         RANK_HEADER,
         figures_of,
         lines_of,
+        pipeline_lines,
         rank_rows,
         single_size_lines,
         timeline_of,
     )
-    from roll_batching.tools.simulation.scenario import simulate_single_sizes
+    from roll_batching.tools.simulation.scenario import compare_pipelines, simulate_single_sizes
 
     step: SimulatedStep = _as_config_error(scenario.simulate)
     for line in lines_of(scenario, step, cluster):
@@ -224,6 +240,11 @@ def _show_step(scenario: Scenario, cluster: str, plot: Path | None, json_file: P
         for line in single_size_lines(step, single, reasons):
             typer.echo(line)
         result["single_cp_sizes"] = {size: figures_of(other) for size, other in single.items()}
+    elif scenario.constraints.pp_size > 1 and scenario.constraints.mode == "packed":
+        compared: dict[str, SimulatedStep] = _as_config_error(compare_pipelines, scenario)
+        for line in pipeline_lines(compared):
+            typer.echo(line)
+        result["pipelines"] = {name: figures_of(other) for name, other in compared.items()}
     rows, left_out = rank_rows(step)
     print_table(RANK_HEADER, rows, "data-parallel ranks; shares of the step")
     if left_out:

@@ -32,7 +32,7 @@ from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.spec import replace_local_cores
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation
 from roll_batching.packing.collectives import GatheredKeys
-from roll_batching.packing.pack_layout import PackLayout
+from roll_batching.packing.pack_layout import PackLayout, PackSlice
 from roll_batching.packing.params import PackedParams
 
 _ENGINE_CORE = "megatron.core.extensions.transformer_engine", "TEDotProductAttention"
@@ -52,7 +52,7 @@ class AdoptedEngine(AttentionBackend):
         """Raises `LayoutError`: the caller builds the cores."""
         raise LayoutError(f"{self.name} builds no core: set attention_backend")
 
-    def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
+    def metadata(self, layout: PackLayout | PackSlice, cp_rank: int, device: torch.device) -> VarlenSpans:
         """The pack's spans as cumulative lengths."""
         return varlen_spans(layout, cp_rank, device)
 

@@ -67,6 +67,8 @@ def replay_obstacle(chunks: Sequence[Any], plan: Plan | None = None, *, rows_for
         return "rows_form orders tokens by position, not by sample: use a model that takes packs"
     if plan is not None and plan.blocks is not None:
         return "packs have their own context-parallel sizes: set context_parallel_size to a number"
+    if plan is not None and plan.slices is not None:
+        return "packs are cut into slices: set pipeline_slices to 1"
     if any(not hasattr(router, "router_replay") for _, _, router in _routers(chunks)):
         return "routers of this Megatron-Core cannot be told their experts: install 0.16.1 or later"
     return None

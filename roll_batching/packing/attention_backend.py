@@ -19,7 +19,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from roll_batching.errors import ConfigError
-from roll_batching.packing.pack_layout import PackLayout
+from roll_batching.packing.pack_layout import PackLayout, PackSlice
 from roll_batching.registry import load_dotted
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS, AUTO, AttentionEntry, default_entries
 
@@ -97,6 +97,10 @@ class AttentionBackend(Protocol):
     """Whether its metadata reads `spans_of`, whose keys of one sample may be several runs of tokens. If not, packs
     whose samples share prefixes are refused."""
 
+    slices: bool = False
+    """Whether its cores attend to keys that earlier slices keep, as `modeling.attention.core.PackedCore` does, and its
+    metadata reads of a layout only `spans_of`, `restore` and `cp_size`. If not, packs are not cut into slices."""
+
     def for_window(self, window: int) -> AttentionBackend:
         """The backend for a model some of whose layers have a sliding window of `window` tokens.
 
@@ -120,7 +124,7 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> Any:
+    def metadata(self, layout: PackLayout | PackSlice, cp_rank: int, device: torch.device) -> Any:
         """Data of a pack for the cores beyond PackedSeqParams, which they get as `PackedParams.attention`.
 
         Computed once per pack, on the host, for all layers, without waiting for the device. `device` is the device

@@ -14,7 +14,7 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
 from roll_batching.packing.pack_layout import IntArray, PackLayout
-from roll_batching.packing.params import PackedParams, packed_params
+from roll_batching.packing.params import PackedParams, packed_params, slice_params
 from roll_batching.packing.prefetch import copy_to_cuda, prefetch
 from roll_batching.planning import MicroBatch, Plan
 from roll_batching.samples import SampleBatch
@@ -57,6 +57,8 @@ class PackedBatch:
     """Kind of each field: token, next_token, sample or static."""
     ids: IntArray
     """[samples] global ids, in pack order."""
+    slices: tuple[PackedParams, ...] = ()
+    """Params of the slices that it is cut into, in place of `params` for the model; empty: computed as a whole."""
     routed_experts: torch.Tensor | None = None
     """[tokens that this rank routes, layers of this stage with experts, top-k]; -1: the router chooses. None: always"""
 
@@ -232,9 +234,16 @@ class StepPacks:
             padding_mask=(~real if has_all_tokens else (~real)[local_tokens]).to(device)[None],
             kinds={name: spec.kind for name, spec in self._local.schema.items()},
             ids=np.asarray(ids),
+            slices=self._slices(params, pack_layout),
             routed_experts=routed_experts,
             **vars(loss_inputs),
         )
+
+    def _slices(self, params: PackedParams, pack_layout: PackLayout) -> tuple[PackedParams, ...]:
+        if self._plan.slices is None:
+            return ()
+        assert self._backend is not None  # `slice_obstacle` refuses models without one
+        return tuple(slice_params(params, part, self._packing_device, self._backend) for part in pack_layout.slices)
 
     def _make_loss_inputs(
         self,

@@ -8,8 +8,10 @@ the indices that it needs to the device once.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,16 @@ BoolArray = npt.NDArray[np.bool_]
 
 TAIL_SEGMENT = 64
 """Longest segment of tail filler, in tokens, so that the cost of attention over filler is linear."""
+
+
+class Pieces(NamedTuple):
+    """Runs of tokens of a segment that lie in one slice, or whole segments; arrays are [pieces]."""
+
+    lengths: IntArray
+    segment: IntArray
+    """Segment of each."""
+    before: IntArray
+    """Tokens of the segment before the piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +54,9 @@ class PackLayout:
     """Rows of a rectangle; 1 for a pack."""
     prefix_lengths: IntArray | None = None
     """Leading tokens of each sample that the samples before it compute, [samples]; None: samples share nothing."""
+
+    cuts: IntArray | None = None
+    """First token of each slice but the first; None: a whole pack. All pieces are multiples of 2 * `cp_size`."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, cp_size: int = 1) -> PackLayout:
@@ -67,6 +82,7 @@ class PackLayout:
             cp_size=cp_size,
             rectangle_rows=int(micro_batch.rows),
             prefix_lengths=micro_batch.shared if micro_batch.shared.any() else None,
+            cuts=micro_batch.cuts if len(micro_batch.cuts) else None,
         )
 
     @property
@@ -83,6 +99,21 @@ class PackLayout:
     def cu_seqlens(self) -> IntArray:
         """Starts of the segments and the end of the pack, [segments + 1]."""
         return np.concatenate([[0], np.cumsum(self.segments)]).astype(np.int64)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Its segments, or what slices make of them."""
+        if self.cuts is None:
+            return Pieces(self.segments, np.arange(len(self.segments)), np.zeros_like(self.segments))
+        edges = np.unique(np.concatenate([self.cu_seqlens, self.cuts]))
+        segment = np.searchsorted(self.cu_seqlens, edges[:-1], side="right") - 1
+        return Pieces(np.diff(edges), segment, edges[:-1] - self.cu_seqlens[segment])
+
+    @cached_property
+    def slices(self) -> tuple[PackSlice, ...]:
+        """Its slices; one with all of it for a whole pack."""
+        edges = [0, *([] if self.cuts is None else self.cuts.tolist()), self.tokens]
+        return tuple(PackSlice(self, first, last) for first, last in itertools.pairwise(edges))
 
     @cached_property
     def segment_ids(self) -> IntArray:
@@ -162,12 +193,14 @@ class PackLayout:
     def local_tokens(self, cp_rank: int) -> IntArray:
         """Indices in the pack of the tokens that `cp_rank` holds, in its order, [tokens / cp_size].
 
-        Each segment is divided as in Megatron and TransformerEngine: of `2 * cp_size` equal chunks rank r holds chunks
+        Each piece is divided as in Megatron and TransformerEngine: of `2 * cp_size` equal chunks rank r holds chunks
         r and `2 * cp_size - 1 - r`, so that causal attention costs the same on all ranks.
         """
         if self.cp_size == 1:
             return np.arange(self.tokens, dtype=np.int64)
-        chunk = self.position_ids // (self.segments // (2 * self.cp_size))[self.segment_ids]
+        lengths = self.pieces.lengths
+        position = np.arange(self.tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        chunk = position // np.repeat(lengths // (2 * self.cp_size), lengths)
         owner = np.minimum(chunk, 2 * self.cp_size - 1 - chunk)
         return np.flatnonzero(owner == cp_rank)
 
@@ -178,6 +211,10 @@ class PackLayout:
         """
         if self.cp_size == 1:
             return self.lengths
+        if self.cuts is not None:
+            local = self.local_tokens(cp_rank)
+            counts: IntArray = np.bincount(self.segment_ids[local[self.real[local]]], minlength=self.samples)
+            return counts
         chunk = self.segments[: self.samples] // (2 * self.cp_size)
         chunks = (cp_rank, 2 * self.cp_size - 1 - cp_rank)
         first, second = (np.clip(self.lengths - number * chunk, 0, chunk) for number in chunks)
@@ -198,3 +235,87 @@ class PackLayout:
         """
         start = self._per_segment(np.asarray(starts, np.int64))[self.segment_ids]
         return np.where(self.real, start + self.sequence_positions, 0)
+
+
+@dataclass(frozen=True)
+class PackSlice:
+    """Tokens `first` to `last` of a pack: what attention backends read of a slice, as of a `PackLayout`.
+
+    Its queries attend to *visible* tokens of the pack: its own, and those before them from `visible_from` on.
+    """
+
+    pack: PackLayout
+    first: int
+    last: int
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel size."""
+        return self.pack.cp_size
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the pack; segments after them are filler."""
+        return self.pack.samples
+
+    @property
+    def prefix_lengths(self) -> IntArray | None:
+        """Those of the pack."""
+        return self.pack.prefix_lengths
+
+    def prefix_of(self, sample: int) -> IntArray:
+        """`PackLayout.prefix_of`, counted among the visible tokens."""
+        return self.pack.prefix_of(sample) - self.visible_from
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The pieces of the pack that lie in the slice."""
+        every = self.pack.pieces
+        start = np.cumsum(every.lengths) - every.lengths
+        inside = (start >= self.first) & (start < self.last)
+        return Pieces(*(values[inside] for values in every))
+
+    @cached_property
+    def visible_from(self) -> int:
+        """First token of the pack that a query of the slice attends to, at the start of a segment."""
+        first = int(self.pieces.segment[0])
+        if self.prefix_lengths is not None:
+            for sample in range(first, min(int(self.pieces.segment[-1]) + 1, self.samples)):
+                if self.prefix_lengths[sample]:
+                    first = min(first, int(self.pack.segment_ids[self.pack.prefix_of(sample)[0]]))
+        return int(self.pack.cu_seqlens[first])
+
+    @cached_property
+    def cu_seqlens(self) -> IntArray:
+        """Starts of all segments of the pack among the visible tokens, [segments + 1]; negative for earlier ones."""
+        return self.pack.cu_seqlens - self.visible_from
+
+    @cached_property
+    def restore(self) -> IntArray:
+        """Permutation from visible tokens concatenated over CP ranks to their order in the pack."""
+        shards = [self.pack.local_tokens(rank) for rank in range(self.cp_size)]
+        first, last = self.visible_from // self.cp_size, self.last // self.cp_size
+        return np.argsort(np.concatenate([shard[first:last] for shard in shards]), kind="stable")
+
+    @property
+    def longest_segment(self) -> int:
+        """As `PackLayout.longest_segment`, of its pieces."""
+        return 1 << (int(self.pieces.lengths.max()) - 1).bit_length()
+
+    @property
+    def place(self) -> SlicePlace:
+        """Where its tokens lie among those of a context-parallel rank: the same on all."""
+        size = self.cp_size
+        return SlicePlace(self.visible_from // size, self.first // size, self.last // size, self.pack.tokens // size)
+
+
+class SlicePlace(NamedTuple):
+    """A slice among the tokens that one context-parallel rank has of a pack."""
+
+    visible_from: int
+    """First token to which its queries attend."""
+    first: int
+    last: int
+    """One past its last token."""
+    tokens: int
+    """Tokens of the pack on this rank."""

@@ -6,12 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from roll_batching.errors import LayoutError
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend, attention_name
-from roll_batching.packing.pack_layout import PackLayout
+from roll_batching.packing.pack_layout import PackLayout, PackSlice, SlicePlace
 
 _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
 
@@ -62,6 +63,10 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     """The run that `cu_seqlens` describe in place of the pack's segments, in an adopted model; None: segments."""
     segments: PackedSeqParams | None = None
     """With `run`, the params of the segments, for cores that read these."""
+    place: SlicePlace | None = None
+    """Of a slice, where it lies in its pack; None: a whole pack."""
+    kept: Any = None
+    """Of a slice, the keys of its pack (`modeling.attention.kept.KeptKeys`), which the schedule sets."""
     repeats: torch.Tensor | None = None
     """[tokens / cp of a host's pack] int64: the row in pack order for each of its rows (`integrations.prefixes`)."""
 
@@ -101,6 +106,7 @@ def packed_params(
 
     `cu_seqlens` counts whole slots and is one tensor object in all four fields: TransformerEngine recognises input
     without padding by object identity, and slot padding at the end of a causal sequence changes no other token.
+    A pack that is cut into slices has metadata of the backend in those of its slices (`slice_params`).
     `max_seqlen` is a Python int, so that no layer waits for the device.
     """
     cu_seqlens = torch.from_numpy(pack_layout.cu_seqlens).to(device=device, dtype=torch.int32)
@@ -119,16 +125,35 @@ def packed_params(
         rows = len(local_tokens) * run.cp_size
         segments = PackedSeqParams(**fields)
         fields = _segment_fields(torch.tensor([0, rows], dtype=torch.int32, device=device), rows)
+    metadata = None
+    if backend is not None and pack_layout.cuts is None:
+        metadata = backend.metadata(pack_layout, cp_rank, device)
     return PackedParams(
         **fields,
         positions=torch.from_numpy(pack_layout.sequence_positions[local_tokens]).to(device),
         local_tokens=torch.from_numpy(local_tokens).to(device) if sharded else None,
         restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
         shares_prefixes=pack_layout.prefix_lengths is not None,
-        attention=None if backend is None else backend.metadata(pack_layout, cp_rank, device),
+        attention=metadata,
         cp_rank=cp_rank,
         run=run,
         segments=segments,
+    )
+
+
+def slice_params(whole: PackedParams, part: PackSlice, device: torch.device, backend: AttentionBackend) -> PackedParams:
+    """PackedParams of a slice of the pack that has the params `whole`; its `cu_seqlens` are those of its pieces."""
+    place, cp_rank = part.place, whole.cp_rank
+    rows, lengths = slice(place.first, place.last), part.pieces.lengths
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).to(device=device, dtype=torch.int32)
+    return PackedParams(
+        **_segment_fields(cu_seqlens, part.longest_segment),
+        positions=whole.positions[rows],
+        local_tokens=None if whole.local_tokens is None else whole.local_tokens[rows],
+        shares_prefixes=whole.shares_prefixes,
+        attention=backend.metadata(part, cp_rank, device),
+        cp_rank=cp_rank,
+        place=place,
     )
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roll_batching.packing.pack_layout import IntArray, PackLayout
+from roll_batching.packing.pack_layout import IntArray, PackLayout, PackSlice
 
 
 class Spans(NamedTuple):
@@ -37,14 +37,16 @@ class Spans(NamedTuple):
         return np.repeat(self.key_start - first, self.keys) + np.arange(int(self.keys.sum()))
 
 
-def spans_of(pack_layout: PackLayout, cp_rank: int = 0) -> Spans:
-    """Spans whose queries `cp_rank` holds."""
+def spans_of(pack_layout: PackLayout | PackSlice, cp_rank: int = 0) -> Spans:
+    """Spans whose queries `cp_rank` holds. Of a slice the queries are its own, and keys are its visible tokens."""
     starts, size = pack_layout.cu_seqlens[:-1], pack_layout.cp_size
-    queries, ends, segment = pack_layout.segments, pack_layout.segments, np.arange(len(starts))
+    queries, segment, before = pack_layout.pieces
+    ends = before + queries
     if size > 1:
-        chunk = pack_layout.segments // (2 * size)
+        chunk = queries // (2 * size)
         queries, segment = np.repeat(chunk, 2), np.repeat(segment, 2)
         ends = np.stack([(cp_rank + 1) * chunk, (2 * size - cp_rank) * chunk], axis=1).reshape(-1)
+        ends = ends + np.repeat(before, 2)
     segments = Spans(queries, starts[segment], ends)
     if pack_layout.prefix_lengths is None:
         return segments

@@ -143,6 +143,11 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     micro-batches (K) is a multiple of it. An integer N admits K with K % N == 0 or K % N >= pp_size. "auto" admits each
     K >= pp_size, and the plan has the smallest N that Megatron accepts for it."""
 
+    pipeline_slices: Count | Literal["auto"] = 1
+    """Slices into which a pack of mean cost is cut along the sequence; a slice is then the unit of the pipeline's
+    schedule. 1: whole packs. "auto": the number with the shortest predicted step, if it is shorter than Megatron's
+    schedule of whole packs."""
+
     num_micro_batches_multiple: Count = 1
     """The number of micro-batches per rank is a multiple of this, in addition to what the layout requires."""
 
@@ -171,6 +176,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
             )
         if self.has_cp_per_pack:
             self._check_cp_per_pack()
+        self._check_slices()
         if self.rectangle_alignment > LARGEST:
             raise PlanError(
                 f"sequence_length_round={self.sequence_length_round}, sequence_multiple={self.sequence_multiple}, "
@@ -189,6 +195,26 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         """Constraints from a layout and batching settings; `further` are fields that neither of them has."""
         sizes = {field.name: getattr(dims, field.name) for field in fields(ParallelDims)}
         return cls(**sizes, **{field.name: getattr(batching, field.name) for field in fields(BatchingSpec)}, **further)
+
+    def _check_slices(self) -> None:
+        wanted = {"mode": "packed", "vpp_size": 1, "max_cp_size": 1, "shared_shapes": False}
+        for name, value in wanted.items():
+            if self.pipeline_slices not in (1, "auto") and getattr(self, name) != value:
+                raise PlanError(
+                    f"pipeline_slices={self.pipeline_slices} cuts packs into slices, which needs {name}={value!r} "
+                    f"instead of {getattr(self, name)!r}: set it, or leave pipeline_slices out"
+                )
+
+    @property
+    def cuts_packs(self) -> bool:
+        """Whether plans look for slices of packs."""
+        if self.pipeline_slices != "auto":
+            return self.pipeline_slices > 1
+        return (
+            self.pp_size > 1
+            and self.mode == "packed"
+            and not (self.interleaved or self.has_cp_per_pack or self.shared_shapes)
+        )
 
     def _check_cp_per_pack(self) -> None:
         size = self.max_cp_size

@@ -177,6 +177,15 @@ def sequence_costs(lengths: NDArray[np.int64], cost: Any) -> ScaledCosts:
     return ScaledCosts(values=scaled[inverse], fixed=int(cost.fixed) >> shift, shift=shift)
 
 
+def scaled_costs(lengths: NDArray[np.int64], cost: CostModel, shift: int) -> NDArray[np.int64]:
+    """Costs of `lengths` (int64[n], 0 among them) >> `shift`, as `sequence_costs` scales those of a plan."""
+    if isinstance(cost, LinearQuadraticCost) and cost.sequence(int(lengths.max(initial=0))) < 1 << 62:
+        return cost.linear * lengths + cost.quadratic * lengths * lengths >> shift
+    distinct, inverse, _ = _distinct(lengths)
+    exact = [_checked(cost, length) >> shift if length else 0 for length in distinct.tolist()]
+    return np.array(exact, dtype=np.int64)[inverse]
+
+
 def _distinct(
     lengths: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

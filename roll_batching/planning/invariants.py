@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.pipeline.schedule import check_count, is_admissible
-from roll_batching.planning.plan_arrays import PlanArrays, check_blocks
+from roll_batching.planning.plan_arrays import PlanArrays, check_blocks, check_slices
 
 
 def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, home: Ints | None = None) -> None:
@@ -23,6 +23,8 @@ def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, hom
     _check_shapes(plan)
     if plan.blocks is not None:
         check_blocks(plan.blocks, plan.constraints.dp_size, plan.constraints.max_cp_size)
+    if plan.slices is not None:
+        check_slices(plan.slices, plan.tokens, plan.constraints.micro_batch_alignment)
     _check_placement(plan)
     _check_counts(plan)
     _check_tokens(plan)

@@ -22,11 +22,13 @@ from roll_batching.planning.assemble import assemble_bins
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.invariants import check_plan
-from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PackBlocks, PlanArrays
+from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PackBlocks, PackSlices, PlanArrays
 from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.planning.problem import build_problem
 from roll_batching.planning.report import PlanReport, make_report
 
+NO_CUTS: Ints = np.zeros(0, dtype=np.int64)
+NO_CUTS.setflags(write=False)
 FORMAT = 3
 """Version of the format of `Plan.to_dict`."""
 
@@ -52,6 +54,8 @@ class MicroBatch:
     """Context-parallel size."""
     ranks: range
     """DP ranks that compute it together: one, or with a context-parallel size per pack `cp_size` ranks."""
+    cuts: Ints
+    """First token of each of its slices but the first, counted in the pack; empty: computed as a whole."""
     is_filler: bool
     """Whether it holds no sample: computed so that all ranks have the same number, never passed to a loss."""
 
@@ -124,6 +128,9 @@ class Plan(PlanArrays):
             digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         if self.blocks is not None:
             for array in (self.blocks.first_ranks, self.blocks.cp_sizes):
+                digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        if self.slices is not None:
+            for array in (self.slices.offsets, self.slices.cuts):
                 digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         if self.shared.any():
             digest.update(np.ascontiguousarray(self.shared, dtype="<i8").tobytes())
@@ -200,6 +207,7 @@ class Plan(PlanArrays):
                     rows=int(self.rows[m]),
                     cp_size=cp_size,
                     ranks=range(first_rank, first_rank + (1 if self.blocks is None else cp_size)),
+                    cuts=NO_CUTS if self.slices is None else self.slices.of(m),
                     is_filler=start == end,
                 )
             )
@@ -216,6 +224,7 @@ class Plan(PlanArrays):
             "dropped": [[d.index, d.id, d.length, d.reason] for d in self.dropped],
             "fingerprint": self.fingerprint,
             "blocks": None if self.blocks is None else self.blocks.to_dict(),
+            "slices": None if self.slices is None else self.slices.to_dict(),
             "chunk_shares": None if self.chunk_shares is None else list(self.chunk_shares),
             **{name: getattr(self, name).tolist() for name in ARRAYS},
         }
@@ -237,6 +246,7 @@ class Plan(PlanArrays):
                 f"the constraints of this plan are {values['constraints']!r}: pass keywords of PlanConstraints"
             )
         location, blocks, shares = values["location"], values.get("blocks"), values.get("chunk_shares")
+        slices = values.get("slices")
         try:
             plan = cls(
                 constraints=PlanConstraints(**values["constraints"]),
@@ -245,6 +255,7 @@ class Plan(PlanArrays):
                 location=None if location is None else as_ints(location, "location", len(location)),
                 dropped=tuple(DroppedSample(*entry) for entry in values["dropped"]),
                 blocks=None if blocks is None else PackBlocks.from_dict(blocks),
+                slices=None if slices is None else PackSlices.from_dict(slices),
                 chunk_shares=None if shares is None else tuple(shares),
                 **{name: as_ints(values[name], name, len(values[name])) for name in ARRAYS},
             )

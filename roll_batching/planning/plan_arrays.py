@@ -65,6 +65,8 @@ class PlanArrays:
     dropped: tuple[DroppedSample, ...] = ()
     blocks: PackBlocks | None = None
     """Ranks of each pack, where each has its own context-parallel size; None: all have the layout's."""
+    slices: PackSlices | None = None
+    """Where packs are cut, for a pipeline whose unit is a slice; None: whole packs."""
     chunk_shares: tuple[float, ...] | None = None
     """Cost of each model chunk of the pipeline over the mean of all, in the order of the layers; None: all cost the
     same."""
@@ -111,6 +113,72 @@ class PlanArrays:
 
 ARRAYS = ("lengths", "ids", "used", "samples", "shared", "slots", "offsets", "tokens", "rows", "costs", "sample_costs")
 """Names of the arrays, without `location`, which may be None."""
+
+
+# ---- slices of packs
+
+
+@dataclass(frozen=True, eq=False)
+class PackSlices:
+    """Where packs are cut along the sequence; micro-batch m has the cuts `offsets[m]` to `offsets[m + 1]`."""
+
+    offsets: Ints
+    """int64[micro-batches + 1]"""
+    cuts: Ints
+    """int64[cuts]: first token of each slice but the first, counted in its pack."""
+    costs: Ints
+    """int64[micro-batches + cuts]: scaled cost of each slice, those of a micro-batch together."""
+
+    def __post_init__(self) -> None:
+        for name in SLICE_ARRAYS:
+            getattr(self, name).setflags(write=False)
+
+    def of(self, micro_batch: int) -> Ints:
+        """Cuts of a micro-batch, int64[slices - 1]."""
+        return self.cuts[self.offsets[micro_batch] : self.offsets[micro_batch + 1]]
+
+    @property
+    def counts(self) -> Ints:
+        """int64[micro-batches]: slices of each."""
+        counts: Ints = np.diff(self.offsets) + 1
+        return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by field name."""
+        return {name: getattr(self, name).tolist() for name in SLICE_ARRAYS}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> PackSlices:
+        """Slices from `to_dict`; raises `PlanError` for other values."""
+        if not isinstance(values, dict) or sorted(values) != sorted(SLICE_ARRAYS):
+            raise PlanError(f"the slices of this plan must have {', '.join(SLICE_ARRAYS)}: pass PackSlices.to_dict()")
+        return cls(**{name: as_ints(values[name], f"slices.{name}", np.size(values[name])) for name in values})
+
+
+SLICE_ARRAYS = ("offsets", "cuts", "costs")
+"""Names of the arrays."""
+
+
+def check_slices(slices: PackSlices, tokens: Ints, unit: int) -> None:
+    """Raise `PlanError` unless cuts lie inside of their packs of `tokens`, rise, and are multiples of `unit`."""
+    offsets, cuts = slices.offsets, slices.cuts
+    count = len(tokens)
+    fits = len(offsets) == count + 1 and offsets[0] == 0 and offsets[-1] == len(cuts) == len(slices.costs) - count
+    if not fits or (np.diff(offsets) < 0).any():
+        raise PlanError(
+            f"slices has {len(offsets)} offsets, {len(cuts)} cuts and {len(slices.costs)} costs for {count} "
+            "micro-batches: load what Plan.to_dict returned"
+        )
+    pack = np.repeat(np.arange(len(tokens)), np.diff(offsets))
+    after = np.append(cuts, 0)[1:]
+    after[offsets[1:][np.diff(offsets) > 0] - 1] = tokens[np.diff(offsets) > 0]
+    wrong = np.flatnonzero((cuts < 1) | (cuts % unit != 0) | (cuts >= after))
+    if len(wrong):
+        m = int(pack[wrong[0]])
+        raise PlanError(
+            f"micro-batch {m} of {tokens[m]} tokens is cut at {slices.of(m).tolist()[:8]}: cuts must rise, lie inside "
+            f"of the pack, and be multiples of {unit}"
+        )
 
 
 # ---- blocks of ranks

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
@@ -22,7 +22,8 @@ from roll_batching.planning.assemble import assemble, assemble_blocks
 from roll_batching.planning.batching_spec import load_algorithm
 from roll_batching.planning.compiled import compiled_once
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.cost_model import DEFAULT_COST, CostModel
+from roll_batching.planning.cost_model import DEFAULT_COST, CostModel, scaled_costs
+from roll_batching.planning.invariants import check_plan
 from roll_batching.planning.partition import batch_balance
 from roll_batching.planning.pipeline.schedule import legal_count
 from roll_batching.planning.placement import (
@@ -95,7 +96,40 @@ def plan_step(
             packs = place_blocks(checked, pack_times)
         return Plan.of(assemble_blocks(checked, *packs))
     has_trees = prefixes is not None and group_ids is None
-    return Plan.of(_plan_trees(problem) if has_trees else _plan(problem()))
+
+    def whole_packs() -> PlanArrays:
+        return _plan_trees(problem) if has_trees else _plan(problem())
+
+    plan = whole_packs()
+    if constraints.cuts_packs:
+        pipeline = constraints
+        constraints = replace(constraints, pp_size=1, pipeline_slices=1)
+        few = replace(whole_packs(), constraints=pipeline, chunk_shares=plan.chunk_shares)
+        constraints = pipeline
+        plan = _sliced((plan, few), problem(), price)
+    return Plan.of(plan)
+
+
+def _sliced(plans: Sequence[PlanArrays], problem: PlanProblem, cost: CostModel) -> PlanArrays:
+    """The fastest of plans of whole packs whose packs are cut into slices, checked.
+
+    The first plan has packs for the schedule of whole packs, the second the fewest, which slices divide.
+    """
+    from roll_batching.planning.pipeline.slices import SLICE_COUNTS, SMALLEST_SLICE, best_slices  # few plans have some
+
+    constraints = problem.constraints
+    counts: Sequence[int] = SLICE_COUNTS
+    if constraints.pipeline_slices != "auto":
+        counts = (constraints.pipeline_slices,)
+    else:
+        largest = max(1, int(plans[-1].tokens.max()) // (SMALLEST_SLICE * constraints.cp_size))
+        counts = [count for count in SLICE_COUNTS if count <= largest]
+    with compiled_once("slices"):
+        plan = best_slices(
+            plans, counts, lambda lengths: scaled_costs(lengths, cost, problem.shift), problem.fixed_cost
+        )
+    check_plan(plan)
+    return plan
 
 
 def plan_single_sizes(

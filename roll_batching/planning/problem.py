@@ -66,6 +66,8 @@ class PlanProblem:
     """int64[n]: tokens used of each sample (fewer than its length when truncated)."""
     costs: Ints
     """int64[n]: scaled cost of each sample, of its own part where it shares a prefix."""
+    shift: int
+    """Scaled costs are those of the cost model >> `shift`."""
     fixed_cost: int
     """Scaled cost of a micro-batch without its samples."""
     units: Units
@@ -130,6 +132,7 @@ def build_problem(
         location=holder,
         used=used,
         costs=costs,
+        shift=(scaled if priced is None else priced).shift,
         fixed_cost=int(cost.fixed) >> (scaled if priced is None else priced).shift,
         units=units,
         dropped=dropped,

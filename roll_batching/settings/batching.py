@@ -38,6 +38,14 @@ CP_SIZE_OBSTACLES = {
     "vision": "a vision encoder is tested with one context-parallel size for all packs",
 }
 """By key of the architecture, why all packs have the layout's context-parallel size."""
+SLICE_OBSTACLES = {
+    "mtp_num_layers": "which read tokens of the next slice",
+    "gated_delta_net": "whose state is not handed over to the next slice",
+    "hybrid": "whose state is not handed over to the next slice",
+    "vision": "which is tested with whole packs",
+    "router losses": "which are those of whole packs",
+}
+"""Why packs are not cut into slices, by key of the architecture; continues a sentence that names what it is about."""
 
 
 @dataclass(frozen=True, kw_only=True)

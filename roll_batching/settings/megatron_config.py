@@ -28,7 +28,6 @@ FSDP_STRATEGIES = ("fsdp2_train", "fsdp2_infer", "deepspeed_train", "deepspeed_i
 
 OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Keys of the precisions of an optimizer's state, as Megatron's OptimizerConfig has them."""
-_DTYPES = frozenset(OPTIMIZER_DTYPES)
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 
 
@@ -62,6 +61,10 @@ SPLIT_KEYS = (
 _READ_IF = {
     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split": Switch(
         lambda layout: layout.pipeline_model_parallel_size > 1, "pipeline_model_parallel_size is 1"
+    ),
+    "pipeline_slices": Switch(
+        lambda layout: layout.pipeline_model_parallel_size > 1 or layout.pipeline_slices != "auto",
+        "pipeline_model_parallel_size is 1, and auto shortens pipelines",
     ),
     "sequence_parallel": Switch(
         lambda layout: layout.tensor_model_parallel_size > 1, "tensor_model_parallel_size is 1"
@@ -112,6 +115,13 @@ class MegatronConfig(Settings, read_if=_READ_IF):
     dynamic_context_parallel: bool = setting(False, help="Megatron's name for context_parallel_size: auto.")
     cluster: ClusterConfig | None = setting(
         None, help="Rates of the devices and links, under context_parallel_size: auto. Default: the defaults below."
+    )
+    pipeline_slices: Annotated[int | Literal["auto"], AfterValidator(require_positive)] = setting(
+        1,
+        help="Slices of a pack of mean cost, each a unit of the pipeline's schedule, so that stages hardly wait. "
+        "auto: as many as shorten the predicted step; 1: whole packs.",
+        passes=("train", "infer"),
+        mode="packed",
     )
     expert_model_parallel_size: int = setting(
         1, help="Expert-parallel size (EP); above 1 it needs a mixture of experts.", ge=1
@@ -339,7 +349,8 @@ class MegatronConfig(Settings, read_if=_READ_IF):
             return data
         # NeMo-RL and Megatron in Python write precisions as torch does.
         words: dict[str, Any] = {
-            key: _PRECISIONS.get(str(data[key]).removeprefix("torch."), data[key]) for key in _DTYPES & data.keys()
+            key: _PRECISIONS.get(str(data[key]).removeprefix("torch."), data[key])
+            for key in data.keys() & {*OPTIMIZER_DTYPES}
         }
         if data.get("dynamic_context_parallel") is True and data.get("context_parallel_size", 1) == 1:
             words["context_parallel_size"] = "auto"
@@ -380,12 +391,9 @@ class StrategyArgs(Settings):
     def _set_engine_options_aside(cls, data: Any, handler: ModelWrapValidatorHandler[StrategyArgs]) -> StrategyArgs:
         if not isinstance(data, dict):
             return handler(data)
-        data = dict(data)
-        if data.get("strategy_config", 0) is None:
-            del data["strategy_config"]
-        options: Any = {}
-        if data.get("strategy_name") in ENGINE_STRATEGIES and isinstance(data.get("strategy_config"), dict):
-            options = data.pop("strategy_config")
+        data = {key: value for key, value in data.items() if key != "strategy_config" or value is not None}
+        is_engine = data.get("strategy_name") in ENGINE_STRATEGIES and isinstance(data.get("strategy_config"), dict)
+        options: Any = data.pop("strategy_config") if is_engine else {}
         args = handler(data)
         args._engine_options = options
         return args

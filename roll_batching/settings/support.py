@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from roll_batching.settings.batching import SLICE_OBSTACLES
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -138,6 +140,14 @@ NO_ROTATION = _layout("attention that does not rotate", "attention_backend", lam
 CP_PER_PACK = _layout(
     "a context-parallel size per pack", "context_parallel_size", lambda parts: parts.layout.has_cp_per_pack
 )
+SLICES = _layout(
+    "slices of packs (pipeline_slices)",
+    "pipeline_slices",
+    lambda parts: parts.layout.pipeline_slices not in (1, "auto"),
+)
+VIRTUAL_STAGES = _layout(
+    "virtual pipeline stages", "virtual_pipeline_model_parallel_size", lambda parts: parts.layout.vpp_size > 1
+)
 PRECISION_AWARE = _layout(
     "the precision-aware optimizer",
     "use_precision_aware_optimizer",
@@ -165,6 +175,13 @@ MOVING_BIASES = _layout(
     "expert biases that training moves (moe_router_bias_update_rate)",
     "moe_router_bias_update_rate",
     lambda parts: EXPERTS.is_on(parts) and parts.bias_rate > 0,
+)
+ROUTER_LOSSES = Feature(
+    "losses of routers (aux_loss_coeff, z_loss_coeff)",
+    "model_args.architecture.moe",
+    lambda parts: (
+        EXPERTS.is_on(parts) and (parts.architecture.moe.aux_loss_coeff or parts.architecture.moe.z_loss_coeff)
+    ),
 )
 MORE_RANKS_THAN_HEADS = _layout(
     "more tensor-parallel ranks than key-value heads",
@@ -259,6 +276,17 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
         ),
         (FP8, CP_PER_PACK): "needs one context-parallel size; set context_parallel_size to a number instead of auto",
         (FP8, TRAINED_PART): "is not supported with lora_target or freeze_module_prefix; leave it out",
+        **{
+            (SLICES, other): f"is not supported with {other.name} for now, {SLICE_OBSTACLES[key]}; leave it out"
+            for key, other in (
+                *((feature.path[-1], feature) for feature in (HEADS, DELTA_NETS, HYBRID, VISION)),
+                ("router losses", ROUTER_LOSSES),
+            )
+        },
+        **{
+            (SLICES, other): f"is not supported with {other.name} for now; leave one of them out"
+            for other in (VIRTUAL_STAGES, CP_PER_PACK, FP8, ENGINE_LAYERS, NO_ROTATION)
+        },
         (OTHER_DTYPE, FP8): (
             "is {0.model.dtype}, and strategy_config.fp8 needs weights in bf16; set bf16, or leave it out"
         ),
@@ -287,6 +315,10 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
 )
 """Pairs of a model's parts, adapters, precision and layout that are refused."""
 ROLE_TESTED = {
+    (SLICES, LATENT): "strategy/test_slices.py",
+    (SLICES, WINDOWS): "strategy/test_slices.py",
+    (SLICES, SINKS): "strategy/test_slices.py",
+    (SLICES, VALUE_HEAD): "strategy/test_slices.py",
     (ADAPTERS, LOCAL_LAYERS): "strategy/test_adapters.py",
     (HEADS, LOCAL_LAYERS): "strategy/test_mtp.py",
     (FP8, ENGINE_LAYERS): "te/test_fp8.py",

@@ -27,7 +27,13 @@ from roll_batching.strategy.fault_messages import require_finite_outputs
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.optimizer_step import join_results, share_outputs
-from roll_batching.strategy.pack_features import gather_table, pack_times_of, require_context_sizes, sharing_of
+from roll_batching.strategy.pack_features import (
+    constraints_of,
+    gather_table,
+    pack_times_of,
+    require_pack_features,
+    sharing_of,
+)
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.step_inputs import check_candidates, count_local, pack_inputs
@@ -101,9 +107,7 @@ class MegatronInferStrategy(ModelIOMixin):
 
     @state.setter
     def state(self, state: ModelState) -> None:
-        sharing_of(state)  # raises where sharing is asked for and cannot be
-        if state.settings.max_cp_size > 1:
-            require_context_sizes(state)
+        require_pack_features(state)
         self._state = state
 
     @property
@@ -211,9 +215,8 @@ class MegatronInferStrategy(ModelIOMixin):
 
     def constraints(self, *, forward: bool = False) -> PlanConstraints:
         """Constraints of this role's plans; `forward`: for passes without gradient."""
-        state = self.state
-        batching = state.batching.infer if forward else state.batching.train
-        return state.settings.constraints(state.layout, batching)
+        batching = self.state.batching
+        return constraints_of(self.state, batching.infer if forward else batching.train)
 
     @property
     def planner(self) -> RolePlanner:

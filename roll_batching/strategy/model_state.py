@@ -36,6 +36,8 @@ class StepSettings(CheckedFields, error=LayoutError):
     """Pass rectangles to the model as [rows, length], for models that cannot take packs."""
     max_cp_size: Count = 1
     """Above 1, each pack has its own context-parallel size up to this one; see `PlanConstraints.max_cp_size`."""
+    pipeline_slices: Count | Literal["auto"] = 1
+    """Slices of a pack of mean cost, each a unit of the pipeline's schedule; see `PlanConstraints.pipeline_slices`."""
     pack_multiple: Count = 1
     """Multiple of the tokens that one rank holds; above 1 in FP8."""
     cluster: Cluster = field(default_factory=Cluster)
@@ -55,6 +57,7 @@ class StepSettings(CheckedFields, error=LayoutError):
             group_size=megatron.microbatch_group_size_per_vp_stage,
             apply_loss_scale=config.apply_loss_scale,
             max_cp_size=megatron.max_cp_size(dp_size) if config.use_sequence_packing else 1,
+            pipeline_slices=megatron.pipeline_slices if config.use_sequence_packing else 1,
             pack_multiple=megatron.pack_multiple,
             cluster=cluster,
         )
@@ -63,7 +66,12 @@ class StepSettings(CheckedFields, error=LayoutError):
         """Constraints of plans for a model in `layout`."""
         group_size = self.group_size if layout.interleaved else None
         return PlanConstraints.of(
-            layout, batching, group_size=group_size, max_cp_size=self.max_cp_size, pack_multiple=self.pack_multiple
+            layout,
+            batching,
+            group_size=group_size,
+            max_cp_size=self.max_cp_size,
+            pipeline_slices=self.pipeline_slices if batching.mode == "packed" else 1,
+            pack_multiple=self.pack_multiple,
         )
 
 

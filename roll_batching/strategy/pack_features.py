@@ -1,25 +1,41 @@
-"""What packs of a model may do: share prefixes, and have their own context-parallel size."""
+"""What packs of a model may do: share prefixes, be cut into slices, and have their own context-parallel size."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from roll_batching.errors import LayoutError
+from roll_batching.losses.runner import has_router_losses
 from roll_batching.modeling.cost import model_pack_times
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.layers import recurrent_layers
+from roll_batching.planning import BatchingSpec, PlanConstraints
 from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
-from roll_batching.settings.batching import CP_SIZE_OBSTACLES, PREFIX_OBSTACLES
+from roll_batching.settings.batching import CP_SIZE_OBSTACLES, PREFIX_OBSTACLES, SLICE_OBSTACLES
 from roll_batching.strategy.compatibility import random_settings
 from roll_batching.strategy.model_state import ModelState
 
 _told = threading.Event()
 """Set once the saving has been logged in this process."""
+
+
+def require_pack_features(state: ModelState) -> None:
+    """Raises `LayoutError` where settings ask for what packs of this model may not do."""
+    sharing_of(state)
+    slices_of(state)
+    if state.settings.max_cp_size > 1:
+        require_context_sizes(state)
+
+
+def constraints_of(state: ModelState, batching: BatchingSpec) -> PlanConstraints:
+    """Constraints of plans for this model."""
+    return replace(state.settings, pipeline_slices=slices_of(state)).constraints(state.layout, batching)
 
 
 def sharing_obstacle(state: ModelState) -> str | None:
@@ -104,6 +120,53 @@ def require_context_sizes(state: ModelState) -> None:
         )
     if (obstacle := context_size_obstacle(state)) is not None:
         raise LayoutError(f"max_cp_size={largest} gives each pack its own context-parallel size, but {obstacle}")
+
+
+def slices_of(state: ModelState) -> int | Literal["auto"]:
+    """`pipeline_slices` of plans for this model; "auto" is 1 where it cannot. Raises `LayoutError` if it must."""
+    choice = state.settings.pipeline_slices
+    if choice == 1:
+        return 1
+    obstacle, modes = slice_obstacle(state), {state.batching.train.mode, state.batching.infer.mode}
+    if "packed" not in modes:
+        obstacle = f"passes are {' and '.join(sorted(modes))}, and packs alone are cut: set use_sequence_packing"
+    if choice != "auto" and obstacle is not None:
+        raise LayoutError(f"pipeline_slices={choice}, but {obstacle}; or leave pipeline_slices out")
+    return choice if obstacle is None else 1
+
+
+def slice_obstacle(state: ModelState) -> str | None:
+    """Why packs of this model cannot be cut into slices, whoever plans them; None if they can."""
+    config = gpt_of(state.chunks[0]).config
+    if not getattr(state.attention, "slices", False) or state.rotates_rows:
+        name = "the model's own" if state.attention is None else state.attention.name
+        return f"the attention ({name}) keeps no keys for later slices: choose dense, varlen or flash_attn"
+    if gpt_of(state.chunks[0]).position_embedding_type not in ("none", "learned_absolute"):
+        return (
+            "the model rotates positions itself, counted from the start of every input: choose a backend that rotates"
+        )
+    features = {
+        "vision": state.vision is not None,
+        "mtp_num_layers": state.heads > 0,
+        "router losses": has_router_losses(config),
+    }
+    present = [name for name, is_on in features.items() if is_on] + list(filter(None, [recurrent_layers(config)]))
+    if present:
+        return f"the model has {present[0]}, {SLICE_OBSTACLES[present[0]]}: set pipeline_slices: 1"
+    refused = {
+        "virtual_pipeline_model_parallel_size above 1": state.layout.interleaved,
+        "a context-parallel size per pack": state.settings.max_cp_size > 1,
+        "rows_form": state.settings.rows_form,
+        "fp8": bool(config.fp8),
+        "defer_embedding_wgrad_compute": config.defer_embedding_wgrad_compute,
+        "num_microbatches_with_partial_activation_checkpoints": (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+        ),
+    }
+    for name, is_on in refused.items():
+        if is_on:
+            return f"slices are not supported with {name} for now: leave one of them out"
+    return None
 
 
 def context_size_obstacle(state: ModelState) -> str | None:

@@ -90,6 +90,11 @@ def run_schedule(
         fit_router_loss_log(config)
     tracker = MicroBatchTracker(plan, planned, train=not forward_only)
 
+    if plan.slices is not None:
+        return _run_slices(
+            packs, chunks[0], bind_loss, layout, tracker, masks_padding, forward_only, collect, pg_collection
+        )
+
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
         pack = next(iterator)
         micro_batch = tracker.start_forward(pack, chunk)
@@ -129,6 +134,49 @@ def run_schedule(
     if "p2p_communicator" in options:
         options["p2p_communicator"].check_exhausted(forward_only)
     return results
+
+
+def _run_slices(
+    packs: Packs,
+    chunk: Any,
+    bind_loss: LossBinder,
+    layout: ParallelLayout,
+    tracker: MicroBatchTracker,
+    masks_padding: bool,
+    forward_only: bool,
+    collect: bool,
+    pg_collection: Any,
+) -> list[Any]:
+    """`run_schedule` for a plan whose packs are cut into slices."""
+    from roll_batching.strategy.sliced_schedule import SlicedSchedule  # few plans have slices
+
+    def forward(pack: PackedBatch, params: PackedParams) -> Any:
+        place = params.place
+        assert place is not None
+        if place.first == 0:
+            micro_batch = tracker.start_forward(pack, chunk)
+        rows, extra = slice(place.first, place.last), {}
+        if masks_padding:
+            extra["padding_mask"] = routed_padding(pack.padding_mask[:, rows], gpt_of(chunk), layout)
+        output = chunk(
+            input_ids=pack.input_ids[:, rows],
+            position_ids=params.positions[None],
+            attention_mask=None,
+            packed_seq_params=params,
+            **extra,
+        )
+        if place.first == 0:
+            tracker.watch_backward(output, pack, micro_batch)
+        _release_after_last_use(params, output, chunk, (chunk,), forward_only)
+        return output
+
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    padding_masked = router_padding_masked((chunk,)) if masks_padding else contextlib.nullcontext()
+    with tracker.explain_out_of_memory(), padding_masked:
+        return SlicedSchedule(
+            layouts_of(packs), iter(packs), chunk, forward, bind_loss, layout,
+            forward_only=forward_only, collect=collect, pg_collection=groups,
+        ).run()  # fmt: skip
 
 
 def _changes_and_options(

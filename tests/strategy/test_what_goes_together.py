@@ -55,6 +55,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, "2 without sp"),
     **dict.fromkeys(("pp", "vpp", "dp", "ep"), (1, 2)),
     "cp": (1, 2, "auto"),
+    "slices": (1, 3),
     "optimizer": ("plain", "distributed", "overlapped"),
     "recompute": (None, "full", "selective"),
     **dict.fromkeys(SWITCHES, (False, True)),
@@ -64,6 +65,7 @@ NEEDS: dict[Level, dict[str, tuple[Any, ...]]] = {
     ("vpp", 2): {"pp": (2,)},
     ("uneven", True): {"pp": (2,)},
     ("cp", "auto"): {"dp": (2,), "mode": ("packed", "shared prefixes")},
+    ("slices", 3): {"mode": ("packed", "shared prefixes")},
     ("ep", 2): {"experts": (True,), "dp": (2,)},
     # Router losses and counts of tokens depend on the micro-batches in a mean of these, and take a shared token once.
     ("router_loss", True): {"experts": (True,), "micro_batch_mean": (False,), "mode": UNSHARED},
@@ -76,7 +78,7 @@ NEEDS: dict[Level, dict[str, tuple[Any, ...]]] = {
 ON_ONE_RANK: Case = {
     name: FACTORS[name][0]
     for name in (
-        *("mode", "tp", "pp", "vpp", "dp", "ep", "cp", "optimizer", "recompute"),
+        *("mode", "tp", "pp", "vpp", "dp", "ep", "cp", "slices", "optimizer", "recompute"),
         *("micro_batch_mean", "offload", "uneven"),
     )
 }
@@ -115,6 +117,7 @@ LAYOUTS: dict[Level, dict[str, Any]] = {
     ("vpp", 2): {"virtual_pipeline_model_parallel_size": 2},
     ("cp", 2): {"context_parallel_size": 2},
     ("cp", "auto"): {"context_parallel_size": "auto"},
+    ("slices", 3): {"pipeline_slices": 3},
     ("ep", 2): {"expert_model_parallel_size": 2},
     ("optimizer", "distributed"): SHARDED,
     ("optimizer", "overlapped"): SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -135,6 +138,7 @@ OF_JOBS: dict[s.Feature, tuple[Level, ...]] = {
     **dict.fromkeys((f.CP_PER_PACK, f.SIZE_PER_PACK), (("cp", "auto"),)),
     **dict.fromkeys((f.SHARED_PREFIXES, f.SHARED_PACKS), (("mode", "shared prefixes"),)),
     f.UNPACKED: (("mode", "padded"), ("mode", "dynamic")),
+    f.SLICED: (("slices", 3),),
     f.TEACHER: (("loss", "distill"),),
     f.CRITIC: (("loss", "values"),),
     f.KTO: (("loss", "kto"),),
@@ -276,6 +280,7 @@ def train(case: Case, role: Any) -> Steps:
         pairs = [place[sample] // 2 for sample in table.ids.tolist()] if case["loss"] == "dpo" else None
         plan = strategy.plan(table, group_ids=pairs)
         assert case["cp"] != "auto" or max(mb.cp_size for rank in plan.micro_batches for mb in rank) > 1
+        assert case["slices"] == 1 or plan.slices is not None
         assert case["mode"] != "shared prefixes" or pairs is not None or plan.report.shared_tokens > 0
         result = strategy.train_step(distribute(local, plan), plan, loss)
         gradients = whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, case["optimizer"] != "plain")

@@ -57,6 +57,8 @@ class Layout:
     """Counted as a layer."""
     groups: int = 0
     """Key-value heads of a model with norms of queries and keys; 0: two, without norms."""
+    slices: int = 1
+    """Of a pack of mean cost."""
     pattern: str | None = None
     """`pipeline_model_parallel_layout`, with `vpp` chunks per stage."""
 
@@ -72,7 +74,7 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = " ".join(
-            f"{k}{getattr(self, k)}" for k in ("tp", "pp", "vpp", "cp", "dp", "ep") if getattr(self, k) > 1
+            f"{k}{getattr(self, k)}" for k in ("tp", "pp", "vpp", "cp", "dp", "ep", "slices") if getattr(self, k) > 1
         )
         names = (
             "sp",
@@ -115,6 +117,7 @@ class Layout:
             "account_for_embedding_in_pipeline_split": self.embedding,
             "account_for_loss_in_pipeline_split": self.loss,
             "pipeline_model_parallel_layout": self.pattern,
+            "pipeline_slices": self.slices,
         }
 
 

@@ -170,6 +170,11 @@ CP_PER_PACK = Feature(
     f"{_LAYOUT}.context_parallel_size",
     lambda job: job.actor_train.strategy_args.strategy_config.has_cp_per_pack,
 )
+SLICED = Feature(
+    "slices of packs, also auto",
+    f"{_LAYOUT}.pipeline_slices",
+    lambda job: job.actor_train.strategy_args.strategy_config.pipeline_slices != 1,
+)
 ADAPTERS = Feature("adapters", f"{_TRAIN}.model_args.lora_target", lambda job: job.actor_train.model_args.lora_target)
 ADAPTERS_AND_REFERENCE = Feature(
     "adapters with a reference", ADAPTERS.key, lambda job: ADAPTERS.is_on(job) and wants_reference(job)

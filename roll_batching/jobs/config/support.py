@@ -85,6 +85,11 @@ _REFUSED = {
         "is {0.actor_train.router_replay.mode}, which needs one context-parallel size; set context_parallel_size to a "
         "number instead of auto"
     ),
+    (f.REPLAY, f.SLICED): (
+        "is {0.actor_train.router_replay.mode}, which needs whole packs; set "
+        "actor_train.strategy_args.strategy_config.pipeline_slices to 1"
+    ),
+    (f.SLICED, f.STREAM): "cuts packs of planned steps, and the section train forms packs from a stream; leave it out",
     (f.CORRECTION, f.DISTILL): "concerns old log-probs, which task: distill does not have; leave it out",
     (f.RATIO_CAP, f.CORRECTION): (
         "corrects in the loss what train_infer_correction corrects before it; keep one of the two"

@@ -158,6 +158,8 @@ class PackedCore(torch.nn.Module):
             )
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
+        if params.place is not None:
+            key, value = params.kept.extend(self.layer_number, params.place, key, value)
         if self.pads_values and value.shape[-1] < key.shape[-1]:  # most kernels want one head dimension
             value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
         keys: LocalKeys | GatheredKeys = LocalKeys(key, value)

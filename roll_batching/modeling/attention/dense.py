@@ -19,7 +19,7 @@ from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
-from roll_batching.packing.pack_layout import IntArray, PackLayout
+from roll_batching.packing.pack_layout import IntArray, PackLayout, PackSlice
 from roll_batching.packing.spans import spans_of, window_spans
 
 
@@ -93,12 +93,13 @@ class DenseBackend(AttentionBackend):
     windows = True
     sinks = True
     context_size_per_pack = True
+    slices = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`."""
         return DenseCore(rotation=rotation, **arguments)
 
-    def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> BucketSpans:
+    def metadata(self, layout: PackLayout | PackSlice, cp_rank: int, device: torch.device) -> BucketSpans:
         """The pack's spans as buckets."""
         spans = bucket_spans(layout, cp_rank, device)
         if self.window is None:
@@ -121,7 +122,9 @@ def _size_class(sizes: IntArray) -> IntArray:
     return -(-sizes // step) * step
 
 
-def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device, window: int | None = None) -> BucketSpans:
+def bucket_spans(
+    layout: PackLayout | PackSlice, cp_rank: int, device: torch.device, window: int | None = None
+) -> BucketSpans:
     """Spans of this context-parallel rank grouped by size, for scaled_dot_product_attention on `device`."""
     spans = spans_of(layout, cp_rank)
     if window is not None:

@@ -15,7 +15,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
-from roll_batching.packing.pack_layout import IntArray, PackLayout
+from roll_batching.packing.pack_layout import IntArray, PackLayout, PackSlice
 from roll_batching.packing.spans import spans_of
 
 
@@ -84,12 +84,13 @@ class VarlenBackend(AttentionBackend):
     narrow_values = True
     windows = True
     context_size_per_pack = True
+    slices = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`."""
         return self.core_type(rotation=rotation, **arguments)
 
-    def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
+    def metadata(self, layout: PackLayout | PackSlice, cp_rank: int, device: torch.device) -> VarlenSpans:
         """The pack's spans as cumulative lengths."""
         return varlen_spans(layout, cp_rank, device)
 
@@ -99,7 +100,7 @@ def kernel_window(window: int | None) -> tuple[int, int]:
     return -1 if window is None else window - 1, 0
 
 
-def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
+def varlen_spans(layout: PackLayout | PackSlice, cp_rank: int, device: torch.device) -> VarlenSpans:
     """Spans of this context-parallel rank for a variable-length kernel on `device`."""
     spans = spans_of(layout, cp_rank)
     queries, keys = spans.queries, spans.keys
@@ -113,7 +114,7 @@ def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Varl
     cu_queries = cumulative(queries)
     return VarlenSpans(
         cu_queries=cu_queries,
-        cu_keys=cu_queries if key_rows is None else cumulative(keys),
+        cu_keys=cu_queries if np.array_equal(keys, queries) else cumulative(keys),
         max_queries=int(queries.max()),
         max_keys=int(keys.max()),
         key_rows=key_rows,

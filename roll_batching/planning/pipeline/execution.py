@@ -8,13 +8,15 @@ searches, are tested against it.
    passes. A call of the communicator returns when all its transfers are done, and a transfer starts when sender and
    receiver have called for it. In the interleaved schedule an activation therefore leaves a stage only after the
    backward pass that follows it.
-3. Free transfers, which the planner assumes: an output is there when its pass ends, and no sender waits.
+3. Where receives are posted ahead, a transfer runs beside passes, from the end of the pass that made the output, and
+   only its receiver waits for it. So the planner assumes, with transfers that take no time, and so run slices of packs,
+   in the order of `pipeline.slices`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -22,6 +24,7 @@ import numpy as np
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.pipeline.schedule import Pass, dependency_of, stage_operations
+from roll_batching.planning.pipeline.slices import slice_operations
 from roll_batching.planning.plan_arrays import PlanArrays
 
 Times = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -53,19 +56,28 @@ def stage_program(
     chunks: int = 1,
     group_size: int | None = None,
     *,
-    has_free_transfers: bool = False,
+    posts_receives: bool = False,
 ) -> tuple[Instruction, ...]:
     """Passes of one stage for `count` micro-batches and its calls of the communicator, in order.
 
     `group_size` as in Megatron's interleaved schedule. With free transfers each pass has separate calls.
     """
     passes = stage_operations(stage, stages, count, chunks, group_size)
-    if chunks > 1 and not has_free_transfers:
+    if chunks > 1 and not posts_receives:
         warm_up = 2 * (stages - stage - 1) + (chunks - 1) * (group_size or stages)
         program = _interleaved_program(passes, stage, stages, chunks, warm_up)
     else:
         program = _plain_program(passes, stage, stages, chunks)
     return tuple(instruction for instruction in program if instruction)
+
+
+def _separate_calls(passes: Sequence[Pass], stage: int, stages: int) -> Iterator[Instruction]:
+    """A call before each pass that receives its input, and one after it that sends its output."""
+    for operation in passes:
+        is_backward, is_end = operation.is_backward, stage == (stages - 1 if operation.is_backward else 0)
+        yield Transfers(receive_prev=not is_backward and not is_end, receive_next=is_backward and not is_end)
+        yield operation
+        yield _send(operation, stage, stages, 1)
 
 
 def _send(operation: Pass, stage: int, stages: int, chunks: int) -> Transfers:
@@ -172,25 +184,24 @@ def execute(
     chunks: int = 1,
     group_size: int | None = None,
     shares: Sequence[float] | None = None,
-    has_free_transfers: bool = False,
+    posts_receives: bool = False,
+    slices: Sequence[tuple[int, ...]] | None = None,
 ) -> Timeline:
     """Passes of all ranks and stages with their times.
 
     `lists[rank]` are indices into `passes` in the order of execution. With `shares` a model chunk takes its share of
-    the time of a pass, in the order of the layers. Raises `PlanError` where ranks wait for each other in a circle.
+    the time of a pass, in the order of the layers. With `slices`, by rank the numbers of slices of its packs, passes
+    are of slices in forward order. Raises `PlanError` where ranks wait for each other in a circle.
     """
-    processes = [
-        [
-            _Process(
-                rank,
-                stage,
-                stage_program(stage, stages, len(packs), chunks, group_size, has_free_transfers=has_free_transfers),
-            )
-            for stage in range(stages)
-        ]
-        for rank, packs in enumerate(lists)
-    ]
-    _Execution(lists, passes, processes, shares or (1.0,) * (stages * chunks), has_free_transfers).run()
+
+    def program(rank: int, stage: int) -> tuple[Instruction, ...]:
+        if slices is not None:
+            return tuple(filter(None, _separate_calls(slice_operations(slices[rank], stage, stages), stage, stages)))
+        return stage_program(stage, stages, len(lists[rank]), chunks, group_size, posts_receives=posts_receives)
+
+    processes = [[_Process(rank, stage, program(rank, stage)) for stage in range(stages)] for rank in range(len(lists))]
+    posts_receives = posts_receives or slices is not None
+    _Execution(lists, passes, processes, shares or (1.0,) * (stages * chunks), posts_receives).run()
     return [[process.events for process in of_rank] for of_rank in processes]
 
 
@@ -202,13 +213,26 @@ def packs_of_ranks(plan: PlanArrays) -> list[list[int]]:
     return [list(range(rank * count, (rank + 1) * count)) for rank in range(plan.constraints.dp_size)]
 
 
-def execute_plan(plan: PlanArrays, forward: Times, backward: Times, *, transfer: Times | None = None) -> Timeline:
-    """Execution of a plan whose micro-batches take these times on one pipeline stage, float64[micro-batches] each.
+def units_of_ranks(plan: PlanArrays) -> tuple[list[list[int]], list[int]]:
+    """(Units of each data-parallel rank in forward order, micro-batch of each unit): slices, or micro-batches."""
+    packs, every = packs_of_ranks(plan), np.arange(len(plan.tokens))
+    if plan.slices is None:
+        return packs, every.tolist()
+    pack_of = np.repeat(every, plan.slices.counts)  # plans with slices have no blocks: ranks' packs are consecutive
+    return [np.flatnonzero(np.isin(pack_of, of_rank)).tolist() for of_rank in packs], pack_of.tolist()
 
-    `transfer`: times of activations between stages, which block sender and receiver; None: transfers are free. Ranks
-    with a common pack compute it together, and so do those that meet at every index.
+
+def execute_plan(plan: PlanArrays, forward: Times, backward: Times, *, transfer: Times | None = None) -> Timeline:
+    """Execution of a plan whose units take these times on one pipeline stage, float64[units] each.
+
+    Units are micro-batches, or the slices of a plan that has some. `transfer`: times of activations between stages,
+    which block sender and receiver of whole micro-batches; None: transfers are free. Ranks with a common pack compute
+    it together, and so do those that meet at every index.
     """
-    packs, constraints = packs_of_ranks(plan), plan.constraints
+    (packs, _), constraints = units_of_ranks(plan), plan.constraints
+    slices = None
+    if plan.slices is not None:
+        slices = [tuple(plan.slices.counts[of_rank].tolist()) for of_rank in packs_of_ranks(plan)]
     lists: list[list[int]] = [[] for _ in packs]
     joint: list[JointPass] = []
     for index in range(max(map(len, packs))):
@@ -231,7 +255,8 @@ def execute_plan(plan: PlanArrays, forward: Times, backward: Times, *, transfer:
         chunks=constraints.vpp_size,
         group_size=plan.group_size,
         shares=plan.chunk_shares,
-        has_free_transfers=transfer is None,
+        posts_receives=transfer is None,
+        slices=slices,
     )
 
 
@@ -281,10 +306,10 @@ class _Execution:
         passes: Sequence[JointPass],
         processes: list[list[_Process]],
         shares: Sequence[float],
-        has_free_transfers: bool,
+        posts_receives: bool,
     ) -> None:
         self.lists, self.passes, self.processes = lists, passes, processes
-        self.shares, self.has_free_transfers = shares, has_free_transfers
+        self.shares, self.posts_receives = shares, posts_receives
         self.ready = [process for of_rank in processes for process in of_rank]
         self.arrived: dict[tuple[int, int, Pass], list[_Process]] = {}
         # (rank, sending stage, whether forward): transfers pair in the order of the calls of senders and receivers.
@@ -342,7 +367,7 @@ class _Execution:
         channels = []
         for index, is_forward in sends:
             if index is not None:
-                process.open_transfers += not self.has_free_transfers
+                process.open_transfers += not self.posts_receives
                 channels.append((rank, stage, is_forward))
                 duration = self.passes[self.lists[rank][index]].transfer
                 self.senders[channels[-1]].append((process, process.clock, duration))
@@ -362,8 +387,8 @@ class _Execution:
         while senders and receivers:
             sender, sent, duration = senders.popleft()
             receiver, awaited = receivers.popleft()
-            end = max(sent, awaited) + duration
-            for process in (receiver,) if self.has_free_transfers else (sender, receiver):
+            end = max(sent + duration, awaited) if self.posts_receives else max(sent, awaited) + duration
+            for process in (receiver,) if self.posts_receives else (sender, receiver):
                 process.call_end = max(process.call_end, end)
                 process.open_transfers -= 1
                 if process.open_transfers == 0:

@@ -7,6 +7,7 @@ list serves all orders of micro-batches that a search tries.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -99,6 +100,12 @@ class StaticSchedule:
 def static_schedule(stages: int, count: int, chunks: int = 1, group_size: int | None = None) -> StaticSchedule:
     """Schedule of `count` micro-batches over `stages` x `chunks`, as arrays."""
     lists = [stage_operations(stage, stages, count, chunks, group_size) for stage in range(stages)]
+    return schedule_of(lists, chunks)
+
+
+def schedule_of(lists: Sequence[Sequence[Pass]], chunks: int = 1) -> StaticSchedule:
+    """Schedule of the passes `lists[stage]`. Raises `PlanError` where stages would wait for each other forever."""
+    stages = len(lists)
     index: dict[tuple[Pass, int], int] = {}
     entries: list[tuple[int, int, int, int, int]] = []
     position = [0] * stages
@@ -118,9 +125,7 @@ def static_schedule(stages: int, count: int, chunks: int = 1, group_size: int | 
                 last[stage] = len(entries) - 1
                 position[stage] += 1
         if len(entries) == before:
-            raise PlanError(
-                f"the schedule of {count} micro-batches over {stages} stages is a deadlock: all operations wait"
-            )
+            raise PlanError(f"the schedule of these passes over {stages} stages is a deadlock: all wait")
     columns = np.array(entries, dtype=np.int64).T
     return StaticSchedule(*(np.ascontiguousarray(column) for column in columns))
 

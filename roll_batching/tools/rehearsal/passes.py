@@ -31,7 +31,7 @@ from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.planning.prefixes import shared_positions
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
-from roll_batching.strategy.pack_features import pack_times_of, sharing_of
+from roll_batching.strategy.pack_features import constraints_of, pack_times_of, sharing_of
 from roll_batching.strategy.roles import top_log_probs
 from roll_batching.tools.rehearsal.fake_data import image_sizes, samples_of_critic
 from roll_batching.tools.rehearsal.lengths import (
@@ -350,4 +350,4 @@ def _of_critic(critic: MegatronInferStrategy, plan: Plan) -> SampleBatch:
 
 
 def _constraints(strategy: MegatronInferStrategy, batching: BatchingSpec) -> PlanConstraints:
-    return strategy.settings.constraints(strategy.layout, batching)
+    return constraints_of(strategy.state, batching)

@@ -14,7 +14,7 @@ import numpy as np
 
 from roll_batching.jobs.observe.run_files import MOST_SAMPLES
 from roll_batching.planning import Plan
-from roll_batching.planning.pipeline.execution import execute_plan, packs_of_ranks
+from roll_batching.planning.pipeline.execution import execute_plan, units_of_ranks
 from roll_batching.tools.report.charts import INK, Chart, Section, Trace
 from roll_batching.tools.report.run_files import RunFiles
 
@@ -216,8 +216,11 @@ class Timeline:
 
 def make_timeline(plan: Plan, ranks: int) -> Timeline:
     """Timeline of the first `ranks` DP ranks, as the planner predicts it: transfers between stages are free."""
-    constraints, stages, packs = plan.constraints, plan.constraints.pp_size, packs_of_ranks(plan)
+    constraints, stages = plan.constraints, plan.constraints.pp_size
+    units, pack_of = units_of_ranks(plan)
     costs = plan.costs / plan.cp_sizes * constraints.cp_size
+    if plan.slices is not None:
+        costs = plan.slices.costs.astype(np.float64)
     is_predicted = plan.blocks is not None and bool(plan.blocks.step_time)
     if plan.blocks is not None and is_predicted:
         costs = plan.blocks.times.astype(np.float64)
@@ -227,12 +230,13 @@ def make_timeline(plan: Plan, ranks: int) -> Timeline:
     boxes = []
     for row, (rank, stage) in enumerate(itertools.product(range(ranks), range(stages))):
         for event in events[rank][stage]:
-            pack = packs[rank][event.index]
+            unit = units[rank][event.index]
             if stages == 1 and event.is_backward:
                 continue  # the box of the forward pass holds both
             kind, part = ("step", 3) if stages == 1 else ("B", 2) if event.is_backward else ("F", 1)
             share = shares[event.chunk * stages + stage] / constraints.vpp_size
-            boxes.append(Box(row, event.start, float(costs[pack]) * share * part / 3, pack, event.index, kind))
+            duration = float(costs[unit]) * share * part / 3
+            boxes.append(Box(row, event.start, duration, pack_of[unit], event.index, kind))
     rows = ranks * stages
     # Predicted times are nanoseconds, shown in milliseconds; costs are shown in means of the rows' work.
     scale = 1e-6 if is_predicted else rows / (sum(box.duration for box in boxes) or rows)

@@ -46,6 +46,9 @@ def lines_of(scenario: Scenario, step: SimulatedStep, cluster: str) -> Iterator[
         sizes, counts = np.unique(step.plan.blocks.cp_sizes, return_counts=True)
         shown = ", ".join(f"{count:,} on {size}" for size, count in zip(sizes.tolist(), counts.tolist(), strict=True))
         yield f"packs by number of context-parallel ranks: {shown}"
+    if step.plan.slices is not None:
+        counts = step.plan.slices.counts
+        yield f"slices: {counts.sum():,} of {len(counts):,} packs, up to {counts.max()} of one"
     for count, why in ((report.truncated, "truncated"), (report.dropped, "dropped"), (report.fillers, "fillers")):
         if count:
             yield f"{why}: {count:,}"
@@ -68,9 +71,24 @@ def single_size_lines(
         yield f"single size {size} is impossible: {reason}"
 
 
+def pipeline_lines(steps: Mapping[str, SimulatedStep]) -> Iterator[str]:
+    """Lines that compare the schedules of a pipeline, and say which one to take."""
+    fastest = min(steps, key=lambda name: steps[name].seconds)
+    yield "pipeline: " + ", ".join(
+        f"{name} {step.seconds:.4g} s (bubbles {step.bubble_share:.1%})" for name, step in steps.items()
+    )
+    if fastest == "slices" and steps[fastest].plan.slices is not None:
+        yield "fastest: slices; set pipeline_slices: auto"
+    elif fastest.startswith("vpp"):
+        yield f"fastest: {fastest}; set virtual_pipeline_model_parallel_size: {fastest.removeprefix('vpp ')}"
+    else:
+        yield "fastest: whole packs"
+
+
 def rank_rows(step: SimulatedStep) -> tuple[list[tuple[str, ...]], int]:
     """(Rows of the table of data-parallel ranks, number of ranks left out)."""
-    ranks = list(range(len(step.packs)))
+    packs = [len({step.pack_of[unit] for unit in units}) for units in step.units]
+    ranks = list(range(len(packs)))
     if len(ranks) > MOST_SHOWN_RANKS:
         by_end = np.argsort(-step.rank_ends, kind="stable").tolist()
         half = MOST_SHOWN_RANKS // 2
@@ -83,13 +101,13 @@ def rank_rows(step: SimulatedStep) -> tuple[list[tuple[str, ...]], int]:
         rows.append(
             (
                 f"{rank}",
-                f"{len(step.packs[rank]):,}",
+                f"{packs[rank]:,}",
                 f"{int(tokens[rank]):,}",
                 f"{end:.4g}",
                 *(f"{share / step.seconds:.1%}" for share in shares),
             )
         )
-    return rows, len(step.packs) - len(ranks)
+    return rows, len(packs) - len(ranks)
 
 
 def sweep_rows(swept: Sequence[SweepResult]) -> list[tuple[str, ...]]:
@@ -97,7 +115,7 @@ def sweep_rows(swept: Sequence[SweepResult]) -> list[tuple[str, ...]]:
     rows = []
     for result in swept:
         if result.step is not None:
-            step, counts = result.step, [len(packs) for packs in result.step.packs]
+            step, counts = result.step, [len(units) for units in result.step.units]
             few, many = min(counts), max(counts)
             rows.append(
                 (
@@ -211,7 +229,7 @@ def draw_timeline(step: SimulatedStep, path: str | Path, *, title: str = "") -> 
 
 def chosen_ranks(step: SimulatedStep) -> list[int]:
     """Data-parallel ranks that are drawn: all, or some at equal distances with the slowest and the fastest."""
-    count, stages = len(step.packs), step.plan.constraints.pp_size
+    count, stages = len(step.units), step.plan.constraints.pp_size
     most = max(2, MOST_LANES // stages)
     if count <= most:
         return list(range(count))
@@ -248,7 +266,9 @@ def _draw_legend(axis: Any, step: SimulatedStep) -> None:
     if step.exchange.any():
         handles.append(Patch(color=EXCHANGE, label="exchange of keys and values (drawn at the end of a pass)"))
     handles.append(Patch(color=WAITING, label="waiting"))
-    number = "cp n: a pack on n context-parallel ranks" if step.plan.blocks is not None else "number: micro-batch"
+    number = "number: micro-batch" if step.plan.slices is None else "number: slice"
+    if step.plan.blocks is not None:
+        number = "cp n: a pack on n context-parallel ranks"
     handles.append(Patch(color="none", label=number))
     axis.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=8, frameon=False, fontsize=9)
 

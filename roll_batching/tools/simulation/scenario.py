@@ -25,8 +25,12 @@ from roll_batching.tools.simulation.step import SimulatedStep, simulate_plan
 
 DYNAMIC = "dynamic"
 """Value of `cp` that gives each pack its own context-parallel size."""
-SIZES = ("max_tokens", "cp", "tp", "pp", "vpp")
+AUTO = "auto"
+"""Value of `slices` that lets the planner choose."""
+SIZES = ("max_tokens", "cp", "tp", "pp", "vpp", "slices")
 """What `Scenario.vary` changes."""
+CHUNKS = (2, 4)
+"""Model chunks of a stage with which `compare_pipelines` tries the interleaved schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,7 @@ class Scenario:
                 max_tokens=changes.get("max_tokens", base.max_tokens),
                 max_cp_size=self._max_cp_size(ranks) if cp == DYNAMIC else 1,
                 group_size=base.group_size if sizes["vpp"] > 1 else None,
+                pipeline_slices=changes.get("slices", 1 if sizes["vpp"] > 1 else base.pipeline_slices),
             )
         except LayoutError as error:
             raise PlanError(str(error)) from None
@@ -139,6 +144,20 @@ def simulate_single_sizes(scenario: Scenario) -> tuple[dict[int, SimulatedStep],
         except PlanError as error:
             reasons[size] = str(error)
     return steps, reasons
+
+
+def compare_pipelines(scenario: Scenario) -> dict[str, SimulatedStep]:
+    """The step by schedule of its pipeline: whole packs, model chunks, slices; those that its layout allows."""
+    changes: dict[str, dict[str, Any]] = {"whole packs": {"vpp": 1, "slices": 1}}
+    changes |= {f"vpp {chunks}": {"vpp": chunks, "slices": 1} for chunks in CHUNKS}
+    changes["slices"] = {"vpp": 1, "slices": AUTO}
+    steps = {}
+    for name, change in changes.items():
+        try:
+            steps[name] = scenario.vary(change).simulate()
+        except PlanError:
+            continue  # the layers do not divide into so many chunks
+    return steps
 
 
 # ---- sweeps
@@ -185,11 +204,12 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _value(key: str, text: str) -> Any:
-    if key == "cp" and text == DYNAMIC:
-        return DYNAMIC
+    word = {"cp": DYNAMIC, "slices": AUTO}.get(key)
+    if text == word:
+        return word
     most = MOST_TOKENS if key == "max_tokens" else 1024
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:12]) <= most:
-        also = f", or {DYNAMIC}" if key == "cp" else ""
+        also = "" if word is None else f", or {word}"
         raise ConfigError(f"--sweep {key}={text!r}: write whole numbers from 1 to {most:,}{also}")
     return int(text)
 
@@ -233,6 +253,7 @@ def scenario_of_job(
         train.batching().train,
         group_size=megatron.microbatch_group_size_per_vp_stage if dims.interleaved else None,
         max_cp_size=megatron.max_cp_size(dims.dp_size),
+        pipeline_slices=megatron.pipeline_slices,
         pack_multiple=megatron.pack_multiple,
     )
     return Scenario(

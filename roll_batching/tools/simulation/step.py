@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,10 +12,10 @@ import numpy as np
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import Plan
-from roll_batching.planning.arrays import Ints, kind_of, sums_of
+from roll_batching.planning.arrays import Ints, kind_of, offsets_of, sums_of
 from roll_batching.planning.pack_times import BYTES, PackTimes
-from roll_batching.planning.pipeline.execution import PassEvent, Timeline, execute_plan, packs_of_ranks
-from roll_batching.planning.plan_arrays import NANOSECONDS
+from roll_batching.planning.pipeline.execution import PassEvent, Timeline, execute_plan, units_of_ranks
+from roll_batching.planning.plan_arrays import NANOSECONDS, PackSlices
 
 MOST_PASSES = 1_000_000
 """Most passes of all ranks and stages."""
@@ -26,8 +27,11 @@ class SimulatedStep:
 
     plan: Plan
     work: PackWork
-    packs: Sequence[Sequence[int]]
-    """`packs[dp_rank]`: micro-batches of the plan, in order."""
+    """Of the units: micro-batches, or slices."""
+    units: Sequence[Sequence[int]]
+    """`units[dp_rank]`: units of the plan, in order."""
+    pack_of: Sequence[int]
+    """Micro-batch of each unit."""
     timeline: Timeline
     """`timeline[dp_rank][stage]`: passes in order, with their times."""
 
@@ -40,12 +44,12 @@ class SimulatedStep:
     def busy(self) -> Seconds:
         """float64[dp]: seconds of passes of each data-parallel rank, equal on all its stages."""
         seconds = self.work.forward + self.work.backward
-        return np.array([seconds[list(packs)].sum() for packs in self.packs])
+        return np.array([seconds[list(units)].sum() for units in self.units])
 
     @cached_property
     def exchange(self) -> Seconds:
         """float64[dp]: part of `busy` in which keys and values travel."""
-        return np.array([self.work.exchange[list(packs)].sum() for packs in self.packs])
+        return np.array([self.work.exchange[list(units)].sum() for units in self.units])
 
     @property
     def seconds(self) -> float:
@@ -92,9 +96,10 @@ class SimulatedStep:
 
         Work includes the exchange. The rest of the event is waiting for other ranks.
         """
-        pack, work = self.packs[rank][event.index], self.work
-        busy = float((work.backward if event.is_backward else work.forward)[pack]) / self.plan.constraints.vpp_size
-        return pack, busy, busy * float(work.exchange[pack] / (work.forward[pack] + work.backward[pack]))
+        unit, work = self.units[rank][event.index], self.work
+        busy = float((work.backward if event.is_backward else work.forward)[unit]) / self.plan.constraints.vpp_size
+        exchange = busy * float(work.exchange[unit] / (work.forward[unit] + work.backward[unit]))
+        return self.pack_of[unit], busy, exchange
 
     def with_free_transfers(self) -> SimulatedStep:
         """The same step with free transfers between stages, as the planner and the report of a run assume."""
@@ -117,8 +122,11 @@ def simulate_plan(
     ("free": no time, and nobody waits for a receiver). Raises `PlanError` for times of another layout, and for more
     than `MOST_PASSES` passes.
     """
-    work, packs = pack_work(plan, times, recomputed=recomputed, head=head), packs_of_ranks(plan)
-    passes = 2 * plan.constraints.pp_size * plan.constraints.vpp_size * sum(map(len, packs))
+    work = pack_work(plan, times, recomputed=recomputed, head=head)
+    if plan.slices is not None:
+        work = slice_work(plan, plan.slices, work, times, recomputed)
+    units, pack_of = units_of_ranks(plan)
+    passes = 2 * plan.constraints.pp_size * plan.constraints.vpp_size * sum(map(len, units))
     if passes > MOST_PASSES:
         raise PlanError(
             f"the step has {passes:,} forward and backward passes on all ranks and stages, and a simulation at most "
@@ -126,7 +134,7 @@ def simulate_plan(
         )
     transfer = {"timed": work.transfer, "instant": np.zeros_like(work.transfer), "free": None}[transfers]
     timeline = execute_plan(plan, work.forward, work.backward, transfer=transfer)
-    return SimulatedStep(plan=plan, work=work, packs=packs, timeline=timeline)
+    return SimulatedStep(plan=plan, work=work, units=units, pack_of=pack_of, timeline=timeline)
 
 
 # ---- times of micro-batches
@@ -137,7 +145,7 @@ Seconds = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class PackWork:
-    """Seconds of each micro-batch of a plan on one pipeline stage, float64[micro-batches] each."""
+    """Seconds of each unit of a plan on one pipeline stage, float64[units] each: of micro-batches, or of slices."""
 
     forward: Seconds
     backward: Seconds
@@ -179,6 +187,31 @@ def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: fl
         backward=seconds * (2 + recomputed) / 3,
         exchange=exchange / NANOSECONDS * (3 + recomputed) / 3,
         transfer=_transfers(plan, times),
+    )
+
+
+def slice_work(plan: Plan, slices: PackSlices, work: PackWork, times: PackTimes, recomputed: float) -> PackWork:
+    """Work of the slices of packs that have the work `work`.
+
+    A slice has its share of the pack's cost, and what every pass costs on its own. Its exchange of keys and values is
+    of all tokens to which it attends.
+    """
+    counts, first = slices.counts, np.cumsum(slices.counts) - slices.counts
+    pack = np.repeat(np.arange(len(counts)), counts)
+    share = slices.costs / np.maximum(np.add.reduceat(slices.costs, first), 1)[pack]
+    edges = [np.concatenate([[0], slices.of(m), [tokens]]) for m, tokens in enumerate(plan.tokens.tolist())]
+    starts = [offsets_of(plan.slots[first:last]) for first, last in itertools.pairwise(plan.offsets.tolist())]
+    begins = [at[np.searchsorted(at, edge[:-1], side="right") - 1] for at, edge in zip(starts, edges, strict=True)]
+    own = np.concatenate([np.diff(edge) for edge in edges]) / plan.tokens[pack]
+    visible = (np.concatenate([edge[1:] for edge in edges]) - np.concatenate(begins)) / plan.tokens[pack]
+    exchange, backward = work.exchange[pack] * visible, 2 + recomputed
+    repeated = times.fixed(plan.constraints.cp_size) / NANOSECONDS / 3 * (1 - share)
+    repeated += (exchange - work.exchange[pack] * share) / (1 + backward)
+    return PackWork(
+        forward=work.forward[pack] * share + repeated,
+        backward=work.backward[pack] * share + repeated * backward,
+        exchange=exchange,
+        transfer=work.transfer[pack] * own,
     )
 
 

@@ -128,7 +128,7 @@ READ: list[tuple[Condition, str]] = [
             )
         ),
     ),
-    (has_stages, f"{LAYOUT}.microbatch_group_size_per_vp_stage"),
+    (has_stages, f"{LAYOUT}.microbatch_group_size_per_vp_stage {LAYOUT}.pipeline_slices"),
     (lambda job: bool(job.save_steps), "save_total_limit async_save"),
     (evaluates, "eval_steps eval_samples actor_train.data_args.eval_file_name"),
     (lambda job: evaluates(job) and not is_supervised(job), "validation.generating_args.*"),

@@ -83,7 +83,7 @@ def test_the_makespan_of_a_pipeline_is_that_of_its_execution() -> None:
         shares = None if count == 4 else tuple(random.uniform(0.5, 1.5, stages * chunks).tolist())
         sizes: dict[str, Any] = {"stages": stages, "chunks": chunks, "group_size": group}
         passes = [JointPass((0,), float(cost), 2.0 * cost) for cost in costs]
-        end = end_of(execute([range(count)], passes, **sizes, shares=shares, has_free_transfers=True))
+        end = end_of(execute([range(count)], passes, **sizes, shares=shares, posts_receives=True))
         span = pipeline_makespan(costs, **sizes, shares=shares)
         assert span == pytest.approx(end, abs=0 if shares is None else 3 * count * stages * chunks)  # costs are rounded
 
@@ -102,7 +102,7 @@ def test_the_makespan_of_packs_on_blocks_of_ranks_is_that_of_their_execution() -
         lists = [[p for p, (first, size, _) in enumerate(packs) if first <= r < first + size] for r in range(ranks)]
         joint = [JointPass(tuple(range(first, first + size)), time / 3, time * 2 / 3) for first, size, time in packs]
         filled = [packs for packs in lists if packs]
-        end = end_of(execute(filled, joint, stages=stages, shares=shares, has_free_transfers=True))
+        end = end_of(execute(filled, joint, stages=stages, shares=shares, posts_receives=True))
         span = joint_makespan(first_ranks, sizes, times, ranks, stages, shares)
         assert span == pytest.approx(end, abs=1e-6 if shares is None else 4 * len(packs) * stages)
 
@@ -132,7 +132,7 @@ def test_the_makespan_of_columns_is_that_of_their_execution() -> None:
             for rank in members:
                 lists[rank].append(len(joint) - 1)
         sized: dict[str, Any] = {"stages": stages, "chunks": chunks, "group_size": stages if chunks > 1 else None}
-        end = end_of(execute(lists, joint, **sized, has_free_transfers=True))
+        end = end_of(execute(lists, joint, **sized, posts_receives=True))
         arrays = [np.array(values, dtype=np.int64) for values in (columns, first_ranks, sizes)]
         schedule = static_schedule(stages, count, chunks, sized["group_size"])
         assert columns_makespan(*arrays, times, 4, width, schedule) == end

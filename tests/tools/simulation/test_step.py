@@ -31,7 +31,7 @@ def require_whole(step: SimulatedStep) -> None:
     assert sum(shares) == pytest.approx(1) and min(shares) >= -1e-12
     chunks = step.plan.constraints.vpp_size
     for row in timeline_of(step):
-        passes, packs = row["passes"], step.packs[row["dp_rank"]]
+        passes, packs = row["passes"], step.units[row["dp_rank"]]
         assert len(passes) == 2 * chunks * len(packs)
         assert len({(one["pass"], one["micro_batch"], one["chunk"]) for one in passes}) == len(passes)
         for earlier, later in zip(passes, passes[1:], strict=False):
@@ -73,7 +73,7 @@ def test_one_size_takes_as_long_as_in_a_separate_simulation(cp_size: int, pp_siz
     require_whole(step)
     for rank, micro_batches in enumerate(step.plan.micro_batches):
         forward = [case.times.pack(mb.lengths, cp_size) / 3e9 for mb in micro_batches]
-        assert step.work.forward[list(step.packs[rank])] == pytest.approx(forward)
+        assert step.work.forward[list(step.units[rank])] == pytest.approx(forward)
         other = simulate_pipeline(forward, stages=pp_size, chunks=vpp_size, group_size=step.plan.group_size)
         assert step.rank_ends[rank] == pytest.approx(other.makespan)
     assert (step.exchange > 0).all() == (cp_size > 1)
