@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 ARCHITECTURE = {
     "vocab_size": 64,
@@ -14,8 +16,8 @@ ARCHITECTURE = {
     "ffn_hidden_size": 16,
     "max_position_embeddings": 64,
 }
-TOKENS = 16
-"""Tokens of a pack: computing takes little beside sleeping."""
+TOKENS = 32
+"""Tokens of a pack: computing takes little beside sleeping. A slice has one at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,9 @@ class SleepingPlan:
     packs: tuple[tuple[int, ...], ...]
     """Numbers of the packs of each data-parallel rank, in order; ranks that share a pack compute it together."""
     forward: tuple[float, ...]
-    """Seconds of the forward pass of each pack on a stage; backward takes twice as long."""
+    """Seconds of the forward pass of each pack on a stage, or of each slice; backward takes twice as long."""
+    slices: tuple[int, ...] | None = None
+    """Slices of each pack; None: packs are computed as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +99,11 @@ class _Step:
         import torch
 
         from roll_batching.planning import Plan
+        from roll_batching.planning.plan_arrays import PackSlices
         from roll_batching.samples import SampleBatch
 
-        lengths = torch.full((len(sleeping.forward),), TOKENS)
+        counts = np.array(sleeping.slices or [1] * len(sleeping.forward))
+        lengths = torch.full((len(counts),), TOKENS)
         fields = {
             "input_ids": torch.ones(int(lengths.sum()), dtype=torch.long),
             "response_mask": torch.ones(int(lengths.sum()), dtype=torch.bool),
@@ -105,8 +111,13 @@ class _Step:
         batch = SampleBatch(torch.arange(len(lengths)), lengths, fields, dict.fromkeys(fields, "token"))
         bins = [[[pack] for pack in packs] for packs in sleeping.packs]
         plan = Plan.from_bins(bins, lengths.numpy(), strategy.constraints())
-        home = strategy.layout.dp_rank
-        return cls(plan, plan.shard(batch, home), [sleeping.forward[pack] for pack in sleeping.packs[home]])
+        home, of_packs = strategy.layout.dp_rank, np.split(np.array(sleeping.forward), np.cumsum(counts)[:-1])
+        if sleeping.slices is not None:  # with equal tokens: what a pass takes is its sleep
+            cuts = [TOKENS * np.arange(1, count) // count for count in counts]
+            offsets = np.cumsum([0, *map(len, cuts)])
+            plan = replace(plan, slices=PackSlices(offsets, np.concatenate(cuts), np.ones(counts.sum(), np.int64)))
+        forward = [float(seconds) for pack in sleeping.packs[home] for seconds in of_packs[pack]]
+        return cls(plan, plan.shard(batch, home), forward)
 
 
 def step_seconds(results: list[dict[str, Any]]) -> list[float]:

@@ -21,6 +21,9 @@ and, for `load_balance`:
    index; each index where ranks share experts or gather parameters layer by layer; the makespan of a pipeline. Without
    a pipeline, micro-batches of similar cost have equal indices;
 8. arithmetic is integer and searches stop after a number of steps, so that two machines make equal plans.
+
+With `pipeline_slices` packs are cut at rising multiples of the layout's alignment, and ranks that meet at every index
+have equal numbers of slices there; with "auto" no step is predicted to be longer than that of whole packs.
 """
 
 from __future__ import annotations

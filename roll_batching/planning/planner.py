@@ -110,6 +110,13 @@ def plan_step(
     return Plan.of(plan)
 
 
+def cut_packs(plan: Plan, cost: CostModel) -> Plan:
+    """The plan, made of whole packs, with slices as its constraints ask for. `cost` as for `plan_step`."""
+    if not plan.constraints.cuts_packs:
+        return plan
+    return Plan.of(_sliced((plan,), build_problem(plan.lengths, plan.constraints, cost=cost), cost))
+
+
 def _sliced(plans: Sequence[PlanArrays], problem: PlanProblem, cost: CostModel) -> PlanArrays:
     """The fastest of plans of whole packs whose packs are cut into slices, checked.
 

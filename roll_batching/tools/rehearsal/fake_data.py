@@ -83,12 +83,12 @@ def fake_pack(pack: PackedBatch, device: torch.device, top_k: int = 0) -> Packed
         result.fields[name] = result.fields[name].new_empty(len(result.fields[name]), top_k)
     if pack.params.images is not None:
         result.params.images = keep_grids(result.params.images, pack.params.images)
-    spans = pack.params.attention
-    if isinstance(spans, VarlenSpans):
-        queries, keys = spans.cu_queries.long().diff(), spans.cu_keys.long().diff()
-        # Under the causal mask; the last query of a span sees all its keys.
-        pairs = int((queries * keys - queries * (queries - 1) // 2).sum())
-        set_attention_pairs(result.params.attention.cu_queries, pairs)
+    for real, fake in zip((pack.params, *pack.slices), (result.params, *result.slices), strict=True):
+        if isinstance(spans := real.attention, VarlenSpans):
+            queries, keys = spans.cu_queries.long().diff(), spans.cu_keys.long().diff()
+            # Under the causal mask; the last query of a span sees all its keys.
+            pairs = int((queries * keys - queries * (queries - 1) // 2).sum())
+            set_attention_pairs(fake.attention.cu_queries, pairs)
     return result
 
 

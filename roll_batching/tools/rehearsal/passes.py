@@ -27,7 +27,7 @@ from roll_batching.modeling.cost import plan_flops
 from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.pipeline.schedule import legal_count
-from roll_batching.planning.planner import SMALLEST_SAVING
+from roll_batching.planning.planner import SMALLEST_SAVING, cut_packs
 from roll_batching.planning.prefixes import shared_positions
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
@@ -123,7 +123,7 @@ class Passes:
             sizes = pack_sizes(step)
             size = size if size in sizes else sizes[-1]
             content = Bin(fullest_bin(step, size))
-        return plan_of_equal_bins(constraints, content, count, size)
+        return cut_packs(plan_of_equal_bins(constraints, content, count, size), strategy.cost)
 
     def _longest_content(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Bin:
         """Samples of the fullest micro-batch: groups of responses to longest prompts where packs share prefixes."""

@@ -66,6 +66,7 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "a size per pack, CP 1 of 4 ranks": (job_of(megatron=AUTO | SHARDED), 4),
     "a size per pack, CP 2 of 4 ranks, TP2": (job_of(megatron=AUTO | TP2, **GROUPS), 8),
     "a size per pack, CP 2, PP2": (job_of(task="sft", sequence_length=600, megatron=AUTO | PP2), 4),
+    "slices, PP2": (job_of(task="sft", sequence_length=600, megatron=PP2 | {"pipeline_slices": 4}), 2),
 }
 """Jobs with their number of processes."""
 CP_SIZES = {
@@ -77,7 +78,7 @@ CP_SIZES = {
 """Context-parallel size of the rehearsed packs of jobs whose packs have their own."""
 SAMPLED = set(JOBS) - {
     *("PP2 x VPP2", "PP2 x VPP2, uneven", "CP2, padded", "DPO"),
-    *("a size per pack, CP 2", "a size per pack, CP 2, PP2"),
+    *("a size per pack, CP 2", "a size per pack, CP 2, PP2", "slices, PP2"),
 }
 """Jobs with rollouts of the training model."""
 
@@ -114,6 +115,7 @@ SLOW = {
     "a size per pack, CP 1 of 4 ranks",
     "a size per pack, CP 2 of 4 ranks, TP2",
     "a size per pack, CP 2, PP2",
+    "slices, PP2",
 }
 
 
