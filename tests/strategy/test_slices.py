@@ -185,3 +185,70 @@ def test_other_attention(architecture: dict[str, Any]) -> None:
 @pytest.mark.layouts
 def test_values_of_a_critic() -> None:
     _run([Layout(pp=2), Layout(pp=2, tp=2, sp=True)], [("groups", "values", shared) for shared in (False, True)])
+
+
+class Failing:
+    """A loss that raises for one pack."""
+
+    masks = ("response_mask",)
+    needs = ("log_probs",)
+
+    def token_loss(self, tokens: Any) -> Any:
+        raise ValueError("my mistake")
+
+
+def trouble(_: None) -> dict[str, str]:
+    """What is said of models that cannot be cut, of a loss that raises, and of a step after it."""
+    from roll_batching.errors import RollBatchingError
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.strategy import MegatronTrainStrategy
+    from roll_batching.strategy.model_state import StepSettings
+    from tests.losses.steps import mine
+    from tests.strategy.test_from_parts import _batching, _start
+    from tests.support.models import random_batch
+    from tests.support.own_model import build
+
+    said: dict[str, str] = {}
+
+    def note(name: str, call: Callable[[], Any]) -> Any:
+        try:
+            result = call()
+        except RollBatchingError as error:
+            said[name] = str(error)
+            return None
+        said[name] = "accepted"
+        return result
+
+    def adopt(core: str, slices: Any, mode: str = "packed", **options: Any) -> Any:
+        settings = StepSettings(pipeline_slices=slices)
+        return MegatronTrainStrategy.from_parts(
+            *build(core, **options), _batching(mode), vocab_size=61, settings=settings
+        )
+
+    _start(pp=2)
+    note("stock", lambda: adopt("stock", 4))
+    note("unpacked", lambda: adopt("packed", 4, "dynamic", rotate="core"))
+    note("its own rotation", lambda: adopt("packed", 4))
+    whole = random_batch(41, 9, 40)
+    falling_back = note("auto", lambda: adopt("packed", "auto"))
+    local = mine(falling_back, whole)
+    said["auto"] += f", slices {falling_back.plan(gather_lengths(local)).slices}"
+    strategy = note("cut", lambda: adopt("packed", 4, rotate="core"))
+    plan = strategy.plan(gather_lengths(local))
+    placed = distribute(local, plan)
+    note("a failing loss", lambda: strategy.train_step(placed, plan, Failing()))
+    right = strategy.train_step(placed, plan, losses()["policy"])
+    said["after it"] = f"{right.loss:.12f} {int(plan.slices.counts.max())}"
+    return said
+
+
+@pytest.mark.bad_input
+def test_what_cannot_be_cut_and_a_loss_that_raises() -> None:
+    first, last = run_ranks(2, f"{HERE}trouble")
+    assert first == last
+    for name in ("stock", "its own rotation"):
+        assert first[name].startswith("pipeline_slices=4, but") and "choose dense, varlen or flash_attn" in first[name]
+    assert "passes are dynamic, and packs alone are cut: set use_sequence_packing" in first["unpacked"]
+    assert first["auto"] == "accepted, slices None" and first["cut"] == "accepted"
+    assert "ValueError: my mistake" in first["a failing loss"] and "test_slices.py" in first["a failing loss"]
+    assert first["after it"] != "nan" and int(first["after it"].split()[1]) > 1
