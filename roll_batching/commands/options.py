@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from roll_batching.errors import RollBatchingError
+from roll_batching.errors import ConfigError, RollBatchingError
 
 MOST_RANKS = 65_536
 MOST_SPLITS = 1024
@@ -29,6 +29,19 @@ Clusters = Annotated[
         "repeated. Rates are those of strategy_config.cluster in docs/configuration.md.",
     ),
 ]
+
+Slices = Annotated[
+    str | None, typer.Option(help="Slices of a pack, each a unit of the pipeline: a number, or auto. Default: 1.")
+]
+
+
+def slices_of(text: str | None) -> int | Literal["auto"]:
+    """`PlanConstraints.pipeline_slices` of the option. Raises `ConfigError`."""
+    if text == "auto":
+        return "auto"
+    if text is not None and not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"--slices {text!r} is neither a number nor auto")
+    return 1 if text is None else int(text)
 
 
 def require_torch(task: str) -> None:

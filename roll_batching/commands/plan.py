@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from roll_batching.commands.options import MOST_RANKS, MOST_SPLITS, Clusters, print_table
+from roll_batching.commands.options import MOST_RANKS, MOST_SPLITS, Clusters, Slices, print_table, slices_of
 from roll_batching.commands.plan_sizes import compare_sizes, show_sizes
 from roll_batching.errors import ConfigError, DataError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes, plan_step
@@ -101,6 +101,7 @@ def plan(
             help="Expert-parallel size; ranks that share experts wait for each other at every micro-batch.",
         ),
     ] = 1,
+    slices: Slices = None,
     sequence_parallel: Annotated[bool, typer.Option(help="Align packs for sequence parallelism.")] = False,
     oversize: Annotated[str, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = "error",
     first: Annotated[int | None, typer.Option(min=1, help="Plan only the first N sequences.")] = None,
@@ -166,6 +167,7 @@ def plan(
             vpp_size=vpp,
             ep_size=ep,
             sequence_parallel=sequence_parallel,
+            pipeline_slices=slices_of(slices),
             oversize=cast(Oversize, oversize),
         )
         if dynamic_cp:
@@ -202,6 +204,8 @@ def plan(
         )
         return
     typer.echo(f"length = {' + '.join(table.columns)}")
+    if chosen.slices is not None:
+        typer.echo(f"slices: {chosen.slices.counts.sum():,} of {len(chosen.tokens):,} packs")
     for name, reason in table.left_out.items():
         typer.echo(f"left out: {name or 'a column without a name'} ({reason})")
     modes = [name for name in ("padded", "dynamic", "packed") if name in reports]
@@ -235,4 +239,6 @@ def _make_plans(
 def _with_mode(packed: PlanConstraints, mode: str, algorithm: str | None, width: int) -> PlanConstraints:
     """`packed` in another mode; in mode padded, rows are as long as the longest sequence (`width`)."""
     changes: dict[str, Any] = {"mode": mode, "algorithm": algorithm}
+    if mode != "packed":
+        changes["pipeline_slices"] = 1  # packs alone are cut
     return replace(packed, **changes, padded_length=width if mode == "padded" else None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from roll_batching.commands.options import MOST_RANKS, MOST_SPLITS, Clusters, print_table
+from roll_batching.commands.options import MOST_RANKS, MOST_SPLITS, Clusters, Slices, print_table, slices_of
 from roll_batching.errors import ConfigError, DataError, LayoutError, PlanError
 from roll_batching.files import atomic_file, cause, check_replaceable
 from roll_batching.jobs.config import load_config
@@ -65,9 +65,7 @@ def simulate(
         int | None, typer.Option(min=1, max=MOST_SPLITS, help="Model chunks per pipeline stage. Default: 1.")
     ] = None,
     ep: Annotated[int | None, typer.Option(min=1, max=MOST_SPLITS, help="Expert-parallel size. Default: 1.")] = None,
-    slices: Annotated[
-        str | None, typer.Option(help="Slices of a pack, each a unit of the pipeline: a number, or auto. Default: 1.")
-    ] = None,
+    slices: Slices = None,
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel", help="Divide activations over tensor-parallel ranks.")
     ] = None,
@@ -173,7 +171,7 @@ def _of_options(lengths: Ints, given: dict[str, Any], cluster: Cluster) -> Scena
         sequence_parallel=given.get("sequence_parallel", False),
         oversize=cast(Oversize, given.get("oversize", "error")),
         max_cp_size=1 if not is_dynamic else largest or ranks & -ranks,
-        pipeline_slices=_slices_of(given.get("slices", "1")),
+        pipeline_slices=slices_of(given.get("slices")),
     )
     return Scenario(
         lengths=lengths,
@@ -182,14 +180,6 @@ def _of_options(lengths: Ints, given: dict[str, Any], cluster: Cluster) -> Scena
         cluster=cluster,
         largest_cp_size=largest,
     )
-
-
-def _slices_of(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    if not text.isascii() or not text.isdecimal():
-        raise ConfigError(f"--slices {text!r} is neither a number nor auto")
-    return int(text)
 
 
 def _of_job(

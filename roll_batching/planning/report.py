@@ -111,7 +111,11 @@ def make_report(plan: PlanArrays) -> PlanReport:
 
 
 def step_time(plan: PlanArrays, fixed_cost: int) -> int:
-    """Cost of the slowest block of ranks, in a pipeline its makespan; `fixed_cost` per micro-batch."""
+    """Cost of the slowest block of ranks, in a pipeline its makespan; `fixed_cost` per micro-batch, or per slice."""
+    if plan.slices is not None:
+        from roll_batching.planning.pipeline.slices import sliced_time  # few plans have slices
+
+        return sliced_time(plan, plan.slices, fixed_cost)
     costs = plan.costs.reshape(plan.constraints.dp_size, -1) + fixed_cost
     return step_cost(costs, plan.constraints, plan.chunk_shares, group_size=plan.group_size)
 

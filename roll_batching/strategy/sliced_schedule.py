@@ -111,6 +111,7 @@ class SlicedSchedule:
         counts = [len(pack.slices) for pack in layouts]
         operations = slice_operations(counts, layout.pp_rank, layout.pp_size)
         self._operations = [op for op in operations if not (forward_only and op.is_backward)]
+        self._held = contextlib.ExitStack()
         self._open: dict[int, _OpenPack] = {}
         self._inputs: dict[int, torch.Tensor | None] = {}
         self._outputs: dict[int, torch.Tensor] = {}
@@ -121,25 +122,33 @@ class SlicedSchedule:
     def run(self) -> list[Any]:
         """Results of the loss functions on the last stage, in the order of the packs; an empty list elsewhere."""
         config = self._config
-        with contextlib.ExitStack() as held:
-            if not self._forward_only:
-                held.enter_context((config.no_sync_func or contextlib.nullcontext)())
+        with self._held:
+            self._hold_gradients()
             for place, operation in enumerate(self._operations):
-                if not operation.is_backward:
+                if operation.is_backward:
+                    self._backward(operation.micro_batch, is_last=place == len(self._operations) - 1)
+                else:
                     self._forward(operation.micro_batch)
-                    continue
-                # As in Megatron: later stages reduce after their last backward pass, while the first still computes.
-                is_last = place == len(self._operations) - 1
-                if is_last and (config.grad_sync_func is None or self._layout.pp_rank == 0):
-                    held.close()
-                self._backward(operation.micro_batch)
-        if not self._forward_only and config.grad_sync_func is not None and self._layout.pp_rank > 0:
+        if not (self._forward_only or self._reduces_inside):
             config.grad_sync_func(self._chunk.parameters())
         self._transfers.wait()
         if not self._forward_only and config.finalize_model_grads_func is not None:
             tokens = self._tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func([self._chunk], tokens, pg_collection=self._groups)
         return self._results
+
+    @property
+    def _reduces_inside(self) -> bool:
+        """Whether gradients are reduced as the last backward pass makes them.
+
+        As in Megatron: with `grad_sync_func`, later stages reduce after it, while the first stage still computes.
+        """
+        return self._config.grad_sync_func is None or self._layout.pp_rank == 0
+
+    def _hold_gradients(self) -> None:
+        """Gradients add up from here on, and are not reduced before `_held` is closed."""
+        if not self._forward_only:
+            self._held.enter_context((self._config.no_sync_func or contextlib.nullcontext)())
 
     def _forward(self, number: int) -> None:
         unit = self._units[number]
@@ -168,11 +177,13 @@ class SlicedSchedule:
             self._loss(pack)
             del self._open[unit.pack]
 
-    def _backward(self, number: int) -> None:
+    def _backward(self, number: int, *, is_last: bool) -> None:
         unit, output, received = self._units[number], self._outputs.pop(number), self._inputs.pop(number)
         pack = self._open[unit.pack]
         if unit.is_last:
             self._loss(pack)
+        if is_last and self._reduces_inside:
+            self._held.close()
         if self._layout.is_last_stage:
             leaf = pack.outputs.pop()
             torch.autograd.backward(output, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
@@ -204,8 +215,16 @@ class SlicedSchedule:
         )
         self._tokens += tokens.to(self._tokens.device)
         if self._layout.is_last_stage and not self._forward_only:
+            # The loss makes the last gradient of a deferred head; a head tied to the embedding has its last there.
+            gpt, is_last_pack = gpt_of(self._chunk), pack is self._open.get(self._num_packs - 1)
+            is_complete = not (gpt.pre_process and gpt.share_embeddings_and_output_weights)
+            if is_last_pack and is_complete and self._reduces_inside:
+                self._held.close()
             scale = self._config.grad_scale_func
             torch.autograd.backward(loss if scale is None else scale(loss))
+            if is_last_pack:
+                self._held.close()
+                self._hold_gradients()
 
     def _join(self, pack: _OpenPack) -> torch.Tensor:
         """The output of the whole pack, [1, tokens, ...], as the model returns it."""

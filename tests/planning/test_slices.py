@@ -29,17 +29,6 @@ def workload(name: str, seed: int) -> tuple[np.ndarray, int]:
     return lengths.clip(16, cap).astype(np.int64), cap
 
 
-def sliced_step(plan: Plan, fixed: int = 0) -> int:
-    """Makespan of the slowest rank of a plan with slices, by its own costs."""
-    assert plan.slices is not None
-    counts = plan.slices.counts.reshape(plan.constraints.dp_size, -1)
-    costs = np.split(plan.slices.costs + fixed, np.cumsum(counts.sum(axis=1))[:-1])
-    return max(
-        sliced_makespan(of_rank, of_packs, plan.constraints.pp_size)
-        for of_rank, of_packs in zip(costs, counts, strict=True)
-    )
-
-
 def check_tables(cases: int, seed: int) -> None:
     """Every stage's passes, for random numbers of slices, run to their end, each once, in the promised order."""
     random = np.random.default_rng(seed)
@@ -159,7 +148,7 @@ def test_stages_hardly_wait(name: str, stages: int, slices: int, most: float) ->
     constraints = PlanConstraints(dp_size=8, pp_size=stages, max_tokens=cap, pipeline_slices=slices)
     cost = LinearQuadraticCost()
     ideal = 3 * sum(cost.sequence(int(n)) for n in lengths) / 8
-    ratio = sliced_step(plan_step(lengths, constraints, cost=COST)) / ideal
+    ratio = step_time(plan_step(lengths, constraints, cost=COST), 0) / ideal
     whole = plan_step(lengths, replace(constraints, pipeline_slices=1), cost=COST)
     assert ratio < most < step_time(whole, 0) / ideal
 
@@ -180,8 +169,7 @@ def test_auto_is_never_slower_than_whole_packs() -> None:
         whole = plan_step(lengths, constraints, cost=COST)
         auto = plan_step(lengths, replace(constraints, pipeline_slices="auto"), cost=COST)
         took_slices += auto.slices is not None
-        time = step_time(auto, COST.fixed) if auto.slices is None else sliced_step(auto, COST.fixed)
-        assert time <= step_time(whole, COST.fixed)
+        assert step_time(auto, COST.fixed) <= step_time(whole, COST.fixed)
         assert sorted(auto.samples) == sorted(whole.samples)
     assert took_slices > 10
 

@@ -20,7 +20,11 @@ from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.strategy.test_slices:"
 SLOW = [pytest.mark.slow, pytest.mark.layouts]
-CORE = [Layout(pp=2, slices=4, recompute=True, tied=True), Layout(cp=2, slices=3)]
+CORE = [
+    Layout(pp=2, slices=4, recompute=True, tied=True),
+    Layout(cp=2, slices=3),
+    Layout(dp=2, distopt=True, overlap=True, slices=4),
+]
 MORE = [
     Layout(slices=5),
     Layout(pp=2, slices=8, per_token=False, first=1, layers=4),
@@ -28,10 +32,13 @@ MORE = [
     Layout(dp=2, distopt=True, slices=4),
     Layout(dp=2, ep=2, moe=True, slices=3),
     Layout(pp=4, slices=4),
-    Layout(pp=2, cp=2, slices=3, dtype="bf16"),
+    Layout(pp=2, cp=2, slices=3),
     Layout(pp=2, tp=2, sp=True, slices=3, tied=True),
     Layout(pp=2, tp=2, slices=4, recompute=True),
     Layout(pp=2, dp=2, distopt=True, slices=4),
+    Layout(pp=2, dp=2, distopt=True, overlap=True, slices=3),
+    Layout(pp=2, dp=2, overlap=True, tied=True, slices=2),
+    Layout(dp=2, overlap=True, tied=True, slices=3),
     Layout(pp=2, dp=2, ep=2, moe=True, slices=3),
     Layout(pp=4, tp=2, sp=True, slices=6),
 ]
@@ -162,13 +169,14 @@ def test_random_cuts_in_more_layouts() -> None:
 
 
 LATENT = {
+    "num_query_groups": ARCHITECTURE["num_attention_heads"],
     "multi_latent_attention": {
         "q_lora_rank": 16,
         "kv_lora_rank": 16,
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 6,
-    }
+    },
 }
 
 

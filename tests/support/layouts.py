@@ -59,6 +59,8 @@ class Layout:
     """Key-value heads of a model with norms of queries and keys; 0: two, without norms."""
     slices: int = 1
     """Of a pack of mean cost."""
+    overlap: bool = False
+    """Gradients are reduced while the last backward pass runs, and parameters gathered while the forward runs."""
     pattern: str | None = None
     """`pipeline_model_parallel_layout`, with `vpp` chunks per stage."""
 
@@ -90,6 +92,7 @@ class Layout:
             "loss",
             "groups",
             "pattern",
+            "overlap",
         )
         flags = [
             k if getattr(self, k) is True else f"{k} {getattr(self, k)}"
@@ -118,6 +121,8 @@ class Layout:
             "account_for_loss_in_pipeline_split": self.loss,
             "pipeline_model_parallel_layout": self.pattern,
             "pipeline_slices": self.slices,
+            "overlap_grad_reduce": self.overlap,
+            "overlap_param_gather": self.overlap and self.distopt,
         }
 
 

@@ -183,14 +183,21 @@ def slice_plan(plan: PlanArrays, count: int, costs_of: Callable[[Ints], Ints], f
         room = (plan.tokens // constraints.micro_batch_alignment).reshape(constraints.dp_size // width, width, -1)
         counts = np.repeat(np.minimum(most, room.min(axis=1)), width, axis=0)
     cuts = [pack.cut(number) for pack, number in zip(packs, counts.reshape(-1).tolist(), strict=True)]
-    slowest, per_pack = 0, counts.shape[1]
     costs = [pack.slice_costs(of_pack) for pack, of_pack in zip(packs, cuts, strict=True)]
-    per_rank = [np.concatenate(costs[r * per_pack : (r + 1) * per_pack]) for r in range(len(counts))]
-    for first in range(0, len(counts), width):
-        block = np.stack(per_rank[first : first + width]).max(axis=0) + fixed
-        slowest = max(slowest, sliced_makespan(block, counts[first], constraints.pp_size, plan.chunk_shares))
     offsets = offsets_of(np.array([len(of_pack) for of_pack in cuts], dtype=np.int64))
-    return PackSlices(offsets=offsets, cuts=np.concatenate(cuts), costs=np.concatenate(costs)), slowest
+    slices = PackSlices(offsets=offsets, cuts=np.concatenate(cuts), costs=np.concatenate(costs))
+    return slices, sliced_time(plan, slices, fixed)
+
+
+def sliced_time(plan: PlanArrays, slices: PackSlices, fixed: int) -> int:
+    """Makespan of the slowest ranks of a plan cut into `slices`; `fixed` is the cost of each pass."""
+    constraints, slowest = plan.constraints, 0
+    counts = slices.counts.reshape(constraints.dp_size, -1)
+    per_rank = np.split(slices.costs + fixed, np.cumsum(counts.sum(axis=1))[:-1])
+    for first in range(0, len(counts), constraints.joint_ranks):
+        block = np.stack(per_rank[first : first + constraints.joint_ranks]).max(axis=0)
+        slowest = max(slowest, sliced_makespan(block, counts[first], constraints.pp_size, plan.chunk_shares))
+    return slowest
 
 
 def in_order(plan: PlanArrays, order: Ints) -> PlanArrays:
