@@ -257,8 +257,7 @@ def _rows_of_parts(parts: Sequence[int], ranks: int) -> IntArray:
 class _Transfers:
     """Messages between neighbouring stages, of known shapes.
 
-    The next receive of each direction is posted before it is needed, so that it runs beside a pass. Activations and
-    gradients have a group each: with one for both, NCCL would finish them in the order in which they were posted.
+    The next receive of each direction is posted before it is needed, so that it runs beside a pass.
     """
 
     def __init__(
@@ -272,8 +271,7 @@ class _Transfers:
         ]
         self._posted: list[tuple[int, torch.Tensor, Any] | None] = [None, None]
         if layout.pp_size > 1:
-            self._groups = pipeline_groups(layout)
-            self._ranks = dist.get_process_group_ranks(layout.pp_group)
+            self._links = stage_links(layout)
             for direction in range(2):
                 self._post(direction)
 
@@ -302,12 +300,10 @@ class _Transfers:
     def _post(self, direction: int) -> None:
         number = next(self._awaited[direction], None)
         self._posted[direction] = None
-        if number is None:
-            return
-        tensor = torch.empty(self._shapes[number], dtype=self._dtype, device=self._layout.device)
-        source = self._ranks[self._layout.pp_rank + (1 if direction else -1)]
-        work = dist.irecv(tensor, source, group=self._groups[direction], tag=number)
-        self._posted[direction] = number, tensor, work
+        if number is not None:
+            tensor = torch.empty(self._shapes[number], dtype=self._dtype, device=self._layout.device)
+            source = self._links[direction][1 if direction else -1]
+            self._posted[direction] = number, tensor, _start(dist.irecv, tensor, source, number)
 
     def _receive(self, direction: int, number: int) -> torch.Tensor:
         posted = self._posted[direction]
@@ -320,19 +316,43 @@ class _Transfers:
     def _send(self, direction: int, number: int, tensor: torch.Tensor) -> None:
         self._sends = [(sent, work) for sent, work in self._sends if not work.is_completed()]
         tensor = tensor.contiguous()
-        target = self._ranks[self._layout.pp_rank + (-1 if direction else 1)]
-        self._sends.append((tensor, dist.isend(tensor, target, group=self._groups[direction], tag=number)))
+        target = self._links[direction][-1 if direction else 1]
+        self._sends.append((tensor, _start(dist.isend, tensor, target, number)))
 
 
-def pipeline_groups(layout: ParallelLayout) -> tuple[Any, Any]:
-    """Groups of the ranks of this pipeline for activations and for gradients. The first call is collective."""
+def _start(operation: Any, tensor: torch.Tensor, link: tuple[int, Any], number: int) -> Any:
+    """Starts a transfer over a link. In a batch of one, for which NCCL uses the communicator of the link's group."""
+    rank, group = link
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, group, tag=number)])
+    return work
+
+
+Links = dict[int, tuple[int, Any]]
+"""(Rank, group of two) of the stage before (-1) and of the stage after (1)."""
+
+
+def stage_links(layout: ParallelLayout) -> tuple[Links, Links]:
+    """Links of this stage for activations, and for gradients. The first call is collective among all ranks.
+
+    Each carries messages of one direction, which NCCL finishes in the order in which they were posted: on a common one
+    a receive that is posted ahead would hold up a send behind it. All are used once here, as NCCL connects two ranks
+    only when both are there.
+    """
     members = tuple(dist.get_process_group_ranks(layout.pp_group))
 
-    def make() -> tuple[Any, Any]:
+    def make() -> tuple[Links, Links]:
         everyone, timeout = sorted(set(gather_objects(members, layout.host_group))), group_timeout(layout.pp_group)
-        made = [[dist.new_group(list(ranks), timeout) for ranks in everyone] for _ in range(2)]
-        forward, backward = (groups[everyone.index(members)] for groups in made)
-        return forward, backward
+        links: tuple[Links, Links] = ({}, {})
+        for direction, pipeline in itertools.product(links, everyone):
+            for before, after in itertools.pairwise(pipeline):
+                group = dist.new_group([before, after], timeout)
+                if dist.get_rank() in (before, after):
+                    side = 1 if dist.get_rank() == before else -1
+                    direction[side] = (after if side == 1 else before), group
+        for direction in links:
+            for side in sorted(direction):
+                dist.all_reduce(torch.zeros(1, device=layout.device), group=direction[side][1])
+        return links
 
-    groups: tuple[Any, Any] = cached_group(("slices", members), make)
-    return groups
+    links: tuple[Links, Links] = cached_group(("slices", members), make)
+    return links

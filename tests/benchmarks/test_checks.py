@@ -21,6 +21,7 @@ COMMANDS = {
     "simulation": [],
     "streams": [],
     "driver": [],
+    "slices": ["--only", "planned"],  # processes that sleep need a quiet machine
     "cp_steps": [],
     "dynamic_cp": [],
 }
