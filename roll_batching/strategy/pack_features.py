@@ -136,7 +136,7 @@ def slices_of(state: ModelState) -> int | Literal["auto"]:
 
 
 def slice_obstacle(state: ModelState) -> str | None:
-    """Why packs of this model cannot be cut into slices, whoever plans them; None if they can."""
+    """Why packs of this model cannot be cut into slices; None if they can."""
     config = gpt_of(state.chunks[0]).config
     if not getattr(state.attention, "slices", False) or state.rotates_rows:
         name = "the model's own" if state.attention is None else state.attention.name

@@ -22,7 +22,7 @@ from roll_batching.samples.flatten import content_digest
 from roll_batching.samples.length_table import require_batch
 from roll_batching.samples.token_fields import check_shared_rows, inputs_of, token_place
 from roll_batching.strategy.model_state import ModelState
-from roll_batching.strategy.pack_features import sharing_obstacle
+from roll_batching.strategy.pack_features import sharing_obstacle, slice_obstacle
 
 SAME_BLOCK_SAMPLES = (
     "ranks that compute a pack together have different samples of it: pass the result of distribute(batch, plan)"
@@ -185,6 +185,8 @@ def _check_plan(plan: Plan, state: ModelState) -> None:
 
         if (obstacle := context_size_obstacle(state)) is not None:
             raise LayoutError(f"packs have different context-parallel sizes, but {obstacle}; or plan with one size")
+    if plan.slices is not None and (obstacle := slice_obstacle(state)) is not None:
+        raise LayoutError(f"packs of the plan are cut into slices, but {obstacle}; or plan with pipeline_slices=1")
     if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
         raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
 

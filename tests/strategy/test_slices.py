@@ -244,6 +244,7 @@ def trouble(_: None) -> dict[str, str]:
     strategy = note("cut", lambda: adopt("packed", 4, rotate="core"))
     plan = strategy.plan(gather_lengths(local))
     placed = distribute(local, plan)
+    note("another's plan", lambda: falling_back.train_step(placed, plan, losses()["policy"]))
     note("a failing loss", lambda: strategy.train_step(placed, plan, Failing()))
     right = strategy.train_step(placed, plan, losses()["policy"])
     said["after it"] = f"{right.loss:.12f} {int(plan.slices.counts.max())}"
@@ -258,5 +259,6 @@ def test_what_cannot_be_cut_and_a_loss_that_raises() -> None:
         assert first[name].startswith("pipeline_slices=4, but") and "choose dense, varlen or flash_attn" in first[name]
     assert "passes are dynamic, and packs alone are cut: set use_sequence_packing" in first["unpacked"]
     assert first["auto"] == "accepted, slices None" and first["cut"] == "accepted"
+    assert "packs of the plan are cut into slices, but the attention" in first["another's plan"]
     assert "ValueError: my mistake" in first["a failing loss"] and "test_slices.py" in first["a failing loss"]
     assert first["after it"] != "nan" and int(first["after it"].split()[1]) > 1
