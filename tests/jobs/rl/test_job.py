@@ -71,7 +71,8 @@ def test_the_figures_of_a_row_agree_with_each_other(folder):
         actor_train__planning_args__sequence_multiple=8,
     )
     run_ranks(2, RUN, job)
-    for row in finished(folder)[1]:
+    rows = finished(folder)[1]
+    for row in rows:
         samples, prompt = 4 * 3, len("a+1b+1=")
         assert row["tokens"] == pytest.approx(samples * (prompt + row["response_length_mean"]))
         assert row["reward"] == pytest.approx(row["response_length_mean"] / 10)
@@ -80,8 +81,7 @@ def test_the_figures_of_a_row_agree_with_each_other(folder):
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["train_seconds"])
         spent = {name: row[name] for name in PHASES}
         assert all(seconds > 0 for seconds in spent.values()), spent
-        within = sum(spent.values()) - spent["plan_seconds"]
-        assert 0.9 * row["train_seconds"] < within < row["train_seconds"]
+        assert _within_training(row) < 1
         assert row["flops_per_second"] > 6 * 43 * 32 * row["tokens"] / 2 / row["train_seconds"] and "mfu" not in row
         longest = row["length_max_over_mean"] * row["tokens"] / samples
         assert longest == pytest.approx(prompt + row["response_length_max"])
@@ -93,6 +93,13 @@ def test_the_figures_of_a_row_agree_with_each_other(folder):
         assert min(shares.values()) >= 0 and sum(shares.values()) <= 1.0001, "evaluations are the rest"
         assert shares["transfer"] == 0 < shares["rollout"] and shares["train"] > shares["reward"] > 0
         assert 0 <= row["imbalance"] < 1 and row["micro_batches"] >= 1 and row["fillers"] >= 0
+    # A part without a name would be missing in every step; one step may lose the processor between two parts.
+    assert max(map(_within_training, rows)) > 0.9
+
+
+def _within_training(row) -> float:
+    """The share of a step's training that its parts explain."""
+    return (sum(row[name] for name in PHASES) - row["plan_seconds"]) / row["train_seconds"]
 
 
 @pytest.mark.parametrize(
