@@ -38,7 +38,7 @@ from tests.support.ranks import run_ranks
 
 COST = LinearQuadraticCost(fixed=24576 * 512)
 RANKS, SEEDS = 8, 3
-SECONDS = 16.0
+SECONDS = 40.0
 """Seconds of the longer step of a case with sleeping processes."""
 LIMIT = 0.05
 """Largest difference of a measured step from the simulated one."""

@@ -172,6 +172,7 @@ def _of_options(lengths: Ints, given: dict[str, Any], cluster: Cluster) -> Scena
         oversize=cast(Oversize, given.get("oversize", "error")),
         max_cp_size=1 if not is_dynamic else largest or ranks & -ranks,
         pipeline_slices=slices_of(given.get("slices")),
+        smallest_slice=cluster.slice_tokens,
     )
     return Scenario(
         lengths=lengths,

@@ -10,7 +10,7 @@ from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 
 Mode = Literal["packed", "dynamic", "padded"]
-Oversize = Literal["error", "alone", "truncate", "drop"]
+Oversize = Literal["error", "alone", "slice", "truncate", "drop"]
 Objective = Literal["auto", "rank_total", "lockstep", "pipeline"]
 
 
@@ -51,8 +51,8 @@ class BatchingSpec(CheckedFields, error=PlanError):
     """Alignment of each sequence, in addition to the layout's (2*cp when cp > 1): an integer, or "2*cp*tp"."""
 
     oversize: Oversize = "error"
-    """A sequence or group above the cap: "error", "alone" (a separate micro-batch, above the cap), "truncate" or
-    "drop"."""
+    """A sequence or group above the cap: "error", "alone" (a separate micro-batch, above the cap), "slice" (alone, in
+    slices of at most the cap), "truncate" or "drop"."""
 
     objective: Objective = "auto"
     """Objective of load_balance. "auto" and "pipeline": the predicted time of a step in the parallel layout; where
@@ -95,11 +95,18 @@ class BatchingSpec(CheckedFields, error=PlanError):
             raise PlanError('mode "padded" needs rows (sequences per micro-batch) or max_tokens')
         if self.mode != "padded" and self.rows is not None:
             raise PlanError(f'rows={self.rows} is read in mode "padded" only, not in {self.mode!r}: leave it out')
+        if self.mode != "packed" and self.oversize == "slice":
+            raise PlanError(f'oversize="slice" cuts packs, which mode={self.mode!r} does not make: choose "alone"')
         if self.mode == "packed" and self.sequence_length_round != 1:
             raise PlanError(
                 f"sequence_length_round={self.sequence_length_round} is not read in mode 'packed'; "
                 "set sequence_multiple, or leave it 1"
             )
+
+    @property
+    def exceeds_cap(self) -> bool:
+        """Whether a sequence or group above the cap is a micro-batch of its own."""
+        return self.oversize in ("alone", "slice")
 
     @property
     def row_limit(self) -> int | None:

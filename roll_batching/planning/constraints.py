@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,10 @@ from roll_batching.checked_fields import LARGEST, CheckedFields, Count
 from roll_batching.errors import LayoutError, PlanError
 from roll_batching.planning.arrays import Ints, round_up
 from roll_batching.planning.batching_spec import BatchingSpec
+
+SMALLEST_SLICE = 2048
+"""Tokens of a rank that a slice of "auto" has at least, by default. With fewer, a weight's gradient on an H100 takes
+longer to write than to compute: t tokens are t / 4 FLOPs per byte of fp32 gradient, and the device does 295."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,9 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     schedule. 1: whole packs. "auto": the number with the shortest predicted step, if it is shorter than Megatron's
     schedule of whole packs."""
 
+    smallest_slice: Count = SMALLEST_SLICE
+    """Tokens of one context-parallel rank that a slice of mean cost has at least under `pipeline_slices` "auto"."""
+
     num_micro_batches_multiple: Count = 1
     """The number of micro-batches per rank is a multiple of this, in addition to what the layout requires."""
 
@@ -198,16 +205,31 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     def _check_slices(self) -> None:
         wanted = {"mode": "packed", "vpp_size": 1, "max_cp_size": 1, "shared_shapes": False}
-        for name, value in wanted.items():
-            if self.pipeline_slices not in (1, "auto") and getattr(self, name) != value:
+        must = f"pipeline_slices={self.pipeline_slices}" if self.pipeline_slices not in (1, "auto") else ""
+        if self.oversize == "slice":
+            must = 'oversize="slice"'
+            if self.joint_ranks > 1:
                 raise PlanError(
-                    f"pipeline_slices={self.pipeline_slices} cuts packs into slices, which needs {name}={value!r} "
-                    f"instead of {getattr(self, name)!r}: set it, or leave pipeline_slices out"
+                    f"{must} cuts long packs into more slices than others, and here {self.joint_ranks} ranks wait for "
+                    'each other at every slice (experts, or objective="lockstep"): choose "alone", "truncate" or "drop"'
                 )
+        for name, value in wanted.items():
+            if must and getattr(self, name) != value:
+                raise PlanError(
+                    f"{must} cuts packs into slices, which needs {name}={value!r} instead of {getattr(self, name)!r}: "
+                    f"set it, or leave {must.split('=')[0]} out"
+                )
+
+    @property
+    def without_slices(self) -> PlanConstraints:
+        """These constraints for plans of whole packs."""
+        return replace(self, pipeline_slices=1, oversize="alone" if self.oversize == "slice" else self.oversize)
 
     @property
     def cuts_packs(self) -> bool:
         """Whether plans look for slices of packs."""
+        if self.oversize == "slice":
+            return True
         if self.pipeline_slices != "auto":
             return self.pipeline_slices > 1
         return (
@@ -223,10 +245,10 @@ class PlanConstraints(BatchingSpec, ParallelDims):
                 f"max_cp_size={size} must be a power of two that divides dp_size={self.dp_size}, which counts all "
                 "data- and context-parallel ranks"
             )
-        if self.oversize == "alone":
+        if self.exceeds_cap:
             raise PlanError(
-                f'oversize="alone" is not available with max_cp_size={size}: more ranks compute longer sequences. '
-                "Raise max_cp_size or max_tokens, or set oversize to truncate or drop"
+                f'oversize="{self.oversize}" is not available with max_cp_size={size}: more ranks compute longer '
+                "sequences. Raise max_cp_size or max_tokens, or set oversize to truncate or drop"
             )
         wanted = {
             "cp_size": 1,

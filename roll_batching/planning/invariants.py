@@ -25,6 +25,8 @@ def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, hom
         check_blocks(plan.blocks, plan.constraints.dp_size, plan.constraints.max_cp_size)
     if plan.slices is not None:
         check_slices(plan.slices, plan.tokens, plan.constraints.micro_batch_alignment)
+    if plan.constraints.oversize == "slice":
+        _check_largest_slice(plan)
     _check_placement(plan)
     _check_counts(plan)
     _check_tokens(plan)
@@ -152,7 +154,7 @@ def _check_tokens(plan: PlanArrays) -> None:
         _refuse(plan, plan.slots != np.repeat(row_length, counts), "has a slot unlike its row's length", slots=True)
     if constraints.max_tokens is None:
         return
-    if constraints.oversize == "alone":
+    if constraints.exceeds_cap:
         return
     cap = constraints.max_tokens if plan.blocks is None else constraints.max_tokens * plan.blocks.cp_sizes
     counted = plan.tokens
@@ -167,6 +169,20 @@ def _check_tokens(plan: PlanArrays) -> None:
             + (f" (longest: sample {longest}, length {plan.lengths[longest]})" if longest >= 0 else "")
             + "; form smaller micro-batches or raise the cap"
         )
+
+
+def _check_largest_slice(plan: PlanArrays) -> None:
+    """Of oversize="slice": no slice of a pack above the cap has more tokens than the cap."""
+    cap = plan.constraints.max_tokens
+    assert cap is not None
+    for m in np.flatnonzero(plan.tokens > cap).tolist():
+        cuts = [] if plan.slices is None else plan.slices.of(m).tolist()
+        largest = max(np.diff([0, *cuts, plan.tokens[m]]))
+        if largest > cap:
+            raise PlanError(
+                f"{_name_micro_batch(plan, m)} of {plan.tokens[m]} tokens has a slice of {largest}, max_tokens={cap}: "
+                "cut it into more"
+            )
 
 
 def _check_shared(plan: PlanArrays, entry_length: Ints) -> None:
@@ -194,7 +210,7 @@ def _check_groups(plan: PlanArrays, members: Ints, offsets: Ints, micro_batch_of
         if len(torn):
             i = int(members[torn[0]])
             raise PlanError(f"sample {i} (id {plan.ids[i]}) is not in the micro-batch of its group; place both in one")
-    if plan.constraints.max_tokens is None or plan.constraints.oversize != "alone":
+    if plan.constraints.max_tokens is None or not plan.constraints.exceeds_cap:
         return
     units_of = np.zeros(len(plan.tokens), dtype=np.int64)
     np.add.at(units_of, micro_batch_of[members[offsets[:-1]]], 1)

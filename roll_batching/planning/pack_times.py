@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from roll_batching.checked_fields import CheckedFields, Count, NotNegative
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, kind_of
-from roll_batching.planning.constraints import ParallelDims
+from roll_batching.planning.constraints import SMALLEST_SLICE, ParallelDims
 from roll_batching.planning.cost_model import LinearQuadraticCost
 from roll_batching.planning.plan_arrays import NANOSECONDS
 
@@ -58,6 +58,9 @@ class Cluster(CheckedFields, error=PlanError):
     network_bandwidth: Annotated[Bandwidth, doc("Bytes/s per device of collectives between machines.")] = 42e9
     node_latency: Annotated[Latency, doc("Seconds of a collective without data, within a machine.")] = 25e-6
     network_latency: Annotated[Latency, doc("Seconds of a collective without data, between machines.")] = 60e-6
+    slice_tokens: Annotated[Few, doc("Tokens per device of a slice, at least, under pipeline_slices: auto.")] = (
+        SMALLEST_SLICE
+    )
     layer_floor: Annotated[LayerTime, doc("Shortest seconds of a layer, both passes: kernel launches, Python.")] = 1e-3
 
 

@@ -100,14 +100,16 @@ def plan_step(
     def whole_packs() -> PlanArrays:
         return _plan_trees(problem) if has_trees else _plan(problem())
 
+    if not constraints.cuts_packs:
+        return Plan.of(whole_packs())
+    given = constraints
+    constraints = given.without_slices
     plan = whole_packs()
-    if constraints.cuts_packs:
-        pipeline = constraints
-        constraints = replace(constraints, pp_size=1, pipeline_slices=1)
-        few = replace(whole_packs(), constraints=pipeline, chunk_shares=plan.chunk_shares)
-        constraints = pipeline
-        plan = _sliced((plan, few), problem(), price)
-    return Plan.of(plan)
+    constraints = replace(constraints, pp_size=1)
+    few = whole_packs()
+    constraints = given
+    plans = [replace(one, constraints=given, chunk_shares=plan.chunk_shares) for one in (plan, few)]
+    return Plan.of(_sliced(plans, problem(), price))
 
 
 def cut_packs(plan: Plan, cost: CostModel) -> Plan:
@@ -122,14 +124,14 @@ def _sliced(plans: Sequence[PlanArrays], problem: PlanProblem, cost: CostModel) 
 
     The first plan has packs for the schedule of whole packs, the second the fewest, which slices divide.
     """
-    from roll_batching.planning.pipeline.slices import SLICE_COUNTS, SMALLEST_SLICE, best_slices  # few plans have some
+    from roll_batching.planning.pipeline.slices import SLICE_COUNTS, best_slices  # few plans have some
 
     constraints = problem.constraints
     counts: Sequence[int] = SLICE_COUNTS
     if constraints.pipeline_slices != "auto":
         counts = (constraints.pipeline_slices,)
     else:
-        largest = max(1, int(plans[-1].tokens.max()) // (SMALLEST_SLICE * constraints.cp_size))
+        largest = max(1, int(plans[-1].tokens.max()) // (constraints.smallest_slice * constraints.cp_size))
         counts = [count for count in SLICE_COUNTS if count <= largest]
     with compiled_once("slices"):
         plan = best_slices(

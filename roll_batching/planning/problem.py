@@ -48,7 +48,7 @@ class Units:
     home: Ints
     """DP rank where the unit must stay, or -1."""
     alone: Flags
-    """Above the cap with oversize="alone": shares its micro-batch with no other unit."""
+    """Above the cap with oversize="alone" or "slice": shares its micro-batch with no other unit."""
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -286,7 +286,7 @@ def _fit_under_cap(
         excess = _describe_excess(inside, lengths, ids, constraints)
         if constraints.oversize == "drop":
             dropped[int(unit)] = excess
-        elif constraints.oversize == "alone":
+        elif constraints.exceeds_cap:
             alone[unit] = True
         elif constraints.oversize == "truncate":
             if used is lengths:
@@ -296,7 +296,7 @@ def _fit_under_cap(
                 raise PlanError(f"{excess} and cannot be truncated: it has too many samples; raise the cap")
             used[inside] = np.minimum(lengths[inside], limit)
         else:
-            policies = "truncate or drop" if constraints.has_cp_per_pack else "truncate, drop or alone"
+            policies = "truncate or drop" if constraints.has_cp_per_pack else "truncate, drop, alone or slice"
             raise PlanError(f"{excess}; raise the cap, shorten it, or set oversize (--oversize) to {policies}")
     if not dropped:
         return groups, used, alone, ()

@@ -41,7 +41,7 @@ class StepSettings(CheckedFields, error=LayoutError):
     pack_multiple: Count = 1
     """Multiple of the tokens that one rank holds; above 1 in FP8."""
     cluster: Cluster = field(default_factory=Cluster)
-    """Rates by which plans choose context-parallel sizes."""
+    """Rates by which plans choose context-parallel sizes and slices."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +71,7 @@ class StepSettings(CheckedFields, error=LayoutError):
             group_size=group_size,
             max_cp_size=self.max_cp_size,
             pipeline_slices=self.pipeline_slices if batching.mode == "packed" else 1,
+            smallest_slice=self.cluster.slice_tokens,
             pack_multiple=self.pack_multiple,
         )
 

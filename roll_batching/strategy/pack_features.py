@@ -124,15 +124,29 @@ def require_context_sizes(state: ModelState) -> None:
 
 def slices_of(state: ModelState) -> int | Literal["auto"]:
     """`pipeline_slices` of plans for this model; "auto" is 1 where it cannot. Raises `LayoutError` if it must."""
-    choice = state.settings.pipeline_slices
-    if choice == 1:
+    choice, passes = state.settings.pipeline_slices, (state.batching.train, state.batching.infer)
+    cuts_long = any(each.oversize == "slice" for each in passes)
+    if choice == 1 and not cuts_long:
         return 1
-    obstacle, modes = slice_obstacle(state), {state.batching.train.mode, state.batching.infer.mode}
+    obstacle, modes = slice_obstacle(state), {each.mode for each in passes}
     if "packed" not in modes:
         obstacle = f"passes are {' and '.join(sorted(modes))}, and packs alone are cut: set use_sequence_packing"
-    if choice != "auto" and obstacle is not None:
-        raise LayoutError(f"pipeline_slices={choice}, but {obstacle}; or leave pipeline_slices out")
+    if cuts_long and obstacle is None and state.training is not None:
+        obstacle = _long_pack_obstacle(gpt_of(state.chunks[0]).config)
+    must = "oversize is slice" if cuts_long else f"pipeline_slices={choice}" if choice != "auto" else None
+    if must and obstacle is not None:
+        raise LayoutError(f"{must}, but {obstacle}; or leave {'oversize' if cuts_long else 'pipeline_slices'} out")
     return choice if obstacle is None else 1
+
+
+def _long_pack_obstacle(config: Any) -> str | None:
+    """Why slices alone do not make room for a pack above the cap; None if they do."""
+    if config.recompute_granularity == "full" and config.recompute_method == "uniform":
+        return None
+    return (
+        "a pack is forward as a whole before its first backward pass, and without full recompute all its activations "
+        "are kept until then: set recompute_granularity: full and recompute_method: uniform"
+    )
 
 
 def slice_obstacle(state: ModelState) -> str | None:

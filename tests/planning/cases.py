@@ -80,7 +80,7 @@ def cases(draw: st.DrawFn) -> Case:
     cap = draw(st.integers(32, 400))
     longest = draw(st.sampled_from([cap // 8, cap // 2, cap, cap + cap // 4]))
     lengths = draw(st.lists(st.integers(1, max(longest, 1)), min_size=1, max_size=40))
-    oversize = draw(st.sampled_from(["error", "alone", "truncate", "drop"]))
+    oversize = draw(st.sampled_from(["error", "alone", "truncate", "drop"]))  # slice: test_slices.py
     algorithm = draw(st.sampled_from(ALGORITHMS[mode].names))
     more: dict[str, Any] = {}
     if mode == "padded":

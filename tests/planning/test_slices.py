@@ -205,6 +205,44 @@ def test_wrong_cuts_are_refused(name: str) -> None:
         Plan.from_dict(values)
 
 
+@pytest.mark.parametrize("layout", [{}, {"cp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize("slices", [1, 4, "auto"])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_longer_sequences_in_slices_of_at_most_the_cap(stages: int, slices: Any, layout: dict[str, Any]) -> None:
+    random, found = np.random.default_rng(stages), 0
+    for _ in range(8):
+        cap = int(random.integers(16, 3000))
+        lengths = random.lognormal(np.log(cap), 1.2, int(random.integers(1, 30))).clip(1, 30 * cap).astype(np.int64)
+        constraints = PlanConstraints(
+            dp_size=2, pp_size=stages, max_tokens=cap, oversize="slice", pipeline_slices=slices, **layout
+        )
+        plan = plan_step(lengths, constraints, cost=COST)
+        alone = plan_step(lengths, replace(constraints, oversize="alone", pipeline_slices=1), cost=COST)
+        assert sorted(plan.tokens.tolist())[-3:] == sorted(alone.tokens.tolist())[-3:]
+        assert (plan.tokens.max() > cap) == (lengths.max() > constraints.usable_tokens)
+        for rank in plan.micro_batches:
+            for micro_batch in rank:
+                parts = np.diff([0, *micro_batch.cuts.tolist(), micro_batch.tokens])
+                assert parts.max() <= cap and len(micro_batch.samples) == 1 or micro_batch.tokens <= cap
+        if plan.tokens.max() > cap:
+            whole, found = replace(alone, constraints=constraints), found + 1
+            with pytest.raises(PlanError, match="cut it into more"):
+                Plan.from_dict(whole.to_dict() | {"fingerprint": whole.fingerprint})
+    assert found > 3
+
+
+def test_where_longer_sequences_are_not_cut() -> None:
+    common: dict[str, Any] = {"dp_size": 2, "pp_size": 2, "max_tokens": 64, "oversize": "slice"}
+    with pytest.raises(PlanError, match='oversize="slice" cuts packs into slices, which needs vpp_size=1 instead of 2'):
+        PlanConstraints(**common, vpp_size=2)
+    with pytest.raises(PlanError, match="here 2 ranks wait for each other at every slice"):
+        PlanConstraints(**common, ep_size=2)
+    with pytest.raises(PlanError, match="mode='dynamic' does not make"):
+        PlanConstraints(**common, mode="dynamic")
+    with pytest.raises(PlanError, match='oversize="slice" is not available with max_cp_size=2'):
+        PlanConstraints(**common | {"pp_size": 1}, max_cp_size=2)
+
+
 @pytest.mark.parametrize(
     "options", [{"vpp_size": 2}, {"mode": "dynamic"}, {"max_cp_size": 2}, {"shared_shapes": True}], ids=str
 )

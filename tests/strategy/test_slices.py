@@ -195,6 +195,65 @@ def test_values_of_a_critic() -> None:
     _run([Layout(pp=2), Layout(pp=2, tp=2, sp=True)], [("groups", "values", shared) for shared in (False, True)])
 
 
+def train_long(layouts: list[dict[str, Any]]) -> list[tuple[float, float, float, int]]:
+    """By layout, gaps of loss, gradients and log-probs between samples in slices of the cap and whole ones, and the
+    most slices.
+    """
+    from roll_batching.samples import collect, distribute, gather_lengths
+    from tests.losses.steps import gap, mine, refill
+    from tests.support.models import whole_gradients
+
+    found = []
+    for index, values in enumerate(layouts):
+        meet(index)
+        layout, cap = Layout(**values), 24
+        caps = {f"max_packed_sequence_length_{kind}": cap for kind in ("train", "forward")}
+        strategy = make_model(
+            critic=False,
+            architecture=ARCHITECTURE,
+            megatron=layout.megatron(),
+            dtype="fp64",
+            sequence_packing_args=caps,
+            planning_args={"oversize": "slice"},
+        )
+        local = mine(strategy, batch("groups", torch.Generator().manual_seed(5)))
+        plan = strategy.plan(gather_lengths(local))
+        whole = replace(plan, slices=None, constraints=plan.constraints.without_slices)
+        assert plan.tokens.max() > 2 * cap
+
+        def step(
+            plan: Any, strategy: Any = strategy, local: Any = local, layout: Layout = layout
+        ) -> tuple[Any, Any, Any]:
+            refill(strategy)
+            placed = distribute(local, plan)
+            outputs = collect(strategy.forward(placed, plan, ("log_probs",)), plan, like=local)
+            result = strategy.train_step(placed, plan, losses()["policy"])
+            return result, whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, False), outputs
+
+        *cut, outputs = step(plan)
+        *right, expected = step(whole)
+        log_probs = float((outputs["log_probs"] - expected["log_probs"]).abs().max())
+        found.append((*gap(tuple(cut), tuple(right)), log_probs, int(plan.slices.counts.max())))
+        part()
+    return found
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [Layout(recompute=True)],
+        pytest.param(
+            [Layout(pp=2, recompute=True), Layout(cp=2, recompute=True), Layout(dp=2, recompute=True)], marks=SLOW
+        ),
+        pytest.param([Layout(pp=2, tp=2, sp=True, recompute=True, slices=2)], marks=SLOW),
+    ],
+)
+def test_samples_above_the_cap_in_slices(layouts: list[Layout]) -> None:
+    for found in run_ranks(layouts[0].ranks, f"{HERE}train_long", [asdict(layout) for layout in layouts]):
+        for *gaps, most in found:
+            assert max(gaps) < EXACT and most > 2
+
+
 class Failing:
     """A loss that raises for one pack."""
 
@@ -236,6 +295,8 @@ def trouble(_: None) -> dict[str, str]:
     _start(pp=2)
     note("stock", lambda: adopt("stock", 4))
     note("unpacked", lambda: adopt("packed", 4, "dynamic", rotate="core"))
+    stages, long = {"pipeline_model_parallel_size": 2}, {"oversize": "slice"}
+    note("kept activations", lambda: make_model(critic=False, megatron=stages, planning_args=long))
     note("its own rotation", lambda: adopt("packed", 4))
     whole = random_batch(41, 9, 40)
     falling_back = note("auto", lambda: adopt("packed", "auto"))
@@ -258,6 +319,7 @@ def test_what_cannot_be_cut_and_a_loss_that_raises() -> None:
     for name in ("stock", "its own rotation"):
         assert first[name].startswith("pipeline_slices=4, but") and "choose dense, varlen or flash_attn" in first[name]
     assert "passes are dynamic, and packs alone are cut: set use_sequence_packing" in first["unpacked"]
+    assert "oversize is slice, but a pack is forward as a whole before its first backward" in first["kept activations"]
     assert first["auto"] == "accepted, slices None" and first["cut"] == "accepted"
     assert "packs of the plan are cut into slices, but the attention" in first["another's plan"]
     assert "ValueError: my mistake" in first["a failing loss"] and "test_slices.py" in first["a failing loss"]

@@ -14,7 +14,20 @@ from roll_batching.jobs.config.objective_rules import wants_reference, whitens
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.task_rules import distills
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.support import DELTA_NETS, DROPOUT, ENGINE_LAYERS, HEADS, HYBRID, VISION, Feature
+from roll_batching.settings.fields import TRAINED
+from roll_batching.settings.support import (
+    DELTA_NETS,
+    DROPOUT,
+    ENGINE_LAYERS,
+    FP8,
+    HEADS,
+    HYBRID,
+    NO_ROTATION,
+    ROUTER_LOSSES,
+    VIRTUAL_STAGES,
+    VISION,
+    Feature,
+)
 
 _TRAIN, _LAYOUT = "actor_train", "actor_train.strategy_args.strategy_config"
 _PLAN = f"{_TRAIN}.logprob_plan"
@@ -209,6 +222,13 @@ class RoleOfJob(NamedTuple):
         return packs and self.role.strategy_args.strategy_config.has_cp_per_pack
 
     @property
+    def keeps_activations(self) -> bool:
+        """Whether the role is trained and keeps activations of its layers from forward to backward."""
+        layout = self.role.strategy_args.strategy_config
+        is_full = layout.recompute_granularity == "full" and layout.recompute_method in (None, "uniform")
+        return self.name in TRAINED.names and not is_full
+
+    @property
     def must_share_prefixes(self) -> bool:
         """Whether `share_prefixes` is true, so that packs of the role have to share prefixes, rather than auto."""
         packs = self.name != "actor_infer" and self.role.use_sequence_packing
@@ -232,8 +252,17 @@ NEEDED_FOR_SIZES = {
 }
 """Values of a role's keys with which packs can have context-parallel sizes."""
 OTHER_PACKING = {_other_than(value, key): f"{key}: {str(value).lower()}" for key, value in NEEDED_FOR_SIZES.items()}
+OVERSIZE = "planning_args.oversize"
 OVERSIZE_ALONE = Feature(
-    "longer sequences alone", "planning_args.oversize", lambda packing: packing.role.planning_args.oversize == "alone"
+    "longer sequences alone", OVERSIZE, lambda packing: packing.role.planning_args.oversize in ("alone", "slice")
+)
+OVERSIZE_SLICED = Feature(
+    "longer sequences in slices", OVERSIZE, lambda packing: packing.role.planning_args.oversize == "slice"
+)
+KEPT_ACTIVATIONS = Feature(
+    "training without full recompute",
+    "strategy_args.strategy_config.recompute_granularity",
+    lambda packing: packing.keeps_activations,
 )
 
 
@@ -242,10 +271,13 @@ def _of_role(feature: Feature) -> Feature:
     return Feature(feature.name, feature.key, lambda packing: feature.is_on(parts_of(packing.role)))
 
 
-ROLE_PARTS = {feature: _of_role(feature) for feature in (ENGINE_LAYERS, DELTA_NETS, HYBRID, VISION, HEADS, DROPOUT)}
+UNCUT = (ENGINE_LAYERS, DELTA_NETS, HYBRID, VISION, HEADS, VIRTUAL_STAGES, FP8, NO_ROTATION, ROUTER_LOSSES)
+"""Features of a model or layout with which packs stay whole."""
+ROLE_PARTS = {feature: _of_role(feature) for feature in (*UNCUT, DROPOUT)}
 """By feature of a model or layout, the same feature tested on a `RoleOfJob`."""
 SHARED_PACKS = Feature(
     SHARED_PREFIXES.name, "sequence_packing_args.share_prefixes", lambda packing: packing.must_share_prefixes
 )
 JOB_BALANCE = Feature(BATCH_BALANCE.name, BATCH_BALANCE.key, lambda packing: BATCH_BALANCE.is_on(packing.job))
+JOB_REPLAY = Feature(REPLAY.name, REPLAY.key, lambda packing: REPLAY.is_on(packing.job))
 JOB_STREAM = Feature(STREAM.name, STREAM.key, lambda packing: STREAM.is_on(packing.job))

@@ -184,7 +184,27 @@ PACKING_REFUSALS = refusals_of(
             "auto needs planned mini-batches, and the section train forms packs from a stream; give a size"
         ),
         (f.SIZE_PER_PACK, f.OVERSIZE_ALONE): (
-            "auto gives longer sequences more ranks, and planning_args.oversize is alone; set error, truncate or drop"
+            "auto gives longer sequences more ranks, and planning_args.oversize is {0.role.planning_args.oversize}; "
+            "set error, truncate or drop"
+        ),
+        **{
+            (f.OVERSIZE_SLICED, f.ROLE_PARTS[other]): (
+                f"is slice, and packs are not cut with {other.name} for now; set alone, truncate or drop"
+            )
+            for other in f.UNCUT
+        },
+        **{
+            (f.OVERSIZE_SLICED, other): f"is slice, which needs {needed}; set it, or alone, truncate or drop"
+            for other, needed in f.OTHER_PACKING.items()
+            if other.key == "use_sequence_packing"
+        },
+        **{
+            (f.OVERSIZE_SLICED, other): f"is slice, which {other.name} does not know; set alone, truncate or drop"
+            for other in (f.JOB_STREAM, f.JOB_REPLAY)
+        },
+        (f.OVERSIZE_SLICED, f.KEPT_ACTIVATIONS): (
+            "is slice, and a pack is forward as a whole before its first backward pass, whose activations are kept "
+            "without full recompute; set recompute_granularity: full and recompute_method: uniform"
         ),
         (f.SIZE_PER_PACK, f.ROLE_PARTS[ENGINE_LAYERS]): (
             "auto needs transformer_impl: local, as TransformerEngine's layers have one context-parallel group; set "

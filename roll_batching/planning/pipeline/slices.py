@@ -22,9 +22,6 @@ from roll_batching.planning.plan_arrays import PackSlices, PlanArrays
 
 SLICE_COUNTS = (1, 2, 4, 8, 16)
 """Slices of a pack of mean cost that "auto" tries."""
-SMALLEST_SLICE = 2048
-"""Tokens of a rank that a slice of "auto" has at least. With fewer, a weight's gradient on an H100 takes longer to
-write than to compute: t tokens are t / 4 FLOPs per byte of fp32 gradient, and the device does 295."""
 _PLACES = 1024
 """Places at most where a pack is cut."""
 _LEAD = 1
@@ -135,8 +132,8 @@ class _Pack:
         costs: Ints = self.before[sample] + self.costs_of(reached) - self.costs_of(self.positions[sample])
         return costs
 
-    def cut(self, count: int) -> Ints:
-        """Rows (int64[count - 1]) that divide it into `count` slices of about equal cost."""
+    def cut(self, count: int, most: int | None) -> Ints:
+        """Rows (int64[count - 1]) that divide it into `count` slices of about equal cost, of `most` rows at most."""
         if not len(self.starts) or count == 1:
             return np.zeros(0, dtype=np.int64)
         step = -(-self.tokens // _PLACES // self.unit) * self.unit or self.unit
@@ -146,6 +143,10 @@ class _Pack:
         # Every slice has a unit of rows at least, also where one position costs more than a slice.
         rank, units = np.arange(count - 1), places[nearest] // self.unit
         units = np.maximum.accumulate(units - rank) + rank
+        if most is not None:  # enough rows before each cut for the slices after it, and not more than fit before it
+            room = most // self.unit
+            units = np.maximum(units, self.tokens // self.unit - room * (count - 1 - rank))
+            units = np.minimum(np.minimum.accumulate(units - room * rank), room) + room * rank
         cuts: Ints = np.clip(units, rank + 1, self.tokens // self.unit - (count - 1 - rank)) * self.unit
         return cuts
 
@@ -170,19 +171,22 @@ def _packs_of(plan: PlanArrays, costs_of: Callable[[Ints], Ints]) -> list[_Pack]
 def slice_plan(plan: PlanArrays, count: int, costs_of: Callable[[Ints], Ints], fixed: int) -> tuple[PackSlices, int]:
     """Slices of the packs of a plan, about `count` of a pack of mean cost, and the makespan of its slowest ranks.
 
-    With `count` 1 packs stay whole. `costs_of` are the costs of sequences by length (int64[n]), `fixed` that of each
-    pass. Ranks that meet at every micro-batch have equal numbers of slices at each.
+    With `count` 1 packs stay whole, but for those above the cap with oversize="slice". `costs_of` are the costs of
+    sequences by length (int64[n]), `fixed` that of each pass. Ranks that meet at every micro-batch have equal numbers
+    of slices at each.
     """
     constraints, packs = plan.constraints, _packs_of(plan, costs_of)
     mean = max(int(plan.costs.sum()) // max(int((~plan.fillers).sum()), 1), 1)
     wanted = np.maximum((plan.costs * count + mean // 2) // mean, 1) if count > 1 else np.ones_like(plan.costs)
     counts = np.minimum(wanted, plan.tokens // constraints.micro_batch_alignment).reshape(constraints.dp_size, -1)
-    width = constraints.joint_ranks
-    most = block_maxima(counts, width)
+    width, largest = constraints.joint_ranks, None
     if width > 1:  # of ranks that meet, all have as many as the shortest pack of an index can have
         room = (plan.tokens // constraints.micro_batch_alignment).reshape(constraints.dp_size // width, width, -1)
-        counts = np.repeat(np.minimum(most, room.min(axis=1)), width, axis=0)
-    cuts = [pack.cut(number) for pack, number in zip(packs, counts.reshape(-1).tolist(), strict=True)]
+        counts = np.repeat(np.minimum(block_maxima(counts, width), room.min(axis=1)), width, axis=0)
+    if constraints.oversize == "slice":
+        largest = constraints.usable_tokens
+        counts = np.maximum(counts, -(-plan.tokens // largest).reshape(counts.shape))
+    cuts = [pack.cut(number, largest) for pack, number in zip(packs, counts.reshape(-1).tolist(), strict=True)]
     costs = [pack.slice_costs(of_pack) for pack, of_pack in zip(packs, cuts, strict=True)]
     offsets = offsets_of(np.array([len(of_pack) for of_pack in cuts], dtype=np.int64))
     slices = PackSlices(offsets=offsets, cuts=np.concatenate(cuts), costs=np.concatenate(costs))

@@ -254,6 +254,7 @@ def scenario_of_job(
         group_size=megatron.microbatch_group_size_per_vp_stage if dims.interleaved else None,
         max_cp_size=megatron.max_cp_size(dims.dp_size),
         pipeline_slices=megatron.pipeline_slices,
+        smallest_slice=(cluster or Cluster()).slice_tokens,
         pack_multiple=megatron.pack_multiple,
     )
     return Scenario(
