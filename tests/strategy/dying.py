@@ -44,11 +44,15 @@ def job(_: JobConfig) -> None:
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.losses.steps import mine
-    from tests.support.models import random_batch, worker_config
+    from tests.support.models import ARCHITECTURE, random_batch, worker_config
 
     in_block = WHERE == "block of ranks"
-    layout = {"context_parallel_size": "auto"} if in_block else {"pipeline_model_parallel_size": 2}
-    strategy = MegatronTrainStrategy(worker_config("packed", 64, megatron=layout))
+    layout: dict[str, Any] = {"context_parallel_size": "auto"} if in_block else {"pipeline_model_parallel_size": 2}
+    if WHERE == "slices":
+        layout = {"pipeline_model_parallel_size": 4, "pipeline_slices": 4}
+    strategy = MegatronTrainStrategy(
+        worker_config("packed", 64, architecture={**ARCHITECTURE, "num_layers": 4}, megatron=layout)
+    )
     strategy.initialize()
     batch = mine(strategy, random_batch(1, 24, 120 if in_block else 40))
     plan = strategy.plan(gather_lengths(batch))
@@ -59,7 +63,7 @@ def job(_: JobConfig) -> None:
     layer = gpt_of(strategy.chunks[0]).decoder.layers[0]
     if WHERE == "forward":
         layer.register_forward_hook(lambda *_: die())
-    elif WHERE in ("backward", "block of ranks"):
+    elif WHERE in ("backward", "block of ranks", "slices"):
         layer.mlp.register_forward_hook(lambda _, __, output: (_Dies.apply(output[0]), *output[1:]))
     else:
         step = strategy.optimizer.step

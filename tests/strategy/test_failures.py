@@ -18,7 +18,7 @@ pytestmark = pytest.mark.bad_input
 LAUNCH = """
 import sys
 from roll_batching.jobs.launch.local import launch
-message = launch("tests.strategy.dying", sys.argv[1:], 4 if sys.argv[1] == "block of ranks" else 2, {})
+message = launch("tests.strategy.dying", sys.argv[1:], 4 if sys.argv[1] in ("block of ranks", "slices") else 2, {})
 if message:
     sys.exit(message)
 """
@@ -33,6 +33,8 @@ if message:
         pytest.param("optimizer step", "raised", marks=pytest.mark.slow),
         pytest.param("block of ranks", "killed", marks=pytest.mark.slow),
         pytest.param("block of ranks", "raised", marks=pytest.mark.slow),
+        ("slices", "killed"),
+        pytest.param("slices", "raised", marks=pytest.mark.slow),
     ],
 )
 def test_a_dying_rank_ends_the_job(where: str, how: str, tmp_path: Path, report: Any) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.jobs.rl.jobs import run_straight_and_resumed, settings, write_data
+from tests.jobs.rl.test_kto import rows_of
 from tests.strategy.test_layouts import _run as compare_with_one_rank
 from tests.strategy.test_shared_prefixes import batch, losses, make_model
 from tests.support.exact import EXACT, OF_ROUTERS
@@ -252,6 +254,49 @@ def test_samples_above_the_cap_in_slices(layouts: list[Layout]) -> None:
     for found in run_ranks(layouts[0].ranks, f"{HERE}train_long", [asdict(layout) for layout in layouts]):
         for *gaps, most in found:
             assert max(gaps) < EXACT and most > 2
+
+
+def repeat(count: int) -> list[float]:
+    """Losses of one step of whole packs and of `count` steps whose packs are cut at random."""
+    from roll_batching.samples import distribute, gather_lengths
+    from tests.losses.steps import mine, refill
+
+    layout, random = Layout(pp=4, slices=4), np.random.default_rng(11)
+    shape = {**ARCHITECTURE, "num_layers": 4}
+    strategy = make_model(critic=False, architecture=shape, megatron=layout.megatron(), dtype="fp64")
+    local = mine(strategy, batch("groups", torch.Generator().manual_seed(3)))
+    plan = replace(strategy.plan(gather_lengths(local)), slices=None)
+    placed, found = distribute(local, plan), []
+    for number in range(count + 1):
+        refill(strategy)
+        cut = randomly_cut(plan, random) if number else plan
+        found.append(strategy.train_step(placed, cut, losses()["policy"]).loss)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
+def test_two_hundred_steps_end_and_agree() -> None:
+    for whole, *cut in run_ranks(4, f"{HERE}repeat", 200, timeout=900):
+        assert len(cut) == 200 and max(abs(loss - whole) for loss in cut) < EXACT
+
+
+def sliced_job(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    layout = {"pipeline_model_parallel_size": 2, "pipeline_slices": 3}
+    return settings(
+        folder,
+        exp_name=name,
+        warmup=None,
+        reward_function="tests.jobs.rl.jobs:length",
+        actor_train__strategy_args__strategy_config=layout,
+        **changes,
+    )
+
+
+def test_resumed_to_the_bit(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    run_straight_and_resumed(sliced_job, tmp_path, "rl-000001", save_steps=1)
+    assert rows_of(tmp_path, "resumed") == rows_of(tmp_path, "straight")
 
 
 class Failing:
