@@ -102,8 +102,11 @@ def plan(
         ),
     ] = 1,
     slices: Slices = None,
+    pack_shapes: Annotated[int | None, typer.Option(min=1, help="Pad packs to one of this many lengths.")] = None,
     sequence_parallel: Annotated[bool, typer.Option(help="Align packs for sequence parallelism.")] = False,
-    oversize: Annotated[str, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = "error",
+    oversize: Annotated[
+        str, typer.Option(help="Sequences above the cap: error, alone, slice, truncate, drop.")
+    ] = "error",
     first: Annotated[int | None, typer.Option(min=1, help="Plan only the first N sequences.")] = None,
     group: Annotated[
         str | None, typer.Option(help="Column of integers: sequences with one value begin with the same --prefix.")
@@ -168,6 +171,7 @@ def plan(
             ep_size=ep,
             sequence_parallel=sequence_parallel,
             pipeline_slices=slices_of(slices),
+            pack_shapes=pack_shapes,
             oversize=cast(Oversize, oversize),
         )
         if dynamic_cp:
@@ -240,5 +244,5 @@ def _with_mode(packed: PlanConstraints, mode: str, algorithm: str | None, width:
     """`packed` in another mode; in mode padded, rows are as long as the longest sequence (`width`)."""
     changes: dict[str, Any] = {"mode": mode, "algorithm": algorithm}
     if mode != "packed":
-        changes["pipeline_slices"] = 1  # packs alone are cut
+        changes |= {"pipeline_slices": 1, "pack_shapes": None}  # of packs alone
     return replace(packed, **changes, padded_length=width if mode == "padded" else None)

@@ -78,7 +78,9 @@ def simulate(
     max_cp: Annotated[
         int | None, typer.Option(min=2, max=MOST_RANKS, help="Largest size of a pack with --dynamic-cp.")
     ] = None,
-    oversize: Annotated[str | None, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = None,
+    oversize: Annotated[
+        str | None, typer.Option(help="Sequences above the cap: error, alone, slice, truncate, drop.")
+    ] = None,
     cluster: Clusters = None,
     sweep: Annotated[
         list[str] | None,

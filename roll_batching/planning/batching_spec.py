@@ -47,6 +47,10 @@ class BatchingSpec(CheckedFields, error=PlanError):
     shared_shapes: bool = False
     """All ranks compute one shape at each micro-batch index: the largest among them."""
 
+    pack_shapes: Count | None = None
+    """Mode "packed": packs have one of this many lengths, multiples of one length up to the cap, in every step. None:
+    packs are as long as their samples."""
+
     sequence_multiple: Count | Literal["2*cp*tp"] | None = None
     """Alignment of each sequence, in addition to the layout's (2*cp when cp > 1): an integer, or "2*cp*tp"."""
 
@@ -95,6 +99,8 @@ class BatchingSpec(CheckedFields, error=PlanError):
             raise PlanError('mode "padded" needs rows (sequences per micro-batch) or max_tokens')
         if self.mode != "padded" and self.rows is not None:
             raise PlanError(f'rows={self.rows} is read in mode "padded" only, not in {self.mode!r}: leave it out')
+        if self.mode != "packed" and self.pack_shapes is not None:
+            raise PlanError(f"pack_shapes={self.pack_shapes} is read in mode 'packed' only, not in {self.mode!r}")
         if self.mode != "packed" and self.oversize == "slice":
             raise PlanError(f'oversize="slice" cuts packs, which mode={self.mode!r} does not make: choose "alone"')
         if self.mode == "packed" and self.sequence_length_round != 1:

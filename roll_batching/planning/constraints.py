@@ -253,6 +253,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         wanted = {
             "cp_size": 1,
             "mode": "packed",
+            "pack_shapes": None,
             "algorithm": "load_balance",
             "shared_shapes": False,
             "min_num_micro_batches": 1,
@@ -305,15 +306,32 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     def pack_alignment_of(self, cp_size: int) -> int:
         """Multiple of the tokens of each pack.
 
-        CP divides a pack into 2*cp chunks; precision and sequence parallelism align the share of a rank.
+        CP divides a pack into 2*cp chunks; precision and sequence parallelism align the share of a rank. With
+        `pack_shapes`, packs are multiples of one of the two such lengths next to a share of the cap: that with which a
+        pack holds more.
         """
+        unit = self._layout_alignment(cp_size)
+        if self.pack_shapes is None or self.max_tokens is None:
+            return unit
+        unit = math.lcm(unit, self.sequence_alignment_of(cp_size))
+        below = max(self.max_tokens // self.pack_shapes // unit, 1) * unit
+        return max(below, below + unit, key=self._longest_multiple)
+
+    def _layout_alignment(self, cp_size: int) -> int:
+        """`pack_alignment_of` without `pack_shapes`."""
         share = cp_size * self.pack_multiple * (self.tp_size if self.sequence_parallel else 1)
         return math.lcm(2 * cp_size if cp_size > 1 else 1, share)
+
+    def _longest_multiple(self, unit: int) -> int:
+        """Tokens of the longest of `pack_shapes` multiples of `unit` under the cap."""
+        assert self.max_tokens is not None and self.pack_shapes is not None
+        return min(self.max_tokens // unit, self.pack_shapes) * unit
 
     @property
     def rectangle_alignment(self) -> int:
         """Multiple of the row length of a rectangle."""
-        return math.lcm(self.sequence_length_round, self.sequence_alignment, self.pack_alignment)
+        layout = self._layout_alignment(self.cp_size)
+        return math.lcm(self.sequence_length_round, self.sequence_alignment, layout)
 
     @property
     def micro_batch_alignment(self) -> int:
@@ -334,7 +352,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
             raise PlanError("usable_tokens needs max_tokens, the cap of a micro-batch, which is None: set it")
         alignment = self.pack_alignment_of(cp_size) if self.mode == "packed" else self.rectangle_alignment
         cap = self.max_tokens * cp_size if self.has_cp_per_pack else self.max_tokens
-        return cap // alignment * alignment
+        return min(cap // alignment, self.pack_shapes or cap) * alignment
 
     def longest_cut(self, sizes: Ints) -> int:
         """Largest length to truncate samples of `sizes` to, so that a micro-batch holds them together; 0: none."""

@@ -112,11 +112,12 @@ def plan_step(
     return Plan.of(_sliced(plans, problem(), price))
 
 
-def cut_packs(plan: Plan, cost: CostModel) -> Plan:
-    """The plan, made of whole packs, with slices as its constraints ask for. `cost` as for `plan_step`."""
-    if not plan.constraints.cuts_packs:
+def cut_packs(plan: Plan, constraints: PlanConstraints, cost: CostModel) -> Plan:
+    """The plan of whole packs with slices as `constraints` ask for, else its own; `cost` as for `plan_step`."""
+    if not constraints.cuts_packs:
         return plan
-    return Plan.of(_sliced((plan,), build_problem(plan.lengths, plan.constraints, cost=cost), cost))
+    cut = replace(plan, constraints=constraints)
+    return Plan.of(_sliced((cut,), build_problem(plan.lengths, constraints, cost=cost), cost))
 
 
 def _sliced(plans: Sequence[PlanArrays], problem: PlanProblem, cost: CostModel) -> PlanArrays:

@@ -108,6 +108,13 @@ class SequencePackingArgs(Settings):
         1, help="Fewest micro-batches per rank and optimizer step.", ge=1, passes=("train",)
     )
     min_num_micro_batches_forward: int = setting(1, help="Fewest micro-batches per rank and forward pass.", ge=1)
+    pack_shapes: int | None = setting(
+        None,
+        help="Packs have one of this many lengths, the same in every step, for compiled kernels and static shapes; the "
+        "rest is padding. Default: packs are as long as their samples.",
+        ge=1,
+        passes=("train", "infer"),
+    )
     share_prefixes: SharePrefixes = setting(
         "auto",
         help="Samples of a pack that begin alike compute their common prefix once. auto: where the attention backend "
@@ -261,11 +268,13 @@ class RoleBatching(Settings):
                 return {
                     "algorithm": packing.algorithm,
                     "max_tokens": train_cap or cap,
+                    "pack_shapes": packing.pack_shapes,
                     "min_num_micro_batches": packing.min_num_micro_batches_train,
                 }
             return {
                 "algorithm": packing.algorithm,
                 "max_tokens": cap or train_cap,
+                "pack_shapes": packing.pack_shapes,
                 "min_num_micro_batches": packing.min_num_micro_batches_forward,
             }
         if mode == "dynamic":

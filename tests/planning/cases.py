@@ -92,6 +92,7 @@ def cases(draw: st.DrawFn) -> Case:
         more["sequence_length_round"] = draw(st.sampled_from([1, 2, 8]))
     else:
         more["sequence_multiple"] = draw(st.sampled_from([None, None, 3, "2*cp*tp"]))
+        more["pack_shapes"] = draw(st.sampled_from([None, None, 1, 2, 7]))
     constraints = PlanConstraints(
         dp_size=dp_size,
         max_tokens=cap or None,
@@ -143,6 +144,12 @@ def alignments(c: PlanConstraints) -> tuple[int, int]:
     asked = c.sequence_multiple
     sequence = math.lcm(layout, 2 * c.cp_size * c.tp_size if asked == "2*cp*tp" else asked or 1)
     pack = math.lcm(layout, c.cp_size * c.pack_multiple * (c.tp_size if c.sequence_parallel else 1))
+    if c.pack_shapes is not None:  # of the multiples next to a share of the cap, that which holds more
+        assert c.max_tokens is not None
+        unit = math.lcm(sequence, pack)
+        below = max(c.max_tokens // c.pack_shapes // unit * unit, unit)
+        held = [min(c.max_tokens // step, c.pack_shapes) * step for step in (below, below + unit)]
+        pack = below if held[0] >= held[1] else below + unit
     return sequence, pack
 
 
@@ -197,6 +204,8 @@ def check_4_cap_and_alignment(case: Case, view: View) -> None:
             if c.max_tokens is not None and not (c.oversize == "alone" and alone):
                 assert mb["tokens"] <= c.max_tokens
             assert mb["tokens"] % pack == 0
+            if c.pack_shapes is not None and not (c.oversize == "alone" and alone):
+                assert mb["tokens"] // pack <= c.pack_shapes
             assert mb["tokens"] == mb["rows"] * mb["padded_length"]
             assert sum(mb["slots"]) <= mb["tokens"]
             for i, used, slot in zip(mb["samples"], mb["lengths"], mb["slots"], strict=True):

@@ -1,4 +1,4 @@
-"""Packs and rectangles aligned as FP8 needs give the loss, gradients and log-probs of the same without alignment.
+"""Packs aligned as FP8 needs, and packs of few lengths, give the loss, gradients and log-probs of others.
 
 In fp32: the alignment adds filler and changes nothing else. What FP8 itself rounds is compared on a GPU
 (`scripts/gpu_checks.sh --only fp8`).
@@ -24,6 +24,7 @@ MATRIX = [
     Layout(pp=2),
     Layout(tp=2, sp=True, cp=2),
     Layout(pp=2, vpp=2, cp=2),
+    Layout(pp=2, slices=3),
     Layout(tp=2, sp=True, dp=2, ep=2, moe=True),
     Layout(dp=2, pp=2, recompute=True),
 ]
@@ -70,11 +71,13 @@ def _compare(layout: Layout, multiples: list[int]) -> list[str]:
         local = mine(strategy, random_batch(31, 9, 40))
         table = gather_lengths(local)
         result, gradients, log_probs = _step(strategy, local, strategy.plan(table))
-        for multiple in multiples:
+        for multiple, shapes in [*((one, None) for one in multiples), (1, 1), (1, 3)]:
+            if shapes is not None and mode != "packed":
+                continue
             state = strategy.state
             cap = max(64, 2 * multiple * ranks)
             spec, forward = (
-                one if one.max_tokens is None else replace(one, max_tokens=cap)
+                one if one.max_tokens is None else replace(one, max_tokens=cap, pack_shapes=shapes)
                 for one in (state.batching.train, state.batching.infer)
             )
             strategy.state = replace(
@@ -87,11 +90,12 @@ def _compare(layout: Layout, multiples: list[int]) -> list[str]:
             packs = [mb for rank in plan.micro_batches for mb in rank]
             assert all(mb.tokens % ranks == 0 and mb.tokens // ranks % multiple == 0 for mb in packs)
             assert spec.max_tokens is None or all(mb.tokens <= cap for mb in packs)
+            assert shapes is None or len({mb.tokens for mb in packs}) <= shapes
             assert sum(mb.tokens for mb in packs) > sum(int(mb.lengths.sum()) for mb in packs)
             other = _step(strategy, local, plan)
             gaps = [*gap(other[:2], (result, gradients)), float((other[2] - log_probs).abs().max())]
             if max(gaps) > LIMIT:
-                found.append(f"{layout} {mode} {multiple}: {gaps}")
+                found.append(f"{layout} {mode} {multiple} {shapes}: {gaps}")
     return found
 
 

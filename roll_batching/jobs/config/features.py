@@ -253,6 +253,11 @@ NEEDED_FOR_SIZES = {
 """Values of a role's keys with which packs can have context-parallel sizes."""
 OTHER_PACKING = {_other_than(value, key): f"{key}: {str(value).lower()}" for key, value in NEEDED_FOR_SIZES.items()}
 OVERSIZE = "planning_args.oversize"
+FEW_SHAPES = Feature(
+    "packs of few lengths",
+    "sequence_packing_args.pack_shapes",
+    lambda packing: packing.role.sequence_packing_args.pack_shapes is not None,
+)
 OVERSIZE_ALONE = Feature(
     "longer sequences alone", OVERSIZE, lambda packing: packing.role.planning_args.oversize in ("alone", "slice")
 )

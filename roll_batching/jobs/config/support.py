@@ -183,6 +183,9 @@ PACKING_REFUSALS = refusals_of(
         (f.SIZE_PER_PACK, f.JOB_STREAM): (
             "auto needs planned mini-batches, and the section train forms packs from a stream; give a size"
         ),
+        (f.SIZE_PER_PACK, f.FEW_SHAPES): (
+            "auto gives each pack its own size, and sequence_packing_args.pack_shapes needs one size; leave that out"
+        ),
         (f.SIZE_PER_PACK, f.OVERSIZE_ALONE): (
             "auto gives longer sequences more ranks, and planning_args.oversize is {0.role.planning_args.oversize}; "
             "set error, truncate or drop"

@@ -34,12 +34,13 @@ def slice_operations(counts: Sequence[int], stage: int, stages: int) -> list[Pas
     Forward passes are first in, first out. Backward passes take packs in order, and the slices of a pack in reverse.
     Before its k-th backward pass the last stage has done f(k) forward passes: those of the whole pack of that slice,
     and at most one more for each backward pass, so that both alternate. f is the least such function. Each stage has
-    done one more than the next. With one slice per pack this is Megatron's 1F1B.
+    done one more than the next. With one slice per pack this is Megatron's 1F1B. A single stage waits for nobody: it
+    begins a pack when the one before is backward, so that the keys of one pack are kept.
 
     No counts deadlock: f of a stage is never below that of the next, so that a backward pass waits for forward passes
     that every stage has before it.
     """
-    backward, slack = _backward_order(np.asarray(counts, dtype=np.int64))
+    backward, slack = _backward_order(np.asarray(counts, dtype=np.int64), stages)
     operations: list[Pass] = []
     done, total = 0, len(backward)
     for k, unit in enumerate(backward.tolist()):
@@ -50,12 +51,14 @@ def slice_operations(counts: Sequence[int], stage: int, stages: int) -> list[Pas
     return operations
 
 
-def _backward_order(counts: Ints) -> tuple[Ints, Ints]:
+def _backward_order(counts: Ints, stages: int) -> tuple[Ints, Ints]:
     """Slices in the order of their backward passes, and f(k) - k of `slice_operations`; int64[slices] each."""
     ends, total = np.repeat(np.cumsum(counts), counts), int(counts.sum())
     first = ends - np.repeat(counts, counts)
     backward = first + ends - 1 - np.arange(total)
-    slack = np.maximum.accumulate((ends - np.arange(total))[::-1])[::-1]
+    slack = ends - np.arange(total)
+    if stages > 1:
+        slack = np.maximum.accumulate(slack[::-1])[::-1]
     return backward, np.ascontiguousarray(slack)
 
 
@@ -66,7 +69,7 @@ def sliced_makespan(costs: Ints, counts: Ints, stages: int, shares: Shares | Non
     for `pipeline_makespan`.
     """
     times = times_of_chunks(costs, shares)
-    return int(_makespan(times, *_backward_order(counts), stages, _LEAD))
+    return int(_makespan(times, *_backward_order(counts, stages), stages, _LEAD))
 
 
 @compiled

@@ -123,7 +123,8 @@ class Passes:
             sizes = pack_sizes(step)
             size = size if size in sizes else sizes[-1]
             content = Bin(fullest_bin(step, size))
-        return cut_packs(plan_of_equal_bins(constraints, content, count, size), strategy.cost)
+        whole = plan_of_equal_bins(constraints.without_slices, content, count, size)
+        return cut_packs(whole, constraints, strategy.cost)
 
     def _longest_content(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Bin:
         """Samples of the fullest micro-batch: groups of responses to longest prompts where packs share prefixes."""

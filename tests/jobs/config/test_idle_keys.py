@@ -114,7 +114,7 @@ READ: list[tuple[Condition, str]] = [
         lambda job: job.stream is None,
         "max_steps actor_train.use_sequence_packing actor_train.sequence_packing_args.max_packed_sequence_length_train "
         "actor_train.sequence_packing_args.min_num_micro_batches_train "
-        "actor_train.sequence_packing_args.share_prefixes",
+        "actor_train.sequence_packing_args.share_prefixes actor_train.sequence_packing_args.pack_shapes",
     ),
     (
         lambda job: True,

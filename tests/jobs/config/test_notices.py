@@ -116,6 +116,7 @@ OTHER_VALUES = {
     "sequence_multiple": 16,
     "seed": 9,
     "share_prefixes": False,
+    "pack_shapes": 4,
 }
 KEYS = {key.path[-1]: ".".join(key.path) for key in schema_keys(RoleBatching) if key.path[-1] in OTHER_VALUES}
 SWITCHES = {
