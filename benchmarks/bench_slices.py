@@ -38,8 +38,10 @@ from tests.support.ranks import run_ranks
 
 COST = LinearQuadraticCost(fixed=24576 * 512)
 RANKS, SEEDS = 8, 3
-SECONDS = 16.0
+SECONDS = 40.0
 """Seconds of the longer step of a case with sleeping processes."""
+DELAY = 0.05
+"""Seconds of a delayed transfer between stages, in those of a mean forward pass of the plan."""
 LIMIT = 0.05
 """Largest difference of a measured step from the simulated one."""
 
@@ -170,39 +172,50 @@ def draw(path: Path) -> None:
 def sleeping(repeats: int, record: dict[str, Any]) -> Table:
     """Table of steps of sleeping processes, whole packs beside slices."""
     table = Table(
-        "Sleeping processes: seconds of a step, simulated and measured",
-        ["PP", "whole packs", "slices", "slices / whole, simulated", "measured"],
+        f"Sleeping processes: seconds of a step, simulated and measured (delay: {DELAY:.0%} of a mean forward pass)",
+        ["PP", "transfers", "whole packs", "slices", "slices / whole, simulated", "measured"],
     )
-    model = read_architecture("qwen3-1.7b").model_copy(update={"num_layers": 32})
     for stages in (4, 8):
-        constraints = PlanConstraints(dp_size=1, pp_size=stages, max_tokens=65536, pipeline_slices=8)
-        drawn = np.random.default_rng(stages).lognormal(np.log(9000), 0.8, 32)
-        lengths = drawn.clip(256, 65536).astype(np.int64)
-        cut = Scenario(lengths=lengths, constraints=constraints, architecture=model)
-        whole = replace(cut, constraints=replace(constraints, pipeline_slices=1))
-        steps = [simulate_plan(one.plan(), one.times, transfers="instant") for one in (whole, cut)]
-        factor = SECONDS / max(step.seconds for step in steps)
-        plans = []
-        for step in steps:
-            (units,), _ = units_of_ranks(step.plan)
-            packs = tuple(range(len(step.plan.tokens)))
-            slices = None if step.plan.slices is None else tuple(step.plan.slices.counts.tolist())
-            seconds = tuple((step.work.forward[units] * factor).tolist())
-            plans.append(SleepingPlan(packs=(packs,), forward=seconds, slices=slices))
+        plans, simulated = sleeping_plans(stages)
         job = SleepingJob(plans=tuple(plans), stages=stages, repeats=repeats)
-        measured = step_seconds(run_ranks(stages, "benchmarks.simulation.sleeping:train", job, timeout=900))
-        simulated = [step.seconds * factor for step in steps]
+        measured = step_seconds(run_ranks(stages, "benchmarks.simulation.sleeping:train", job, timeout=1800))
         record[f"PP {stages}"] = {"simulated": simulated, "measured": measured}
-        table.add(
-            stages,
-            *(f"{one:.2f}, {other:.2f}" for one, other in zip(simulated, measured, strict=True)),
-            f"{simulated[1] / simulated[0]:.3f}",
-            f"{measured[1] / measured[0]:.3f}",
-        )
-        for name, one, other in zip(("whole packs", "slices"), simulated, measured, strict=True):
-            off = other / one - 1
-            table.require(abs(off) <= LIMIT, f"PP {stages}, {name}: measured {off:+.1%} of the simulated step")
+        for first, transfers in ((0, "instant"), (2, "delayed")):
+            whole, cut = zip(simulated[first : first + 2], measured[first : first + 2], strict=True)
+            ratios = [f"{after / before:.3f}" for before, after in zip(whole, cut, strict=True)]
+            table.add(stages, transfers, *(f"{one:.2f}, {other:.2f}" for one, other in (whole, cut)), *ratios)
+            for name, (one, other) in (("whole packs", whole), ("slices", cut)):
+                off = other / one - 1
+                message = f"PP {stages}, {name}, transfers {transfers}: measured {off:+.1%} of the simulated step"
+                table.require(abs(off) <= LIMIT, message)
     return table
+
+
+def sleeping_plans(stages: int) -> tuple[list[SleepingPlan], list[float]]:
+    """(Plans of whole packs, and of slices, with instant and with delayed transfers; seconds of their simulated steps)
+
+    All are of the same agents' samples, slowed by one factor.
+    """
+    model = read_architecture("qwen3-1.7b").model_copy(update={"num_layers": 32})
+    constraints = PlanConstraints(dp_size=1, pp_size=stages, max_tokens=65536, pipeline_slices=8)
+    drawn = np.random.default_rng(stages).lognormal(np.log(9000), 0.8, 32)
+    lengths = drawn.clip(256, 65536).astype(np.int64)
+    cut = Scenario(lengths=lengths, constraints=constraints, architecture=model)
+    whole = replace(cut, constraints=replace(constraints, pipeline_slices=1))
+    steps = [simulate_plan(one.plan(), one.times, transfers="instant") for one in (whole, cut)]
+    factor = SECONDS / max(step.seconds for step in steps)
+    plans, simulated = [], []
+    for share, step in itertools.product((0.0, DELAY), steps):
+        (units,), _ = units_of_ranks(step.plan)
+        packs = tuple(range(len(step.plan.tokens)))
+        slices = None if step.plan.slices is None else tuple(step.plan.slices.counts.tolist())
+        forward, backward = step.work.forward * factor, step.work.backward * factor
+        delay = share * float(forward.mean())
+        seconds = tuple(forward[units].tolist())
+        plans.append(SleepingPlan(packs=(packs,), forward=seconds, slices=slices, delay=delay))
+        (lanes,) = execute_plan(step.plan, forward, backward, transfer=np.full_like(forward, delay))
+        simulated.append(max(events[-1].end for events in lanes))
+    return plans, simulated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
