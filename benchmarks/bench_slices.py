@@ -1,4 +1,4 @@
-"""Pipelines of whole packs, of model chunks and of slices: predicted waiting, and processes that sleep.
+"""Pipelines of whole packs, of model chunks and of slices: predicted waiting, processes that sleep and that compute.
 
     python benchmarks/bench_slices.py --check
     python benchmarks/bench_slices.py --only planned
@@ -7,7 +7,11 @@ Planned: step time over perfectly shared work of all ranks, by the costs that pl
 activations the first stage holds at once, in caps. Means of three seeds, 8 data-parallel ranks.
 
 Sleeping: real processes run Megatron's schedule of whole packs and ours of slices with a tiny model, whose passes sleep
-as long as the simulation says, divided by one factor.
+as long as the simulation says, divided by one factor. Transfers are instant, or arrive some time after they are sent.
+
+Computing: four real processes train a small model on agents' samples of a sixteenth of their length. Counted are the
+bytes that the first stage keeps alive for backward passes, parameters aside, and the processor time of each pass, which
+is played back as if each stage had a device.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
+from benchmarks.simulation.computing import ComputingJob, bubble_share, replay
 from benchmarks.simulation.sleeping import SleepingJob, SleepingPlan, step_seconds
 from benchmarks.table import Table
 from roll_batching.known_warnings import hide_known_warnings
@@ -44,6 +49,21 @@ DELAY = 0.05
 """Seconds of a delayed transfer between stages, in those of a mean forward pass of the plan."""
 LIMIT = 0.05
 """Largest difference of a measured step from the simulated one."""
+SCALE = 16
+"""Samples of processes that compute are that much shorter than agents', and so is the cap."""
+SMALL_MODEL = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "ffn_hidden_size": 768,
+    "num_layers": 8,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+}
+STEPS = ("step", "measured step")
+KEPT = 0.7
+"""Most bytes that the first stage keeps with slices, over those with whole packs."""
+APART = 0.05
+"""Largest difference of a measured share of waiting from the predicted one."""
 
 
 @dataclass(frozen=True)
@@ -218,10 +238,54 @@ def sleeping_plans(stages: int) -> tuple[list[SleepingPlan], list[float]]:
     return plans, simulated
 
 
+def computing(repeats: int, record: dict[str, Any]) -> Table:
+    """Table of bytes and waiting of processes that compute, whole packs beside slices."""
+    workload = WORKLOADS[1]
+    job = ComputingJob(
+        architecture=SMALL_MODEL,
+        lengths=np.maximum(workload.lengths(0)[: workload.count // RANKS] // SCALE, 16),
+        cap=workload.cap // SCALE,
+        stages=4,
+        slices=workload.slices,
+        repeats=repeats,
+    )
+    table = Table(
+        f"Computing processes, PP {job.stages}, cap {job.cap} tokens: first stage and waiting",
+        ["plan", "units", "caps held", "MB held", "waiting, predicted", "measured", "step, predicted", "measured"],
+    )
+    ranks = run_ranks(job.stages, "benchmarks.simulation.computing:train", job, timeout=1500)
+    figures: dict[str, dict[str, float]] = {}
+    for name, plan in job.plans().items():
+        costs = (plan.costs if plan.slices is None else plan.slices.costs).astype(np.float64)
+        (lanes,) = execute_plan(plan, costs, 2 * costs)
+        end, passes = max(events[-1].end for events in lanes), [rank[name]["passes"] for rank in ranks]
+        figures[name] = {
+            "caps": units_alive(plan),
+            "bytes": ranks[0][name]["bytes"],
+            "waiting": 1 - 3 * float(costs.sum()) / end,
+            "measured waiting": bubble_share(passes),
+            "step": end,
+            "measured step": replay(passes),
+            "busy": sum(seconds for of_rank in passes for _, seconds in of_rank),
+        }
+        one, whole = figures[name], figures["whole packs"]
+        held = f"{one['caps']:.2f}", f"{one['bytes'] / 1e6:.0f}"
+        waiting = f"{one['waiting']:.3f}", f"{one['measured waiting']:.3f}"
+        table.add(name, len(costs), *held, *waiting, *(f"{one[key] / whole[key]:.3f}" for key in STEPS))
+        off = one["measured waiting"] - one["waiting"]
+        table.require(abs(off) <= APART, f"{name}: share of waiting {off:+.3f} from the predicted one")
+    record["computing"] = figures
+    cut = figures.pop("slices")
+    for name, one in figures.items():
+        kept = cut["bytes"] / one["bytes"]
+        table.require(kept <= KEPT, f"slices hold {kept:.2f} of the bytes of {name} (at most {KEPT})")
+    return table
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; with --check the exit status is 1 where a limit is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=("planned", "sleeping"), help="one of the two tables")
+    parser.add_argument("--only", choices=("planned", "sleeping", "computing"), help="one of the tables")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps of a plan; the shortest counts")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw one step three ways to this file, and end")
@@ -234,9 +298,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     record: dict[str, Any] = {}
     tables = []
-    if options.only != "sleeping":
+    if options.only in (None, "planned"):
         tables.append(planned(record))
-    if options.only != "planned":
+    if options.only in (None, "computing"):
+        tables.append(computing(options.repeats, record))
+    if options.only in (None, "sleeping"):
         tables.append(sleeping(options.repeats, record))
     for table in tables:
         table.show()
