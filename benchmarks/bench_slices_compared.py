@@ -262,11 +262,11 @@ CLEAR = 0.01
 """Slices with CP count as "both" where they are faster by this share than slices and CP alone."""
 
 
-def workloads(record: dict[str, Any]) -> Table:
+def workloads(seeds: int, record: dict[str, Any]) -> Table:
     """Table of where slices, CP or both win."""
     families = (WHOLE, VPP, CP, VPP_CP, PER_PACK, SLICES, SLICES_CP)
     table = Table(
-        f"Seconds of a step, 8B model, 8 data-parallel ranks at CP 1, mean of {SEEDS} seeds, best sizes in brackets",
+        f"Seconds of a step, 8B model, 8 data-parallel ranks at CP 1, mean of {seeds} draws, best sizes in brackets",
         ["samples", "PP", *families, "fastest"],
     )
     shape = read_architecture("qwen3-8b").model_copy(update={"num_layers": 32})
@@ -274,7 +274,7 @@ def workloads(record: dict[str, Any]) -> Table:
         constraints = PlanConstraints(dp_size=8, pp_size=stages, max_tokens=workload.cap)
         steps = [
             predict_all(Scenario(lengths=workload.lengths(seed), constraints=constraints, architecture=shape))
-            for seed in range(SEEDS)
+            for seed in range(seeds)
         ]
         everywhere = set.intersection(*(set(of_seed) for of_seed in steps))
         seconds = {way: float(np.mean([of_seed[way].seconds for of_seed in steps])) for way in everywhere}
@@ -285,6 +285,7 @@ def workloads(record: dict[str, Any]) -> Table:
             sizes = "" if way is None or way.name == family else f" ({way.name})"
             shown.append("" if way is None else f"{seconds[way]:.2f}{sizes}")
         table.add(workload.name, stages, *shown, _winner({family: seconds[way] for family, way in best.items()}))
+        print(table.rows[-1], file=sys.stderr, flush=True)
         record[f"{workload.name}, PP {stages}"] = {family: seconds[way] for family, way in best.items()}
     return table
 
@@ -302,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=("random", "workloads"), help="one of the two comparisons")
     parser.add_argument("--settings", type=int, default=SETTINGS, help="number of random settings")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="draws of each workload's lengths")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--check", action="store_true", help="fail where a limit is missed")
     options = parser.parse_args(arguments)
@@ -311,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only != "workloads":
         tables += random_settings(options.settings, record)
     if options.only != "random":
-        tables.append(workloads(record))
+        tables.append(workloads(options.seeds, record))
     for table in tables:
         table.show()
     if options.json is not None:
