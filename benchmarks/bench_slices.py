@@ -1,4 +1,4 @@
-"""Pipelines of whole packs, of model chunks and of slices: predicted waiting, and processes that sleep.
+"""Pipelines of whole packs, of model chunks and of slices: predicted waiting, processes that sleep and that compute.
 
     python benchmarks/bench_slices.py --check
     python benchmarks/bench_slices.py --only planned
@@ -7,7 +7,11 @@ Planned: step time over perfectly shared work of all ranks, by the costs that pl
 activations the first stage holds at once, in caps. Means of three seeds, 8 data-parallel ranks.
 
 Sleeping: real processes run Megatron's schedule of whole packs and ours of slices with a tiny model, whose passes sleep
-as long as the simulation says, divided by one factor.
+as long as the simulation says, divided by one factor. Transfers are instant, or arrive some time after they are sent.
+
+Computing: four real processes train a small model on agents' samples of a sixteenth of their length. Counted are the
+bytes that the first stage keeps alive for backward passes, parameters aside, and the processor time of each pass, which
+is played back as if each stage had a device.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
+from benchmarks.simulation.computing import ComputingJob, bubble_share, replay
 from benchmarks.simulation.sleeping import SleepingJob, SleepingPlan, step_seconds
 from benchmarks.table import Table
 from roll_batching.known_warnings import hide_known_warnings
@@ -40,8 +45,25 @@ COST = LinearQuadraticCost(fixed=24576 * 512)
 RANKS, SEEDS = 8, 3
 SECONDS = 40.0
 """Seconds of the longer step of a case with sleeping processes."""
+DELAY = 0.05
+"""Seconds of a delayed transfer between stages, in those of a mean forward pass of the plan."""
 LIMIT = 0.05
 """Largest difference of a measured step from the simulated one."""
+SCALE = 16
+"""Samples of processes that compute are that much shorter than agents', and so is the cap."""
+SMALL_MODEL = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "ffn_hidden_size": 768,
+    "num_layers": 8,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+}
+STEPS = ("step", "measured step")
+KEPT = 0.7
+"""Most bytes that the first stage keeps with slices, over those with whole packs."""
+APART = 0.05
+"""Largest difference of a measured share of waiting from the predicted one."""
 
 
 @dataclass(frozen=True)
@@ -170,45 +192,98 @@ def draw(path: Path) -> None:
 def sleeping(repeats: int, record: dict[str, Any]) -> Table:
     """Table of steps of sleeping processes, whole packs beside slices."""
     table = Table(
-        "Sleeping processes: seconds of a step, simulated and measured",
-        ["PP", "whole packs", "slices", "slices / whole, simulated", "measured"],
+        f"Sleeping processes: seconds of a step, simulated and measured (delay: {DELAY:.0%} of a mean forward pass)",
+        ["PP", "transfers", "whole packs", "slices", "slices / whole, simulated", "measured"],
     )
-    model = read_architecture("qwen3-1.7b").model_copy(update={"num_layers": 32})
     for stages in (4, 8):
-        constraints = PlanConstraints(dp_size=1, pp_size=stages, max_tokens=65536, pipeline_slices=8)
-        drawn = np.random.default_rng(stages).lognormal(np.log(9000), 0.8, 32)
-        lengths = drawn.clip(256, 65536).astype(np.int64)
-        cut = Scenario(lengths=lengths, constraints=constraints, architecture=model)
-        whole = replace(cut, constraints=replace(constraints, pipeline_slices=1))
-        steps = [simulate_plan(one.plan(), one.times, transfers="instant") for one in (whole, cut)]
-        factor = SECONDS / max(step.seconds for step in steps)
-        plans = []
-        for step in steps:
-            (units,), _ = units_of_ranks(step.plan)
-            packs = tuple(range(len(step.plan.tokens)))
-            slices = None if step.plan.slices is None else tuple(step.plan.slices.counts.tolist())
-            seconds = tuple((step.work.forward[units] * factor).tolist())
-            plans.append(SleepingPlan(packs=(packs,), forward=seconds, slices=slices))
+        plans, simulated = sleeping_plans(stages)
         job = SleepingJob(plans=tuple(plans), stages=stages, repeats=repeats)
-        measured = step_seconds(run_ranks(stages, "benchmarks.simulation.sleeping:train", job, timeout=900))
-        simulated = [step.seconds * factor for step in steps]
+        measured = step_seconds(run_ranks(stages, "benchmarks.simulation.sleeping:train", job, timeout=1800))
         record[f"PP {stages}"] = {"simulated": simulated, "measured": measured}
-        table.add(
-            stages,
-            *(f"{one:.2f}, {other:.2f}" for one, other in zip(simulated, measured, strict=True)),
-            f"{simulated[1] / simulated[0]:.3f}",
-            f"{measured[1] / measured[0]:.3f}",
-        )
-        for name, one, other in zip(("whole packs", "slices"), simulated, measured, strict=True):
-            off = other / one - 1
-            table.require(abs(off) <= LIMIT, f"PP {stages}, {name}: measured {off:+.1%} of the simulated step")
+        for first, transfers in ((0, "instant"), (2, "delayed")):
+            whole, cut = zip(simulated[first : first + 2], measured[first : first + 2], strict=True)
+            ratios = [f"{after / before:.3f}" for before, after in zip(whole, cut, strict=True)]
+            table.add(stages, transfers, *(f"{one:.2f}, {other:.2f}" for one, other in (whole, cut)), *ratios)
+            for name, (one, other) in (("whole packs", whole), ("slices", cut)):
+                off = other / one - 1
+                message = f"PP {stages}, {name}, transfers {transfers}: measured {off:+.1%} of the simulated step"
+                table.require(abs(off) <= LIMIT, message)
+    return table
+
+
+def sleeping_plans(stages: int) -> tuple[list[SleepingPlan], list[float]]:
+    """(Plans of whole packs, and of slices, with instant and with delayed transfers; seconds of their simulated steps)
+
+    All are of the same agents' samples, slowed by one factor.
+    """
+    model = read_architecture("qwen3-1.7b").model_copy(update={"num_layers": 32})
+    constraints = PlanConstraints(dp_size=1, pp_size=stages, max_tokens=65536, pipeline_slices=8)
+    drawn = np.random.default_rng(stages).lognormal(np.log(9000), 0.8, 32)
+    lengths = drawn.clip(256, 65536).astype(np.int64)
+    cut = Scenario(lengths=lengths, constraints=constraints, architecture=model)
+    whole = replace(cut, constraints=replace(constraints, pipeline_slices=1))
+    steps = [simulate_plan(one.plan(), one.times, transfers="instant") for one in (whole, cut)]
+    factor = SECONDS / max(step.seconds for step in steps)
+    plans, simulated = [], []
+    for share, step in itertools.product((0.0, DELAY), steps):
+        (units,), _ = units_of_ranks(step.plan)
+        packs = tuple(range(len(step.plan.tokens)))
+        slices = None if step.plan.slices is None else tuple(step.plan.slices.counts.tolist())
+        forward, backward = step.work.forward * factor, step.work.backward * factor
+        delay = share * float(forward.mean())
+        seconds = tuple(forward[units].tolist())
+        plans.append(SleepingPlan(packs=(packs,), forward=seconds, slices=slices, delay=delay))
+        (lanes,) = execute_plan(step.plan, forward, backward, transfer=np.full_like(forward, delay))
+        simulated.append(max(events[-1].end for events in lanes))
+    return plans, simulated
+
+
+def computing(repeats: int, record: dict[str, Any]) -> Table:
+    """Table of bytes and waiting of processes that compute, whole packs beside slices."""
+    workload = WORKLOADS[1]
+    job = ComputingJob(
+        architecture=SMALL_MODEL,
+        lengths=np.maximum(workload.lengths(0)[: workload.count // RANKS] // SCALE, 16),
+        cap=workload.cap // SCALE,
+        stages=4,
+        slices=workload.slices,
+        repeats=repeats,
+    )
+    table = Table(
+        f"Computing processes, PP {job.stages}, cap {job.cap} tokens: first stage and waiting",
+        ["plan", "units", "caps held", "MB held", "waiting, predicted", "measured", "step, predicted", "measured"],
+    )
+    ranks = run_ranks(job.stages, "benchmarks.simulation.computing:train", job, timeout=1500)
+    figures: dict[str, dict[str, Any]] = {}
+    for name, plan in job.plans().items():
+        costs = (plan.costs if plan.slices is None else plan.slices.costs).astype(np.float64)
+        (lanes,) = execute_plan(plan, costs, 2 * costs)
+        end, passes = max(events[-1].end for events in lanes), [rank[name]["passes"] for rank in ranks]
+        figures[name] = {
+            "caps": units_alive(plan),
+            "bytes": ranks[0][name]["bytes"],
+            "waiting": 1 - 3 * float(costs.sum()) / end,
+            "measured waiting": bubble_share(passes),
+            "step": end,
+            "measured step": replay(passes),
+            "seconds": [[seconds for _, seconds in of_rank] for of_rank in passes],
+        }
+        one, whole = figures[name], figures["whole packs"]
+        held = f"{one['caps']:.2f}", f"{one['bytes'] / 1e6:.0f}"
+        waiting = f"{one['waiting']:.3f}", f"{one['measured waiting']:.3f}"
+        table.add(name, len(costs), *held, *waiting, *(f"{one[key] / whole[key]:.3f}" for key in STEPS))
+        off = one["measured waiting"] - one["waiting"]
+        table.require(abs(off) <= APART, f"{name}: share of waiting {off:+.3f} from the predicted one")
+    record["computing"] = figures
+    kept = figures["slices"]["bytes"] / figures["fewest whole packs"]["bytes"]
+    table.require(kept <= KEPT, f"slices hold {kept:.2f} of the bytes of the fewest whole packs (at most {KEPT})")
     return table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; with --check the exit status is 1 where a limit is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=("planned", "sleeping"), help="one of the two tables")
+    parser.add_argument("--only", choices=("planned", "sleeping", "computing"), help="one of the tables")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps of a plan; the shortest counts")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw one step three ways to this file, and end")
@@ -221,9 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     record: dict[str, Any] = {}
     tables = []
-    if options.only != "sleeping":
+    if options.only in (None, "planned"):
         tables.append(planned(record))
-    if options.only != "planned":
+    if options.only in (None, "computing"):
+        tables.append(computing(options.repeats, record))
+    if options.only in (None, "sleeping"):
         tables.append(sleeping(options.repeats, record))
     for table in tables:
         table.show()

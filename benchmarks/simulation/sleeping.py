@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,8 @@ ARCHITECTURE = {
 }
 TOKENS = 32
 """Tokens of a pack: computing takes little beside sleeping. A slice has one at least."""
+MOST_TRANSFERS = 1024
+"""Most transfers between two stages in one direction, of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,8 @@ class SleepingPlan:
     """Seconds of the forward pass of each pack on a stage, or of each slice; backward takes twice as long."""
     slices: tuple[int, ...] | None = None
     """Slices of each pack; None: packs are computed as a whole."""
+    delay: float = 0.0
+    """Seconds of a transfer between stages, in a pipeline of one data-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,8 @@ def train(job: SleepingJob) -> dict[str, Any]:
     strategy = MegatronTrainStrategy(_role(job), seed=1)
     strategy.initialize()
     home = strategy.layout.dp_rank
-    log = _Log(len(strategy.chunks))
+    links = _DelayedLinks(strategy.layout.pp_rank) if any(one.delay for one in job.plans) else None
+    log = _Log(len(strategy.chunks), links)
     for number, chunk in enumerate(strategy.chunks):
         log.watch(number, chunk)
     steps = [_Step.of(strategy, sleeping) for sleeping in job.plans]
@@ -79,7 +87,7 @@ def train(job: SleepingJob) -> dict[str, Any]:
         transfers.append(log.transfers)
     timed: list[list[Any]] = [[] for _ in steps]
     for _, (step, passes) in itertools.product(range(job.repeats), zip(steps, timed, strict=True)):
-        log.start(step.forward)
+        log.start(step.forward, step.delay)
         dist.barrier()
         strategy.train_step(step.batch, step.plan, SFTLoss())
         passes.append(log.passes)
@@ -93,6 +101,7 @@ class _Step:
     plan: Any
     batch: Any
     forward: list[float]
+    delay: float
 
     @classmethod
     def of(cls, strategy: Any, sleeping: SleepingPlan) -> _Step:
@@ -117,7 +126,7 @@ class _Step:
             offsets = np.cumsum([0, *map(len, cuts)])
             plan = replace(plan, slices=PackSlices(offsets, np.concatenate(cuts), np.ones(counts.sum(), np.int64)))
         forward = [float(seconds) for pack in sleeping.packs[home] for seconds in of_packs[pack]]
-        return cls(plan, plan.shard(batch, home), forward)
+        return cls(plan, plan.shard(batch, home), forward, sleeping.delay)
 
 
 def step_seconds(results: list[dict[str, Any]]) -> list[float]:
@@ -153,14 +162,16 @@ def _role(job: SleepingJob) -> Any:
 class _Log:
     """Passes and transfers of one rank, and the sleep inside its passes."""
 
-    def __init__(self, chunks: int) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: int, links: _DelayedLinks | None) -> None:
+        self.chunks, self.links = chunks, links
         self._record_transfers()
         self.start(None)
 
-    def start(self, forward: list[float] | None) -> None:
-        """Begin a step with these seconds of the forward passes of its micro-batches; None: without sleep."""
+    def start(self, forward: list[float] | None, delay: float = 0.0) -> None:
+        """Begin a step with these seconds of its forward passes and transfers; None: without sleep."""
         self.forward = forward
+        if self.links is not None:
+            self.links.start(delay)
         self.passes: list[tuple[bool, int, int, float, float]] = []
         self.transfers: list[tuple[bool, bool, bool, bool]] = []
         self.counts = [0] * self.chunks  # forward passes so far: a chunk computes micro-batches in their order
@@ -204,6 +215,73 @@ class _Log:
             )
             if any(made):
                 self.transfers.append(made)
-            return communicate(communicator, **call)
+            if self.links is None:
+                return communicate(communicator, **call)
+            return self.links.delayed(made, lambda: communicate(communicator, **call))
 
         P2PCommunicator._communicate = recorded
+
+
+class _DelayedLinks:
+    """Transfers between neighbouring stages that end `delay` seconds after both sides have called for them.
+
+    Sides note the times of their calls in a file that all processes of the job map: they have one clock.
+    """
+
+    def __init__(self, stage: int) -> None:
+        import torch.distributed as dist
+
+        self.stage, self.delay = stage, 0.0
+        file = Path(os.environ["RANKS_FOLDER"]) / "calls"
+        shape = 2, 2, dist.get_world_size(), MOST_TRANSFERS
+        if dist.get_rank() == 0:
+            np.zeros(shape).tofile(file)
+        dist.barrier()
+        self.calls: Any = np.memmap(file, np.float64, "r+", shape=shape)
+        """Time of each call, [whether receiving, whether backward, sending stage, number]."""
+        self.numbers: Counter[tuple[int, int, int]] = Counter()
+        self._delay_slices()
+
+    def start(self, delay: float) -> None:
+        """Begin a step whose transfers take `delay` seconds."""
+        self.delay = delay
+        self.numbers.clear()
+
+    def note(self, is_receiving: int, is_backward: int, sender: int) -> Any:
+        """The calls of both sides of the next transfer, float64[2], after noting this side's."""
+        channel = is_receiving, is_backward, sender
+        number = self.numbers[channel]
+        self.numbers[channel] += 1
+        both = self.calls[:, is_backward, sender, number]
+        both[is_receiving] = time.monotonic()
+        return both
+
+    def delayed(self, made: tuple[bool, bool, bool, bool], call: Any) -> Any:
+        """The result of a call of Megatron's communicator, which waits for both sides of all its transfers."""
+        sides = ((0, 0, self.stage), (0, 1, self.stage), (1, 0, self.stage - 1), (1, 1, self.stage + 1))
+        notes = [self.note(*side) for side, is_made in zip(sides, made, strict=True) if is_made]
+        result = call()
+        self._sleep_until(max((float(both.max()) for both in notes), default=0.0) + self.delay)
+        return result
+
+    def _sleep_until(self, end: float) -> None:
+        if self.delay:
+            time.sleep(max(0.0, end - time.monotonic()))
+
+    def _delay_slices(self) -> None:
+        """Slices: receives are posted ahead, and a transfer begins when the sender calls."""
+        from roll_batching.strategy.sliced_schedule import _Transfers
+
+        send, receive = _Transfers._send, _Transfers._receive
+
+        def noted_send(transfers: Any, direction: int, number: int, tensor: Any) -> None:
+            self.note(0, direction, self.stage)
+            send(transfers, direction, number, tensor)
+
+        def delayed_receive(transfers: Any, direction: int, number: int) -> Any:
+            both = self.note(1, direction, self.stage + (1 if direction else -1))
+            result = receive(transfers, direction, number)
+            self._sleep_until(float(both[0]) + self.delay)
+            return result
+
+        _Transfers._send, _Transfers._receive = noted_send, delayed_receive  # type: ignore[method-assign]

@@ -21,7 +21,8 @@ COMMANDS = {
     "simulation": [],
     "streams": [],
     "driver": [],
-    "slices": ["--only", "planned"],  # processes that sleep need a quiet machine
+    "slices": ["--only", "planned"],  # processes that sleep or compute need a quiet machine
+    "slices_compared": [],
     "cp_steps": [],
     "dynamic_cp": [],
 }
