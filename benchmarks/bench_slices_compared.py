@@ -4,8 +4,7 @@
     python benchmarks/bench_slices_compared.py --only workloads
 
 Each way is planned as a job plans it and simulated as `roll-batching simulate` does: times of packs on H100s, and
-stages that wait for each other as in the schedule that runs. Here a slice also takes the shortest time of a pass at
-least.
+stages that wait for each other as in the schedule that runs.
 
 - whole packs: one context-parallel rank, Megatron's 1F1B;
 - VPP 2 and 4: its interleaved schedule;
@@ -38,7 +37,6 @@ from roll_batching.errors import PlanError
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.pipeline.execution import execute_plan
-from roll_batching.planning.plan_arrays import NANOSECONDS
 from roll_batching.planning.problem import build_problem
 from roll_batching.settings.model_cost import architecture_cost
 from roll_batching.tools.simulation import Scenario, read_architecture
@@ -109,9 +107,7 @@ def predict(scenario: Scenario) -> Step:
     work = pack_work(plan, times, head=6.0 * shape.hidden_size * shape.vocab_size)
     if plan.slices is not None:
         work = slice_work(plan, plan.slices, work, times, 0.0)
-    shortest = times.floor / NANOSECONDS / 3
-    forward, backward = np.maximum(work.forward, shortest), np.maximum(work.backward, 2 * shortest)
-    seconds = _end(plan, forward, backward, work.transfer)
+    seconds = _end(plan, work.forward, work.backward, work.transfer)
     cost = architecture_cost(shape, tp_size=constraints.tp_size, cp_size=constraints.cp_size)
     fixed = build_problem(scenario.lengths, constraints, cost=cost).fixed_cost
     units = (plan.costs if plan.slices is None else plan.slices.costs).astype(np.float64) + fixed

@@ -8,6 +8,7 @@ by time, ranks and the device's peak rate this is MFU, model FLOPs utilisation (
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +77,15 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelDims) -> FlopsCost:
 
         return with_parts_of(config, cost, ranks=layout.tp_size * layout.cp_size)
     return cost
+
+
+def planning_cost(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> FlopsCost:
+    """`model_cost`, with the exchange of keys and values that slices repeat on a cluster."""
+    cost = model_cost(config, vocab_size, layout)
+    if layout.cp_size == 1:
+        return cost
+    times = model_pack_times(config, vocab_size, layout, cluster)
+    return replace(cost, exchange=times.exchange_cost(layout.cp_size))
 
 
 def model_pack_times(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> PackTimes:

@@ -85,14 +85,16 @@ class ChunkCosts:
 class LinearQuadraticCost(CheckedFields, error=PlanError):
     """Cost `linear*L + quadratic*L^2` per sequence, `fixed` per micro-batch; integers of any unit.
 
-    `chunks` has the costs of a pipeline's model chunks where they differ; None: all cost the same. The defaults 24576
-    and 1 are those of verl and ROLL (6 x hidden size 4096, a dense 7B).
+    `chunks` has the costs of a pipeline's model chunks where they differ; None: all cost the same. `exchange` is the
+    cost of a token whose keys a slice gathers again under context parallelism. The defaults 24576 and 1 are those of
+    verl and ROLL (6 x hidden size 4096, a dense 7B).
     """
 
     linear: Cost = 24576
     quadratic: Cost = 1
     fixed: Cost = 0
     chunks: ChunkCosts | None = None
+    exchange: Cost = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

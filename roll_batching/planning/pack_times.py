@@ -148,6 +148,13 @@ class PackTimes(CheckedFields, error=PlanError):
         times: Ints = np.rint(seconds * NANOSECONDS).astype(np.int64)
         return times
 
+    def exchange_cost(self, cp_size: int) -> int:
+        """Cost of the exchange of one token's keys and values, in the FLOPs of one rank that `FlopsCost` counts."""
+        if cp_size == 1:
+            return 0
+        seconds = float(self._exchange(np.array([1e6]), cp_size)[0]) / 1e6
+        return int(seconds * self.cluster.matmul_rate * self.pp_size)
+
     def fixed(self, cp_size: int) -> int:
         """The part of a pack's time on `cp_size` ranks that does not depend on its sequences."""
         half = self.cluster.matmul_half_tokens * self.tp_size**0.5

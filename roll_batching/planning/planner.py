@@ -125,19 +125,21 @@ def _sliced(plans: Sequence[PlanArrays], problem: PlanProblem, cost: CostModel) 
 
     The first plan has packs for the schedule of whole packs, the second the fewest, which slices divide.
     """
-    from roll_batching.planning.pipeline.slices import SLICE_COUNTS, best_slices  # few plans have some
+    from roll_batching.planning.pipeline.slices import SLICE_COUNTS, SliceCosts, best_slices  # few plans have some
 
-    constraints = problem.constraints
-    counts: Sequence[int] = SLICE_COUNTS
-    if constraints.pipeline_slices != "auto":
-        counts = (constraints.pipeline_slices,)
+    constraints, smallest = problem.constraints, 1
+    numbers: Sequence[int] = SLICE_COUNTS
+    if constraints.pipeline_slices == "auto":
+        smallest = constraints.smallest_slice * constraints.cp_size
     else:
-        largest = max(1, int(plans[-1].tokens.max()) // (constraints.smallest_slice * constraints.cp_size))
-        counts = [count for count in SLICE_COUNTS if count <= largest]
+        numbers = (constraints.pipeline_slices,)
+    costs = SliceCosts(
+        of_lengths=lambda lengths: scaled_costs(lengths, cost, problem.shift),
+        fixed=problem.fixed_cost,
+        exchange=getattr(cost, "exchange", 0) / (1 << problem.shift),
+    )
     with compiled_once("slices"):
-        plan = best_slices(
-            plans, counts, lambda lengths: scaled_costs(lengths, cost, problem.shift), problem.fixed_cost
-        )
+        plan = best_slices(plans, numbers, smallest, costs)
     check_plan(plan)
     return plan
 

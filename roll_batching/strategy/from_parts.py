@@ -18,7 +18,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.losses.runner import has_router_losses
 from roll_batching.megatron_patches.layers import define_router_gemm
 from roll_batching.modeling.adoption import ADOPTED_ENGINE, adopt_model
-from roll_batching.modeling.cost import model_cost
+from roll_batching.modeling.cost import planning_cost
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head as defer
 from roll_batching.modeling.head import gpt_of
@@ -94,7 +94,7 @@ def state_from_parts(
         layout=layout,
         chunks=chunks,
         dtype=config.params_dtype,
-        cost=cost or model_cost(config, gpt.vocab_size, layout),
+        cost=cost or planning_cost(config, gpt.vocab_size, layout, settings.cluster),
         batching=batching,
         settings=settings,
         attention=next(iter(attention_backends(chunks)), None),

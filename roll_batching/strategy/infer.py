@@ -16,7 +16,7 @@ from roll_batching.errors import ConfigError, LayoutError, LossError
 from roll_batching.losses.contract import VALUES, LossSpec, as_numbers, loss_spec
 from roll_batching.losses.head import HeadContext, check_temperature
 from roll_batching.losses.runner import LossRunner, Scaling
-from roll_batching.modeling.cost import model_cost
+from roll_batching.modeling.cost import planning_cost
 from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
 from roll_batching.planning.arrays import integer_of
@@ -188,10 +188,11 @@ class MegatronInferStrategy(ModelIOMixin):
             from roll_batching.modeling.pretrained import load_pretrained
 
             load_pretrained(chunks, architecture, pretrained, layout, config.model_args.family, value_head)
+        of_step, outputs = StepSettings.of(config, layout.dp_size), 1 if value_head else architecture.vocab_size
         built = ModelState(
             layout=layout, chunks=chunks, dtype=dtype,
-            cost=model_cost(chunks[0].config, 1 if value_head else architecture.vocab_size, layout),
-            batching=batching, settings=StepSettings.of(config, layout.dp_size), attention=kernels.attention,
+            cost=planning_cost(chunks[0].config, outputs, layout, of_step.cluster),
+            batching=batching, settings=of_step, attention=kernels.attention,
             vocab_size=architecture.vocab_size, pg_collection=groups, architecture=architecture,
             own_family=config.model_args.family, value_head=value_head,
         )  # fmt: skip

@@ -112,6 +112,18 @@ def _makespan(times: Ints, backward: Ints, slack: Ints, stages: int, lead: int) 
 
 
 @dataclass(frozen=True)
+class SliceCosts:
+    """What slices cost, in the scaled unit of a plan's costs."""
+
+    of_lengths: Callable[[Ints], Ints]
+    """Costs of sequences of these lengths, int64[n]."""
+    fixed: int
+    """Of each pass."""
+    exchange: float
+    """Of a token whose keys are gathered again."""
+
+
+@dataclass(frozen=True)
 class _Pack:
     """Costs of a pack's rows, by their positions in samples."""
 
@@ -159,6 +171,14 @@ class _Pack:
             return np.zeros(1, dtype=np.int64)
         return np.diff(self.at(np.concatenate([[0], cuts, [self.tokens]])))
 
+    def seen_again(self, cuts: Ints) -> Ints:
+        """Tokens before each slice to which it attends, int64[len(cuts) + 1]: those of the sample that it cuts."""
+        if not len(self.starts):
+            return np.zeros(1, dtype=np.int64)
+        first = np.concatenate([[0], cuts])
+        seen: Ints = first - self.starts[np.searchsorted(self.starts, first, side="right") - 1]
+        return seen
+
 
 def _packs_of(plan: PlanArrays, costs_of: Callable[[Ints], Ints]) -> list[_Pack]:
     constraints, packs = plan.constraints, []
@@ -171,14 +191,13 @@ def _packs_of(plan: PlanArrays, costs_of: Callable[[Ints], Ints]) -> list[_Pack]
     return packs
 
 
-def slice_plan(plan: PlanArrays, count: int, costs_of: Callable[[Ints], Ints], fixed: int) -> tuple[PackSlices, int]:
+def slice_plan(plan: PlanArrays, count: int, costs: SliceCosts) -> tuple[PackSlices, int]:
     """Slices of the packs of a plan, about `count` of a pack of mean cost, and the makespan of its slowest ranks.
 
-    With `count` 1 packs stay whole, but for those above the cap with oversize="slice". `costs_of` are the costs of
-    sequences by length (int64[n]), `fixed` that of each pass. Ranks that meet at every micro-batch have equal numbers
-    of slices at each.
+    With `count` 1 packs stay whole, but for those above the cap with oversize="slice". Ranks that meet at every
+    micro-batch have equal numbers of slices at each.
     """
-    constraints, packs = plan.constraints, _packs_of(plan, costs_of)
+    constraints, packs = plan.constraints, _packs_of(plan, costs.of_lengths)
     mean = max(int(plan.costs.sum()) // max(int((~plan.fillers).sum()), 1), 1)
     wanted = np.maximum((plan.costs * count + mean // 2) // mean, 1) if count > 1 else np.ones_like(plan.costs)
     counts = np.minimum(wanted, plan.tokens // constraints.micro_batch_alignment).reshape(constraints.dp_size, -1)
@@ -190,17 +209,21 @@ def slice_plan(plan: PlanArrays, count: int, costs_of: Callable[[Ints], Ints], f
         largest = constraints.usable_tokens
         counts = np.maximum(counts, -(-plan.tokens // largest).reshape(counts.shape))
     cuts = [pack.cut(number, largest) for pack, number in zip(packs, counts.reshape(-1).tolist(), strict=True)]
-    costs = [pack.slice_costs(of_pack) for pack, of_pack in zip(packs, cuts, strict=True)]
+    parts = np.concatenate([pack.slice_costs(of_pack) for pack, of_pack in zip(packs, cuts, strict=True)])
     offsets = offsets_of(np.array([len(of_pack) for of_pack in cuts], dtype=np.int64))
-    slices = PackSlices(offsets=offsets, cuts=np.concatenate(cuts), costs=np.concatenate(costs))
-    return slices, sliced_time(plan, slices, fixed)
+    slices = PackSlices(offsets=offsets, cuts=np.concatenate(cuts), costs=parts)
+    further: int | Ints = costs.fixed
+    if costs.exchange:
+        again = np.concatenate([pack.seen_again(of_pack) for pack, of_pack in zip(packs, cuts, strict=True)])
+        further = costs.fixed + (again * costs.exchange).astype(np.int64)
+    return slices, sliced_time(plan, slices, further)
 
 
-def sliced_time(plan: PlanArrays, slices: PackSlices, fixed: int) -> int:
-    """Makespan of the slowest ranks of a plan cut into `slices`; `fixed` is the cost of each pass."""
+def sliced_time(plan: PlanArrays, slices: PackSlices, further: int | Ints) -> int:
+    """Makespan of the slowest ranks of a plan cut into `slices`; `further` is what each slice costs beside its own."""
     constraints, slowest = plan.constraints, 0
     counts = slices.counts.reshape(constraints.dp_size, -1)
-    per_rank = np.split(slices.costs + fixed, np.cumsum(counts.sum(axis=1))[:-1])
+    per_rank = np.split(slices.costs + further, np.cumsum(counts.sum(axis=1))[:-1])
     for first in range(0, len(counts), constraints.joint_ranks):
         block = np.stack(per_rank[first : first + constraints.joint_ranks]).max(axis=0)
         slowest = max(slowest, sliced_makespan(block, counts[first], constraints.pp_size, plan.chunk_shares))
@@ -228,20 +251,22 @@ def orders_of(plan: PlanArrays) -> list[Ints]:
     return [np.arange(costs.size), *((order + first).reshape(-1) for order in (rising, rising[:, ::-1], ends))]
 
 
-def best_slices(
-    plans: Sequence[PlanArrays], counts: Sequence[int], costs_of: Callable[[Ints], Ints], fixed: int
-) -> PlanArrays:
-    """The plan, order and number of slices (one of `counts`) with the smallest makespan that is found.
+def best_slices(plans: Sequence[PlanArrays], numbers: Sequence[int], smallest: int, costs: SliceCosts) -> PlanArrays:
+    """The plan, order and number of slices with the smallest makespan that is found.
 
+    `numbers` are the slices of a pack of mean cost to try, ascending, where they have `smallest` tokens on average.
     Orders are compared with the most slices, numbers of slices in the best order and, first, in the first plan's own.
     """
     best: tuple[int, PlanArrays] | None = None
-    for number, plan in enumerate(plans):
+    for place, plan in enumerate(plans):
+        most = int(plan.tokens[~plan.fillers].mean()) // smallest
+        counts = [number for number in numbers if number <= most] or numbers[:1]
         ordered = [in_order(plan, order) for order in orders_of(plan)]
-        fastest = min(ordered, key=lambda one: slice_plan(one, counts[-1], costs_of, fixed)[1])
-        for candidate in (plan, fastest) if number == 0 else (fastest,):
+        times = [slice_plan(one, counts[-1], costs)[1] for one in ordered]
+        fastest = ordered[times.index(min(times))]
+        for candidate in (plan, fastest) if place == 0 else (fastest,):
             for count in counts:
-                slices, time = slice_plan(candidate, count, costs_of, fixed)
+                slices, time = slice_plan(candidate, count, costs)
                 if best is None or time < best[0]:
                     best = time, replace(candidate, slices=slices if len(slices.cuts) else None)
     assert best is not None

@@ -68,10 +68,11 @@ class Scenario:
     def plan(self) -> Plan:
         """The plan that a job makes of these lengths."""
         constraints = self.constraints
+        cost = architecture_cost(self.architecture, tp_size=constraints.tp_size, cp_size=constraints.cp_size)
         return plan_step(
             self.lengths,
             constraints,
-            cost=architecture_cost(self.architecture, tp_size=constraints.tp_size, cp_size=constraints.cp_size),
+            cost=replace(cost, exchange=self.times.exchange_cost(constraints.cp_size)),
             group_ids=self.group_ids,
             times=self.times if constraints.has_cp_per_pack else None,
         )

@@ -193,8 +193,8 @@ def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: fl
 def slice_work(plan: Plan, slices: PackSlices, work: PackWork, times: PackTimes, recomputed: float) -> PackWork:
     """Work of the slices of packs that have the work `work`.
 
-    A slice has its share of the pack's cost, and what every pass costs on its own. Its exchange of keys and values is
-    of all tokens to which it attends.
+    A slice has its share of the pack's cost and what every pass costs on its own, and takes no less than the shortest
+    pass. Its exchange of keys and values is of all tokens to which it attends.
     """
     counts, first = slices.counts, np.cumsum(slices.counts) - slices.counts
     pack = np.repeat(np.arange(len(counts)), counts)
@@ -207,9 +207,11 @@ def slice_work(plan: Plan, slices: PackSlices, work: PackWork, times: PackTimes,
     exchange, backward = work.exchange[pack] * visible, 2 + recomputed
     repeated = times.fixed(plan.constraints.cp_size) / NANOSECONDS / 3 * (1 - share)
     repeated += (exchange - work.exchange[pack] * share) / (1 + backward)
+    forward = work.forward[pack] * share + repeated
+    slower = np.maximum(1.0, times.floor / NANOSECONDS / 3 / np.maximum(forward, 1e-12))  # launches take their time
     return PackWork(
-        forward=work.forward[pack] * share + repeated,
-        backward=work.backward[pack] * share + repeated * backward,
+        forward=forward * slower,
+        backward=(work.backward[pack] * share + repeated * backward) * slower,
         exchange=exchange,
         transfer=work.transfer[pack] * own,
     )

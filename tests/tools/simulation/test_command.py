@@ -154,7 +154,7 @@ def test_a_sweep_simulates_what_each_layout_alone_would_be() -> None:
         (["--model", "qwen3-8b", "--json", "/proc/a/b.json"], "cannot be written"),
         (["--model", "qwen3-8b", "--world-size", "8"], "read with --config only"),
         (["--model", "qwen3-8b", "seed=3"], "add --config"),
-        (["--model", "qwen3-8b", "--oversize", "hide"], "it must be one of error, alone, truncate, drop"),
+        (["--model", "qwen3-8b", "--oversize", "hide"], "it must be one of error, alone, slice, truncate, drop"),
         (["--model", "qwen3-8b", "--sweep", "tokens=3"], "sizes are max_tokens, cp"),
         (["--model", "qwen3-8b", "--sweep", "pp"], "max_tokens=8192,16384"),
         (["--model", "qwen3-8b", "--sweep", "pp=1,x"], "whole numbers from 1"),
