@@ -139,11 +139,10 @@ class RecurrentLayer(MegatronModule):
     def _chunks(self, params: PackedParams, tokens: int) -> Chunks:
         """Chunks of a pack, made by the first layer that needs them."""
         if params.chunks is None:
-            reach = self.conv_weight.shape[-1] - 1
-            is_tree = params.tree is not None
-            params.chunks = (
-                Chunks.of_tree(params.tree, tokens, reach) if is_tree else Chunks.of(params.cu_seqlens_q, tokens)
-            )
+            if params.tree is None:
+                params.chunks = Chunks.of(params.cu_seqlens_q, tokens)
+            else:
+                params.chunks = Chunks.of_tree(params.tree, tokens, reach=self.conv_weight.shape[-1] - 1)
         chunks: Chunks = params.chunks
         return chunks
 

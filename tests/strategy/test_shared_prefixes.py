@@ -22,6 +22,8 @@ from tests.support.ranks import meet, part, run_ranks
 HERE = "tests.strategy.test_shared_prefixes:"
 CAP = 320
 VALUES = "values"
+ONE_TREE = "one tree in one micro-batch"
+"""Other data-parallel ranks compute fillers."""
 LAYOUTS = [Layout(tp=2, sp=True), Layout(pp=2, vpp=2), Layout(cp=2), Layout(moe=True, dp=2, ep=2)]
 MORE = [*CORE, Layout(tp=2, sp=True, recompute=True)]
 SLOW = [pytest.mark.slow, pytest.mark.layouts]
@@ -45,6 +47,7 @@ def kinds() -> dict[str, list[Any]]:
         "three levels": [(24, [(20, [5, (17, [3, 9])]), (30, [8, 2]), 6]), (50, [4, 4])],
         "a group above the cap": [(90, [60, 55, 40, 70, 30, 65])],
         "branches one token apart": [(30, [(1, [2, (1, [1, (2, [3, 1])])]), 1, 6]), (20, [1, 1, 1])],
+        ONE_TREE: [(40, [9, (5, [2, 1]), 14])],
         "duplicates, and samples that begin others": [(30, [0, 5, 5, 1]), (20, [0, 0, (25, [0, 4])])],
     }
 
@@ -171,9 +174,13 @@ def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: 
         if name == "dpo":
             place = {sample: i for i, sample in enumerate(whole.ids.tolist())}
             groups = {"group_ids": [place[sample] // 2 for sample in table.ids.tolist()]}
+        if kind == ONE_TREE:
+            groups = {"group_ids": [0] * len(table)}
         with_prefixes, without = strategy.plan(shared, **groups), strategy.plan(table, **groups)
         assert with_prefixes.report.shared_tokens > 0 or name == "dpo", (kind, name)
         assert with_prefixes.report.computed_tokens <= without.report.computed_tokens, (kind, name)
+        if kind == ONE_TREE and layout.dp > 1:
+            assert any(mb.is_filler for of_rank in with_prefixes.micro_batches for mb in of_rank)
         found, right = step(local, with_prefixes, loss), step(local, without, loss)
         loss_gap, gradient_gap = gap(found, right)
         outputs = 0.0

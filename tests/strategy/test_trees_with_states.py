@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategy.test_shared_prefixes import VALUES, batch, gaps_of, kinds, losses, make_model
+from tests.strategy.test_shared_prefixes import ONE_TREE, VALUES, batch, gaps_of, kinds, losses, make_model
 from tests.support.layouts import Layout
 from tests.support.ranks import meet, part, run_ranks
 
@@ -35,14 +35,18 @@ MORE = [
     *(Layout(tp=2, sp=True, cp=2), Layout(pp=2, cp=2), Layout(cp=4), Layout(tp=2, sp=True, pp=2, vpp=2)),
     Layout(tp=2, sp=True, recompute=True),
 ]
-CASES = [("three levels", "policy"), ("branches one token apart", "policy"), ("a group above the cap", "sft")]
+CASES = [
+    *(("three levels", "policy"), ("branches one token apart", "policy"), ("a group above the cap", "sft")),
+    (ONE_TREE, "sft"),
+]
 
 
 def _compare(model: str, layouts: list[Layout], cases: list[tuple[str, str]], report: Callable[[str], None]) -> None:
     gaps = gaps_of(layouts, cases, MODELS[model] | SHAPE)
     for layout in layouts:
         largest = max(gap.largest for gap in gaps if gap.case.startswith(f"{layout} "))
-        report(f"{model}, shared prefixes in {layout} against apart: within {largest:.1e}")
+        name = str(layout).removesuffix(f" {layout.dtype}")  # the results are fp64
+        report(f"{model}, shared prefixes against apart, {name}: within {largest:.1e}")
     assert not (differing := [gap for gap in gaps if gap.largest > EXACT]), "\n".join(map(str, differing))
 
 
