@@ -39,8 +39,8 @@ class Pieces(NamedTuple):
 class Runs(NamedTuple):
     """Segments, cut behind every token at which a shared prefix ends; arrays are [runs].
 
-    All tokens of a run have the same samples after them, so a sample is a path of whole runs: a layer with a state
-    starts a run from the state in which its parent ends.
+    A sample that reads a token of a run also reads its last token, so each sample is a path of whole runs: a layer with
+    a state starts a run from the state in which its parent ends.
     """
 
     lengths: IntArray
