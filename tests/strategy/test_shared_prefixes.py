@@ -46,7 +46,7 @@ def kinds() -> dict[str, list[Any]]:
         "ragged groups, a group of one, prompts of one token": [(33, [4, 9]), (18, [7]), (1, [12, 5]), (30, [2] * 5)],
         "three levels": [(24, [(20, [5, (17, [3, 9])]), (30, [8, 2]), 6]), (50, [4, 4])],
         "a group above the cap": [(90, [60, 55, 40, 70, 30, 65])],
-        "branches one token apart": [(30, [(1, [2, (1, [1, (2, [3, 1])])]), 1, 6]), (20, [1, 1, 1])],
+        "branches one token apart": [(30, [(1, [2, (1, [1, (2, [3, 1])])]), 1, 6]), (20, [1, 1, 1, 2])],
         ONE_TREE: [(40, [9, (5, [2, 1]), 14])],
         "duplicates, and samples that begin others": [(30, [0, 5, 5, 1]), (20, [0, 0, (25, [0, 4])])],
     }
