@@ -176,7 +176,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 17_900
+MOST_FILES, MOST_LINES = 100, 17_960
 LINES = {
     "": 850,
     "commands": 1_450,
@@ -203,12 +203,12 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 5_560,
-    "packing": 1_700,
+    "modeling": 5_640,
+    "packing": 1_750,
     "planning": 10_150,
     "samples": 2_300,
     "settings": 3_270,
-    "strategy": 7_450,
+    "strategy": 7_460,
     "tools": 50,
     "tools.conversion": 6_400,
     "tools.rehearsal": 3_750,

@@ -1,6 +1,8 @@
 """Recurrences over packs, in chunks that end with their sequence: the gated delta rule and Mamba-2's state space.
 
-The state of a head starts at zero in every sequence of a pack. With decay g <= 0, a token turns the state S into S':
+The state of a head starts at zero in every sequence of a pack. Where samples share prefixes, the sequences are the runs
+of the pack (`packing.pack_layout.Runs`), and a run starts from the state in which its parent ends. With decay g <= 0, a
+token turns the state S into S':
 
 - gated delta rule, S [key channels, value channels], key k, value v, rate b: S' = exp(g) S + k (b (v - k exp(g) S)),
   and reads q S'. Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; chunks as in Yang et al. 2024, arXiv 2406.06484;
@@ -10,14 +12,42 @@ The state of a head starts at zero in every sequence of a pack. With decay g <= 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from roll_batching.packing.params import RunTree
+
 CHUNK = 64
 """Tokens whose products are computed together."""
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Tokens on both sides of the start of each run, as far as a convolution reaches; the number of tokens if none."""
+
+    after: torch.Tensor
+    """[runs, reach] int64: the first tokens of each run."""
+    before: torch.Tensor
+    """[runs, reach] int64: the tokens before each run in its sample, the nearest first."""
+
+    @classmethod
+    def of(cls, tree: RunTree, tokens: int, reach: int) -> Borders:
+        """The borders of a pack of `tokens` tokens, for a convolution over `reach` + 1 tokens."""
+        starts, ends = tree.starts[:-1], tree.starts[1:]
+        after = starts[:, None] + torch.arange(reach, device=starts.device)
+        after = torch.where(after < ends[:, None], after, tokens)
+        previous = torch.arange(-1, tokens, device=starts.device)
+        previous[-1] = tokens
+        previous = previous.index_copy(0, starts, tree.before)
+        before = [tree.before]
+        while len(before) < reach:  # a parent may be shorter than the reach, so step by step
+            before.append(previous[before[-1]])
+        return cls(after, torch.stack(before, 1))
 
 
 @dataclass(frozen=True)
@@ -29,11 +59,15 @@ class Chunks:
     place: torch.Tensor
     """[tokens] int64: the place of each token."""
     continues: torch.Tensor
-    """[chunks, 1, 1, 1] bool: whether the chunk before belongs to the same sequence."""
+    """[chunks] bool: whether the chunk before belongs to the same sequence."""
     positions: torch.Tensor
     """[tokens] int64: position of each token in its sequence."""
     last: torch.Tensor
     """[sequences] int64: the last chunk of each sequence."""
+    parents: tuple[int, ...] | None = None
+    """The chunk in whose last state each chunk starts, -1: in zeros. None: the chunk before it, if it `continues`."""
+    borders: Borders | None = None
+    """Where the convolution crosses from run to run; None: nowhere."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
@@ -52,8 +86,18 @@ class Chunks:
         token = starts[owner] + (chunk - first[owner]) * CHUNK
         token = token[:, None] + torch.arange(CHUNK, device=device)
         token = torch.where(token < ends[owner][:, None], token, tokens)
-        continues = (chunk > first[owner])[:, None, None, None]
-        return cls(token.reshape(-1), place, continues, positions, after - 1)
+        return cls(token.reshape(-1), place, chunk > first[owner], positions, after - 1)
+
+    @classmethod
+    def of_tree(cls, tree: RunTree, tokens: int, reach: int) -> Chunks:
+        """The chunks of the runs of a tree, whose convolution reads `reach` tokens before each token."""
+        chunks = cls.of(tree.starts, tokens)
+        counts = (tree.runs.lengths + CHUNK - 1) // CHUNK
+        last = np.cumsum(counts) - 1
+        parents = np.full(len(chunks.continues), -1)
+        parents[: last[-1] + 1] = np.arange(-1, last[-1])
+        parents[last - counts + 1] = np.where(tree.runs.parents < 0, -1, last[tree.runs.parents])
+        return dataclasses.replace(chunks, parents=tuple(parents.tolist()), borders=Borders.of(tree, tokens, reach))
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, ...] -> [chunks, heads, CHUNK, ...]; zeros in places without a token."""
@@ -66,14 +110,19 @@ class Chunks:
 
 
 def _scan(
-    step: Callable[..., torch.Tensor], factors: torch.Tensor, terms: torch.Tensor
+    step: Callable[..., torch.Tensor], factors: torch.Tensor, terms: torch.Tensor, chunks: Chunks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """States before and after each chunk, for state' = step(term, factor, state)."""
     states = [torch.zeros_like(terms[0])]
-    for factor, term in zip(factors.unbind(), terms.unbind(), strict=True):
+    if chunks.parents is not None:  # on the host: the states of several children are read from one parent
+        for parent, factor, term in zip(chunks.parents, factors.unbind(), terms.unbind(), strict=True):
+            states.append(step(term, factor, states[parent + 1]))
+        return torch.stack([states[parent + 1] for parent in chunks.parents]), torch.stack(states[1:])
+    continues = chunks.continues.view(-1, *[1] * (terms.dim() - 1))
+    for factor, term in zip((factors * continues).unbind(), terms.unbind(), strict=True):
         states.append(step(term, factor, states[-1]))
     stacked = torch.stack(states)
-    return stacked[:-1], stacked[1:]
+    return stacked[:-1] * continues, stacked[1:]
 
 
 def gated_delta_rule(
@@ -98,8 +147,7 @@ def gated_delta_rule(
     keys_to_end = (key * (total - decay).exp()).transpose(2, 3)
     # The state after a chunk is linear in that before it.
     decayed = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * total.exp()
-    before, after = _scan(torch.baddbmm, (decayed - keys_to_end @ read) * chunks.continues, keys_to_end @ added)
-    before = before * chunks.continues
+    before, after = _scan(torch.baddbmm, decayed - keys_to_end @ read, keys_to_end @ added, chunks)
     out = (query * decay.exp()) @ before + ((query @ key.transpose(2, 3)) * between) @ (added - read @ before)
     return chunks.join(out), after[chunks.last]
 
@@ -133,8 +181,7 @@ def state_space(
     total = decay[:, :, -1:]
     inputs_to_end = x * (total - decay).exp().unsqueeze(-1)
     terms = (B.transpose(2, 3) @ inputs_to_end.flatten(3)).unflatten(-1, (heads, channels))
-    before, after = _scan(torch.addcmul, (total.exp() * chunks.continues).unsqueeze(-1), terms)
-    before = before * chunks.continues.unsqueeze(-1)
+    before, after = _scan(torch.addcmul, total.exp().unsqueeze(-1), terms, chunks)
     carried = (C @ before.flatten(3)).unflatten(-1, (heads, channels)) * decay.exp().unsqueeze(-1)
     out = chunks.join((inside.transpose(2, 3) + carried).flatten(3))
     return out.unflatten(-1, (heads, channels)), after[chunks.last]
@@ -149,19 +196,37 @@ def state_space_step(
 
 
 def causal_convolution(
-    x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    positions: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    borders: Borders | None = None,
 ) -> torch.Tensor:
-    """SiLU of a convolution over each channel of x [tokens, channels] that stays inside sequences.
+    """SiLU of a convolution over each channel of x [tokens, channels] that stays inside samples.
 
-    weight [channels, 1, width], the last entry for the token itself; positions [tokens] in the sequences; bias
-    [channels].
+    weight [channels, 1, width], the last entry for the token itself; positions [tokens] in the sequences, which begin
+    behind the `borders`; bias [channels].
     """
     width = weight.shape[-1]
     padded, out = F.pad(x, (0, 0, width - 1, 0)), x * weight[:, 0, -1]
     for back in range(1, width):
         shifted = padded[width - 1 - back : width - 1 - back + len(x)]
         out = out + shifted * weight[:, 0, -1 - back] * (positions >= back).unsqueeze(-1)
+    if borders is not None:
+        out = out.index_add(0, borders.after.clamp(max=len(x) - 1).flatten(), _across(x, weight, borders).flatten(0, 1))
     return F.silu(out if bias is None else out + bias)
+
+
+def _across(x: torch.Tensor, weight: torch.Tensor, borders: Borders) -> torch.Tensor:
+    """Terms of the tokens before each border in the convolution of the tokens after it, [runs, reach, channels]."""
+    runs, reach = borders.before.shape
+    before = x.index_select(0, borders.before.clamp(max=len(x) - 1).flatten()).view(runs, reach, -1)
+    before = before * (borders.before < len(x)).unsqueeze(-1)
+    terms: list[torch.Tensor] = []
+    for place in range(reach):  # token `back` before the one at `place` is number back - place before the border
+        taps = range(place + 1, reach + 1)
+        terms.append(torch.stack([before[:, back - place - 1] * weight[:, 0, -1 - back] for back in taps]).sum(0))
+    return torch.stack(terms, 1) * (borders.after < len(x)).unsqueeze(-1)
 
 
 def inputs_before(x: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:

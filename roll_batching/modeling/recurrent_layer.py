@@ -40,6 +40,7 @@ Weights = dict[str, torch.Tensor]
 class RecurrentLayer(MegatronModule):
     """Projection, causal convolution, recurrence, output projection; every sequence of a pack starts anew.
 
+    A sample with a shared prefix continues from the state and the last inputs of the convolution behind that prefix.
     Rows of `in_proj`, channels of the convolution and heads are grouped into units, which tensor parallelism divides.
     Under context parallelism each rank computes all tokens of its part of these units: an all-to-all brings them there,
     and a second one brings the outputs back. Steps that read single tokens stay on the token's rank (`finish`).
@@ -123,18 +124,27 @@ class RecurrentLayer(MegatronModule):
         if group is not None:
             exchanged = _gather_tokens_split_heads(parts.flatten(-2), group)[params.restore]
             parts = exchanged.unflatten(-1, (-1, parts.shape[-1]))
-        if params.chunks is None:
-            params.chunks = Chunks.of(params.cu_seqlens_q, len(parts))
-        chunks: Chunks = params.chunks
-        weights = self.weights(rank, size)
+        chunks, weights = self._chunks(params, len(parts)), self.weights(rank, size)
         mixed, controls = self.split(parts)
-        mixed = causal_convolution(mixed, weights["conv_weight"], chunks.positions, weights.get("conv_bias"))
+        mixed = causal_convolution(
+            mixed, weights["conv_weight"], chunks.positions, weights.get("conv_bias"), chunks.borders
+        )
         out, _ = self.scan(mixed, controls, weights, chunks)
         if group is not None:
             assert params.restore is not None
             gathered = torch.empty_like(out).index_copy(0, params.restore, out)
             out = _split_tokens_gather_heads(gathered, group)
         return self.finish(out, projected)
+
+    def _chunks(self, params: PackedParams, tokens: int) -> Chunks:
+        """Chunks of a pack, made by the first layer that needs them."""
+        if params.chunks is None:
+            if params.tree is None:
+                params.chunks = Chunks.of(params.cu_seqlens_q, tokens)
+            else:
+                params.chunks = Chunks.of_tree(params.tree, tokens, reach=self.conv_weight.shape[-1] - 1)
+        chunks: Chunks = params.chunks
+        return chunks
 
     def _decode(self, projected: torch.Tensor, params: DecodeParams) -> torch.Tensor:
         """[positions, rows, units * width] -> [positions, rows, channels]; the state is in the cache."""

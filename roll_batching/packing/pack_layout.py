@@ -36,6 +36,24 @@ class Pieces(NamedTuple):
     """Tokens of the segment before the piece."""
 
 
+class Runs(NamedTuple):
+    """Segments, cut behind every token at which a shared prefix ends; arrays are [runs].
+
+    A sample that reads a token of a run also reads its last token, so each sample is a path of whole runs: a layer with
+    a state starts a run from the state in which its parent ends.
+    """
+
+    lengths: IntArray
+    """Tokens of each."""
+    parents: IntArray
+    """The run before each in its sample, earlier in the pack; -1: it begins a sample, or is filler."""
+
+    @property
+    def starts(self) -> IntArray:
+        """Starts of the runs and the end of the pack, [runs + 1]."""
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackLayout:
     """Segments, positions and context-parallel shares of one pack.
@@ -158,6 +176,19 @@ class PackLayout:
         assert self.prefix_lengths is not None
         start = int(self.unshared.cu_seqlens[sample])
         return self.computed_tokens[start : start + int(self.prefix_lengths[sample])]
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Its segments, cut where shared prefixes end."""
+        assert self.prefix_lengths is not None
+        sharing = np.flatnonzero(self.prefix_lengths)
+        branches = np.array([self.prefix_of(sample)[-1] + 1 for sample in sharing.tolist()], np.int64)
+        edges = np.unique(np.concatenate([self.cu_seqlens, branches]))
+        parents = np.arange(-1, len(edges) - 2)
+        first = np.searchsorted(edges, self.cu_seqlens[:-1])
+        parents[first] = -1
+        parents[first[sharing]] = np.searchsorted(edges, branches) - 1
+        return Runs(np.diff(edges), parents)
 
     def _per_segment(self, per_sample: IntArray) -> IntArray:
         return np.concatenate([per_sample, np.zeros(len(self.segments) - self.samples, np.int64)])

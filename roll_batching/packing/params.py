@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from roll_batching.errors import LayoutError
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend, attention_name
-from roll_batching.packing.pack_layout import PackLayout, PackSlice, SlicePlace
+from roll_batching.packing.pack_layout import PackLayout, PackSlice, Runs, SlicePlace
 
 _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
 
@@ -26,6 +26,26 @@ class RowRun:
     cp_size: int
     """Context-parallel size of the layout, by which Megatron's rotation divides the run."""
     cp_rank: int
+
+
+@dataclass(frozen=True)
+class RunTree:
+    """Runs of a pack with shared prefixes, for layers with a state; the tensors are int64."""
+
+    runs: Runs
+    """On the host, for loops over the runs."""
+    starts: torch.Tensor
+    """[runs + 1]: starts of the runs and the end of the pack."""
+    before: torch.Tensor
+    """[runs]: the token before each run in its sample; the number of tokens for runs that begin a sample."""
+
+    @classmethod
+    def of(cls, pack_layout: PackLayout, device: torch.device) -> RunTree:
+        """The runs of a pack, on `device`."""
+        runs = pack_layout.runs
+        starts = runs.starts
+        before = np.where(runs.parents < 0, pack_layout.tokens, starts[runs.parents + 1] - 1)
+        return cls(runs, torch.from_numpy(starts).to(device), torch.from_numpy(before).to(device))
 
 
 @dataclass
@@ -44,6 +64,8 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     """[tokens] int64, permutation from gathered to pack order; None without context parallelism."""
     shares_prefixes: bool = False
     """Whether keys of several samples are the same tokens of the pack."""
+    tree: RunTree | None = None
+    """The runs that have samples in common; None: samples share no prefixes."""
     attention: Any = None
     """Result of `AttentionBackend.metadata` for the pack."""
     cp_rank: int = 0
@@ -58,7 +80,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     mtp_inputs: Any = None
     """`packing.extra_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
     chunks: Any = None
-    """Chunks of the pack's sequences (`modeling.recurrences.Chunks`), set by the first gated delta net."""
+    """Chunks of the pack's sequences (`modeling.recurrences.Chunks`), set by the first recurrent layer."""
     run: RowRun | None = None
     """The run that `cu_seqlens` describe in place of the pack's segments, in an adopted model; None: segments."""
     segments: PackedSeqParams | None = None
@@ -134,6 +156,7 @@ def packed_params(
         local_tokens=torch.from_numpy(local_tokens).to(device) if sharded else None,
         restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
         shares_prefixes=pack_layout.prefix_lengths is not None,
+        tree=None if pack_layout.prefix_lengths is None else RunTree.of(pack_layout, device),
         attention=metadata,
         cp_rank=cp_rank,
         run=run,

@@ -57,8 +57,12 @@ def sharing_obstacle(state: ModelState) -> str | None:
         return PREFIX_OBSTACLES["vision"]
     if state.heads:
         return PREFIX_OBSTACLES["mtp_num_layers"]
-    layers = recurrent_layers(gpt.config)
-    return None if layers is None else PREFIX_OBSTACLES[layers]
+    if state.architecture is None and recurrent_layers(gpt.config) is not None:
+        return (
+            "the caller built the model, whose recurrent layers start every segment from a state of zeros: build it "
+            "from a directory or an architecture"
+        )
+    return None
 
 
 def sharing_of(state: ModelState) -> bool | Literal["auto"]:

@@ -111,11 +111,13 @@ def choices(_: None) -> dict[str, Any]:
     config.hidden_dropout, config.moe_input_jitter_eps = 0.0, 0.01
     found["jitter"] = refusal(lambda: shared(True))
     config.moe_input_jitter_eps = None
+    of_the_caller = replace(built, architecture=None)
     config.linear_attention_freq = [1, 0]
-    found["delta nets"] = refusal(lambda: shared(True))
-    found["auto, delta nets"] = shared("auto")
+    found["delta nets of the caller"] = refusal(lambda: shared(True, state=of_the_caller))
+    found["auto, delta nets of the caller"] = shared("auto", state=of_the_caller)
     config.linear_attention_freq, config.layer_kinds = None, "M*"
-    found["Mamba"] = refusal(lambda: shared(True))
+    found["Mamba of the caller"] = refusal(lambda: shared(True, state=of_the_caller))
+    found["Mamba"] = shared(True)
     return found
 
 
@@ -131,8 +133,9 @@ def test_who_shares() -> None:
     assert "share_prefixes 2" in found["number"]
     assert "samples of the plan share prefixes, but the attention (mine)" in found["plan for a model that cannot"]
     assert "hidden_dropout=0.1" in found["dropout"] and "moe_input_jitter_eps=0.01" in found["jitter"]
-    assert "state of gated delta nets starts anew" in found["delta nets"] and found["auto, delta nets"] == 0
-    assert "state of Mamba layers starts anew" in found["Mamba"]
+    for layers in ("delta nets", "Mamba"):
+        assert "caller built the model, whose recurrent layers start every segment" in found[f"{layers} of the caller"]
+    assert found["auto, delta nets of the caller"] == 0 and found["Mamba"] == 3 * 3 * 39
 
 
 def test_a_core_with_one_run_of_keys_refuses_the_pack() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,8 @@ from tests.support.ranks import meet, part, run_ranks
 HERE = "tests.strategy.test_shared_prefixes:"
 CAP = 320
 VALUES = "values"
+ONE_TREE = "one tree in one micro-batch"
+"""Other data-parallel ranks compute fillers."""
 LAYOUTS = [Layout(tp=2, sp=True), Layout(pp=2, vpp=2), Layout(cp=2), Layout(moe=True, dp=2, ep=2)]
 MORE = [*CORE, Layout(tp=2, sp=True, recompute=True)]
 SLOW = [pytest.mark.slow, pytest.mark.layouts]
@@ -44,6 +46,8 @@ def kinds() -> dict[str, list[Any]]:
         "ragged groups, a group of one, prompts of one token": [(33, [4, 9]), (18, [7]), (1, [12, 5]), (30, [2] * 5)],
         "three levels": [(24, [(20, [5, (17, [3, 9])]), (30, [8, 2]), 6]), (50, [4, 4])],
         "a group above the cap": [(90, [60, 55, 40, 70, 30, 65])],
+        "branches one token apart": [(30, [(1, [2, (1, [1, (2, [3, 1])])]), 1, 6]), (20, [1, 1, 1, 2])],
+        ONE_TREE: [(40, [9, (5, [2, 1]), 14])],
         "duplicates, and samples that begin others": [(30, [0, 5, 5, 1]), (20, [0, 0, (25, [0, 4])])],
     }
 
@@ -116,18 +120,32 @@ def make_model(*, critic: bool, **options: Any) -> Any:
     return strategy
 
 
-def compare(payload: tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, Any]]) -> list[list[str]]:
-    """For each layout: the cases that differ, with how much."""
+class Gaps(NamedTuple):
+    """Relative differences with and without sharing, and the limit."""
+
+    case: str
+    loss: float
+    gradients: float
+    outputs: float
+    limit: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients, self.outputs)
+
+
+def compare(payload: tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, Any]]) -> list[Gaps]:
+    """The gaps of all cases in all layouts."""
     layouts, cases, architecture = payload
-    found = []
+    gaps = []
     for index, layout in enumerate(layouts):
         meet(index)
-        found.append(_compare_layout(Layout(**layout), cases, architecture))
+        gaps += _compare_layout(Layout(**layout), cases, architecture)
         part()
-    return found
+    return gaps
 
 
-def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: dict[str, Any]) -> list[str]:
+def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: dict[str, Any]) -> list[Gaps]:
     from roll_batching.planning import plan_step
     from roll_batching.samples import collect, distribute, find_shared_prefixes, gather_lengths
     from tests.losses.steps import gap, mine, refill
@@ -146,7 +164,7 @@ def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: 
         result = strategy.train_step(distribute(local, plan), plan, loss)
         return result, whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, layout.distopt)
 
-    differing = []
+    gaps = []
     for kind, name in cases:
         whole = batch(kind, torch.Generator().manual_seed(3))
         local, loss = mine(strategy, whole), losses()[name]
@@ -156,9 +174,13 @@ def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: 
         if name == "dpo":
             place = {sample: i for i, sample in enumerate(whole.ids.tolist())}
             groups = {"group_ids": [place[sample] // 2 for sample in table.ids.tolist()]}
+        if kind == ONE_TREE:
+            groups = {"group_ids": [0] * len(table)}
         with_prefixes, without = strategy.plan(shared, **groups), strategy.plan(table, **groups)
         assert with_prefixes.report.shared_tokens > 0 or name == "dpo", (kind, name)
         assert with_prefixes.report.computed_tokens <= without.report.computed_tokens, (kind, name)
+        if kind == ONE_TREE and layout.dp > 1:
+            assert any(mb.is_filler for of_rank in with_prefixes.micro_batches for mb in of_rank)
         found, right = step(local, with_prefixes, loss), step(local, without, loss)
         loss_gap, gradient_gap = gap(found, right)
         outputs = 0.0
@@ -174,18 +196,27 @@ def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: 
             constraints = replace(strategy.constraints(), max_tokens=CAP // 2)
             other = plan_step(table.lengths, constraints, ids=table.ids, location=table.location, **groups)
             limit = limit_of(max(gap(step(local, other, loss), right)))
-        if max(loss_gap, outputs) > limit or gradient_gap > (OF_ROUTERS if layout.moe else limit):
-            differing.append(f"{layout} {kind} {name}: {loss_gap:.1e} {gradient_gap:.1e} {outputs:.1e}")
-    return differing
+        gaps.append(Gaps(f"{layout} {kind} {name}", loss_gap, gradient_gap, outputs, limit))
+    return gaps
+
+
+def gaps_of(layouts: list[Layout], cases: list[tuple[str, str]], architecture: dict[str, Any]) -> list[Gaps]:
+    """The gaps of all cases in all layouts, on all ranks."""
+    gaps = []
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        same = [asdict(layout) for layout in layouts if layout.ranks == ranks]
+        for of_rank in run_ranks(ranks, HERE + "compare", (same, cases, architecture), timeout=900):
+            gaps += of_rank
+    return gaps
 
 
 def _run(layouts: list[Layout], cases: list[tuple[str, str]], architecture: dict[str, Any] | None = None) -> None:
-    differing = []
-    for ranks in sorted({layout.ranks for layout in layouts}):
-        same = [asdict(layout) for layout in layouts if layout.ranks == ranks]
-        for found in run_ranks(ranks, HERE + "compare", (same, cases, architecture or {}), timeout=900):
-            differing += [line for lines in found for line in lines]
-    assert not differing, "\n".join(differing)
+    differing = [
+        gap
+        for gap in gaps_of(layouts, cases, architecture or {})
+        if max(gap.loss, gap.outputs) > gap.limit or gap.gradients > (OF_ROUTERS if " moe" in gap.case else gap.limit)
+    ]
+    assert not differing, "\n".join(map(str, differing))
 
 
 def test_every_kind_of_tree_and_loss_on_one_rank() -> None:

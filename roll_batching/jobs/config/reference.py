@@ -22,7 +22,7 @@ from roll_batching.jobs.config.job_keys import ROLES, JobKeys
 from roll_batching.jobs.config.key_paths import ANY_NAME, heading_of, schema_keys
 from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.jobs.config.notices import unread_in
-from roll_batching.jobs.config.support import PACKING_REFUSALS, REFUSALS, TESTED
+from roll_batching.jobs.config.support import PACKING_REFUSALS, PACKING_TESTED, REFUSALS, TESTED
 from roll_batching.jobs.config.trained_together import TOGETHER, TRAINED_OF_JOBS, TRAINED_TOGETHER
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields, registered_name
@@ -84,7 +84,7 @@ like stand for values of the job.
 
 def support_page() -> str:
     """The page on which features combine, as Markdown."""
-    packing = f"## Packing and layout of a role\n\n{_support_rows(PACKING_REFUSALS, {})}"
+    packing = f"## Packing and layout of a role\n\n{_support_rows(PACKING_REFUSALS, PACKING_TESTED)}"
     parts = f"## Parts of a model, adapters, precision and layers\n\n{_support_rows(ROLE_REFUSALS, ROLE_TESTED)}"
     return f"{SUPPORT}{_support_rows(REFUSALS, TESTED)}\n{packing}\n{parts}\n{_trained_together()}"
 

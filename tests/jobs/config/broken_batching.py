@@ -68,10 +68,6 @@ BROKEN_BATCHING: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {f"{ARCHITECTURE}.gated_delta_net": DELTA, f"{LAYOUT}.context_parallel_size": "auto"},
         {f"{LAYOUT}.context_parallel_size": "gated delta nets divide their heads by the layout's"},
     ),
-    "delta nets in packs that must share prefixes": (
-        {f"{ARCHITECTURE}.gated_delta_net": DELTA, **SHARED},
-        {"actor_train.sequence_packing_args.share_prefixes": "state of gated delta nets starts anew"},
-    ),
     "prediction heads in packs that must share prefixes": (
         {f"{LAYOUT}.mtp_num_layers": 1, **SHARED},
         {"actor_train.sequence_packing_args.share_prefixes": "heads of multi-token prediction"},

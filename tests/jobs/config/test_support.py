@@ -10,7 +10,7 @@ from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.jobs.config import features as f
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.jobs.config.reference import support_page
-from roll_batching.jobs.config.support import PACKING_REFUSALS, REFUSALS, TESTED
+from roll_batching.jobs.config.support import PACKING_REFUSALS, PACKING_TESTED, REFUSALS, TESTED
 from roll_batching.settings.support import ROLE_REFUSALS, ROLE_TESTED
 from tests.jobs.config.test_idle_keys import changed_rl
 
@@ -33,7 +33,7 @@ def test_a_refused_pair_has_a_key_a_reason_and_a_cure(row):
 
 
 def test_no_pair_is_refused_twice_or_both_refused_and_tested():
-    for refusals, tested in ((REFUSALS, TESTED), (PACKING_REFUSALS, {}), (ROLE_REFUSALS, ROLE_TESTED)):
+    for refusals, tested in ((REFUSALS, TESTED), (PACKING_REFUSALS, PACKING_TESTED), (ROLE_REFUSALS, ROLE_TESTED)):
         pairs = [frozenset((row.feature.name, row.other.name)) for row in refusals]
         assert len(pairs) == len({(row.feature, row.other) for row in refusals})
         assert not set(pairs) & {frozenset((one.name, other.name)) for one, other in tested}

@@ -10,7 +10,7 @@ import pytest
 from roll_batching.jobs.config import load_config
 from roll_batching.tools.rehearsal.task import RankReport
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.tools.rehearsal.jobs import ARCHITECTURE, DYNAMIC, PACKED, PADDED, job_of
+from tests.tools.rehearsal.jobs import ARCHITECTURE, DELTA_NETS, DYNAMIC, PACKED, PADDED, job_of
 
 pytestmark = pytest.mark.rehearse
 
@@ -32,6 +32,7 @@ MAMBA = {
         "mamba_state_dim": 32,
     }
 }
+GROUPS = {"prompt_length": 100, "response_length": 100, "num_return_sequences_in_group": 4, "rollout_batch_size": 4}
 TAUGHT = {
     "task": "distill",
     "teacher": {"model_args": {"model_name_or_path": "no/teacher", "architecture": ARCHITECTURE}},
@@ -74,6 +75,11 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
         bf16(megatron={"context_parallel_size": 4}, architecture=MAMBA, **SUPERVISED),
         4,
     ),
+    "gated delta nets that share prompts, CP2": (
+        bf16(megatron={"context_parallel_size": 2}, architecture=DELTA_NETS | {"moe": None}, **GROUPS),
+        2,
+    ),
+    "Mamba layers that share prompts": (bf16(architecture=MAMBA, **GROUPS), 1),
     "reference and its divergence": (bf16(use_kl_loss=True, reference=PACKED), 1),
     "a teacher": (bf16(**TAUGHT), 1),
     "KTO": (bf16(task="kto", sequence_length=200, loss_function="kto", reference=PACKED), 1),
