@@ -176,7 +176,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 17_960
+MOST_FILES, MOST_LINES = 100, 18_040
 LINES = {
     "": 850,
     "commands": 1_450,
@@ -184,7 +184,7 @@ LINES = {
     "huggingface": 2_600,
     "integrations": 3_015,
     "jobs": 650,
-    "jobs.config": 6_700,
+    "jobs.config": 6_720,
     "jobs.driver": 700,
     "jobs.engines": 2_500,
     "jobs.launch": 1_650,
@@ -205,10 +205,10 @@ LINES = {
     "megatron_patches": 450,
     "modeling": 5_640,
     "packing": 1_750,
-    "planning": 10_150,
+    "planning": 10_250,
     "samples": 2_300,
-    "settings": 3_270,
-    "strategy": 7_460,
+    "settings": 3_280,
+    "strategy": 7_470,
     "tools": 50,
     "tools.conversion": 6_400,
     "tools.rehearsal": 3_750,

@@ -14,8 +14,8 @@ from roll_batching.planning.arrays import Ints, round_up
 from roll_batching.planning.batching_spec import BatchingSpec
 
 SMALLEST_SLICE = 2048
-"""Tokens of a rank that a slice of "auto" has at least, by default. With fewer, a weight's gradient on an H100 takes
-longer to write than to compute: t tokens are t / 4 FLOPs per byte of fp32 gradient, and the device does 295."""
+"""Fewest tokens of a rank in a slice of "auto". With fewer, an H100 writes a weight's gradient longer than it computes
+it: t tokens are t / 4 FLOPs per byte of fp32 gradient, and the device does 295."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,13 +206,12 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     def _check_slices(self) -> None:
         wanted = {"mode": "packed", "vpp_size": 1, "max_cp_size": 1, "shared_shapes": False}
         must = f"pipeline_slices={self.pipeline_slices}" if self.pipeline_slices not in (1, "auto") else ""
-        if self.oversize == "slice":
-            must = 'oversize="slice"'
-            if self.joint_ranks > 1:
-                raise PlanError(
-                    f"{must} cuts long packs into more slices than others, and here {self.joint_ranks} ranks wait for "
-                    'each other at every slice (experts, or objective="lockstep"): choose "alone", "truncate" or "drop"'
-                )
+        must = 'oversize="slice"' if self.oversize == "slice" else must
+        if self.oversize == "slice" and self.joint_ranks > 1:
+            raise PlanError(
+                f"{must} cuts long packs into more slices than others, and here {self.joint_ranks} ranks wait for each "
+                'other at every slice (experts, or objective="lockstep"): choose "alone", "truncate" or "drop"'
+            )
         for name, value in wanted.items():
             if must and getattr(self, name) != value:
                 raise PlanError(
@@ -306,9 +305,8 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     def pack_alignment_of(self, cp_size: int) -> int:
         """Multiple of the tokens of each pack.
 
-        CP divides a pack into 2*cp chunks; precision and sequence parallelism align the share of a rank. With
-        `pack_shapes`, packs are multiples of one of the two such lengths next to a share of the cap: that with which a
-        pack holds more.
+        CP divides a pack into 2*cp chunks; precision and sequence parallelism align the share of a rank. `pack_shapes`
+        aligns to one of the two lengths next to that share of the cap: that with which a pack holds more.
         """
         unit = self._layout_alignment(cp_size)
         if self.pack_shapes is None or self.max_tokens is None:
@@ -324,8 +322,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     def _longest_multiple(self, unit: int) -> int:
         """Tokens of the longest of `pack_shapes` multiples of `unit` under the cap."""
-        assert self.max_tokens is not None and self.pack_shapes is not None
-        return min(self.max_tokens // unit, self.pack_shapes) * unit
+        return min((self.max_tokens or 0) // unit, self.pack_shapes or 0) * unit
 
     @property
     def rectangle_alignment(self) -> int:

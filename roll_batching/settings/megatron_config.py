@@ -114,9 +114,7 @@ class MegatronConfig(Settings, read_if=_READ_IF):
     )
     dynamic_context_parallel: bool = setting(False, help="Megatron's name for context_parallel_size: auto.")
     cluster: ClusterConfig | None = setting(
-        None,
-        help="Rates of the devices and links, under context_parallel_size: auto or pipeline_slices: auto. Default: the "
-        "defaults below.",
+        None, help="Rates of devices and links, for what is auto (context_parallel_size, pipeline_slices)."
     )
     pipeline_slices: Annotated[int | Literal["auto"], AfterValidator(require_positive)] = setting(
         1,
@@ -341,9 +339,7 @@ class MegatronConfig(Settings, read_if=_READ_IF):
         if self.max_context_parallel_size is not None and not self.has_cp_per_pack:
             raise ValueError("max_context_parallel_size is read with context_parallel_size: auto only: leave it out")
         if self.cluster is not None and not self.has_cp_per_pack and self.pipeline_slices != "auto":
-            raise ValueError(
-                "cluster is read with context_parallel_size: auto or pipeline_slices: auto only: leave it out"
-            )
+            raise ValueError("cluster is read with context_parallel_size or pipeline_slices auto only: leave it out")
         return self
 
     @model_validator(mode="before")

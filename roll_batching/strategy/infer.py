@@ -191,10 +191,9 @@ class MegatronInferStrategy(ModelIOMixin):
         of_step, outputs = StepSettings.of(config, layout.dp_size), 1 if value_head else architecture.vocab_size
         built = ModelState(
             layout=layout, chunks=chunks, dtype=dtype,
-            cost=planning_cost(chunks[0].config, outputs, layout, of_step.cluster),
-            batching=batching, settings=of_step, attention=kernels.attention,
-            vocab_size=architecture.vocab_size, pg_collection=groups, architecture=architecture,
-            own_family=config.model_args.family, value_head=value_head,
+            cost=planning_cost(chunks[0].config, outputs, layout, of_step.cluster), batching=batching,
+            settings=of_step, attention=kernels.attention, vocab_size=architecture.vocab_size, pg_collection=groups,
+            architecture=architecture, own_family=config.model_args.family, value_head=value_head,
         )  # fmt: skip
         if config.model_args.trains_part:
             from roll_batching.strategy.partial_training import prepare_partial_training  # few models need it
