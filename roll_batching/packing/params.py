@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,22 +31,27 @@ class RowRun:
 
 @dataclass(frozen=True)
 class RunTree:
-    """Runs of a pack with shared prefixes, for layers with a state; the tensors are int64."""
+    """Runs of a pack with shared prefixes, for layers with a state: found when the first of them asks."""
 
-    runs: Runs
-    """On the host, for loops over the runs."""
-    starts: torch.Tensor
-    """[runs + 1]: starts of the runs and the end of the pack."""
-    before: torch.Tensor
-    """[runs]: the token before each run in its sample; the number of tokens for runs that begin a sample."""
+    pack_layout: PackLayout
+    device: torch.device
 
-    @classmethod
-    def of(cls, pack_layout: PackLayout, device: torch.device) -> RunTree:
-        """The runs of a pack, on `device`."""
-        runs = pack_layout.runs
-        starts = runs.starts
-        before = np.where(runs.parents < 0, pack_layout.tokens, starts[runs.parents + 1] - 1)
-        return cls(runs, torch.from_numpy(starts).to(device), torch.from_numpy(before).to(device))
+    @property
+    def runs(self) -> Runs:
+        """On the host, for loops over the runs."""
+        return self.pack_layout.runs
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """[runs + 1] int64: starts of the runs and the end of the pack."""
+        return torch.from_numpy(self.runs.starts).to(self.device)
+
+    @cached_property
+    def before(self) -> torch.Tensor:
+        """[runs] int64: the token before each run in its sample; the number of tokens where it begins a sample."""
+        parents = self.runs.parents
+        before = np.where(parents < 0, self.pack_layout.tokens, self.runs.starts[parents + 1] - 1)
+        return torch.from_numpy(before).to(self.device)
 
 
 @dataclass
@@ -156,7 +162,7 @@ def packed_params(
         local_tokens=torch.from_numpy(local_tokens).to(device) if sharded else None,
         restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
         shares_prefixes=pack_layout.prefix_lengths is not None,
-        tree=None if pack_layout.prefix_lengths is None else RunTree.of(pack_layout, device),
+        tree=None if pack_layout.prefix_lengths is None else RunTree(pack_layout, device),
         attention=metadata,
         cp_rank=cp_rank,
         run=run,

@@ -53,7 +53,7 @@ def previous_tokens(layout: PackLayout) -> list[int]:
 
 
 def chunks_of(layout: PackLayout, reach: int = 3) -> Chunks:
-    return Chunks.of_tree(RunTree.of(layout, CPU), layout.tokens, reach)
+    return Chunks.of_tree(RunTree(layout, CPU), layout.tokens, reach)
 
 
 def along_samples(
