@@ -18,6 +18,7 @@ LIBRARIES = {"megatron", "torch", "transformer_engine", "roll_batching"}
 LOOKED_UP = "a module that is looked up"
 REPLACING = {
     "benchmarks/gpu/step.py": "records the schedule's times",
+    "benchmarks/simulation/computing.py": "times passes, and counts the keys that slices keep",
     "benchmarks/simulation/sleeping.py": "records the times of sends and receives",
     "tests/campaigns/conversion_proof/slime_figures.py": "the host's functions run uncompiled",
     "tests/hosts/megatron_lm_trainer.py": "the host's training needs CUDA",

@@ -87,7 +87,8 @@ def plan_step(
     def problem(largest_part: int | None = None) -> PlanProblem:
         return build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=largest_part, **arrays)
 
-    if isinstance(constraints, PlanConstraints) and constraints.has_cp_per_pack:
+    is_checked = isinstance(constraints, PlanConstraints)  # `build_problem` says what others are
+    if is_checked and constraints.has_cp_per_pack:
         from roll_batching.planning.dynamic_cp.planner import place_blocks  # only such plans need the search
 
         checked = problem()
@@ -100,10 +101,9 @@ def plan_step(
     def whole_packs() -> PlanArrays:
         return _plan_trees(problem) if has_trees else _plan(problem())
 
-    if not constraints.cuts_packs:
+    if not is_checked or not constraints.cuts_packs:
         return Plan.of(whole_packs())
-    given = constraints
-    constraints = given.without_slices
+    given, constraints = constraints, constraints.without_slices
     plan = whole_packs()
     constraints = replace(constraints, pp_size=1)
     few = whole_packs()

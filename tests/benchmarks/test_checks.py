@@ -22,7 +22,7 @@ COMMANDS = {
     "streams": [],
     "driver": [],
     "slices": ["--only", "planned"],  # processes that sleep or compute need a quiet machine
-    "slices_compared": [],
+    "slices_compared": ["--only", "random", "--settings", "20"],
     "cp_steps": [],
     "dynamic_cp": [],
 }

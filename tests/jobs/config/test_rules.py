@@ -188,7 +188,7 @@ BROKEN = BROKEN_BATCHING | {
     ),
     "rates of a cluster without a size per pack": (
         {f"{LAYOUT}.cluster": {"matmul_rate": 4e14}},
-        {LAYOUT: "cluster is read with context_parallel_size: auto only"},
+        {LAYOUT: "cluster is read with context_parallel_size or pipeline_slices auto only"},
     ),
     "rates of a cluster that are none": (
         {
