@@ -420,3 +420,12 @@ def test_plan_knows_expert_parallelism(lengths_csv):
     result = CliRunner().invoke(app_of(plan), [str(lengths_csv[0]), "--dp", "4", "--ep", "2", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["constraints"]["ep_size"] == 2
+
+
+def test_plan_pads_packs_to_few_lengths(lengths_csv):
+    said = CliRunner().invoke(app_of(plan), [str(lengths_csv[0]), "--pack-shapes", "4", "--compare", "--json"])
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert found["constraints"]["pack_shapes"] == 4
+    packed = found["reports"]["packed"]
+    assert packed["computed_tokens"] % (found["constraints"]["max_tokens"] // 4) == 0
