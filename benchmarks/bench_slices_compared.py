@@ -167,16 +167,16 @@ def draw_setting(seed: int) -> tuple[str, Scenario]:
     return name, Scenario(lengths=lengths, constraints=constraints, architecture=shape)
 
 
-def random_settings(count: int, record: dict[str, Any]) -> tuple[Table, Table]:
+def random_settings(seeds: range, record: dict[str, Any]) -> tuple[Table, Table]:
     """Tables of (slices over whole packs of the same layout, slices over the best of other ways)."""
     results = {}
-    for seed in range(count):
+    for done, seed in enumerate(seeds, 1):
         name, scenario = draw_setting(seed)
         results[name] = predict_all(scenario)
         record[name] = {
             way.name + (", slices" * (way.slices != 1)): step.seconds for way, step in results[name].items()
         }
-        print(f"{seed + 1} of {count}", end="\r", file=sys.stderr, flush=True)
+        print(f"{done} of {len(seeds)}", end="\r", file=sys.stderr, flush=True)
     return _same_layout(results), _all_ways(results)
 
 
@@ -299,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=("random", "workloads"), help="one of the two comparisons")
     parser.add_argument("--settings", type=int, default=SETTINGS, help="number of random settings")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first of them; others are other settings")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="draws of each workload's lengths")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--check", action="store_true", help="fail where a limit is missed")
@@ -307,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {}
     tables: list[Table] = []
     if options.only != "workloads":
-        tables += random_settings(options.settings, record)
+        tables += random_settings(range(options.first, options.first + options.settings), record)
     if options.only != "random":
         tables.append(workloads(options.seeds, record))
     for table in tables:

@@ -111,7 +111,7 @@ class BatchingSpec(CheckedFields, error=PlanError):
 
     @property
     def exceeds_cap(self) -> bool:
-        """Whether a sequence or group above the cap is a micro-batch of its own."""
+        """Whether a sequence or group above the cap is a separate micro-batch."""
         return self.oversize in ("alone", "slice")
 
     @property
