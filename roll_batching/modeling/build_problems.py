@@ -52,24 +52,13 @@ def build_problems(
         problems += [problem] if (problem := encoder_problem()) is not None else []
     if strategy.fp8 is not None:
         problems += fp8_build_problems(architecture, strategy, device, dtype)
-    problems += _indivisible(architecture, tp_size, cp_size)
+    if architecture.gated_delta_net is not None or architecture.hybrid is not None:
+        from roll_batching.settings.contradictions import recurrent_misfit  # few models need it
+
+        divide = strategy.recurrent_context_parallel
+        misfit = recurrent_misfit(architecture, tp_size=tp_size, cp_size=cp_size, divide=divide)
+        problems += [] if misfit is None else [misfit[1]]
     return problems
-
-
-def _indivisible(architecture: ArchitectureConfig, tp_size: int, cp_size: int) -> list[str]:
-    """Units of recurrent layers that tensor- and context-parallel ranks cannot divide."""
-    delta, ranks = architecture.gated_delta_net, tp_size * cp_size
-    if architecture.hybrid is not None:
-        from roll_batching.settings.contradictions import mamba_misfit  # few models need it
-
-        misfit = mamba_misfit(architecture.hybrid, tp_size, cp_size)
-        return [] if misfit is None else [misfit]
-    if delta is None or not delta.num_key_heads % ranks:
-        return []
-    return [
-        f"{delta.num_key_heads} key heads of gated delta nets do not divide among TP x CP = {ranks} ranks: lower "
-        "tensor_model_parallel_size or context_parallel_size"
-    ]
 
 
 # ---- FP8

@@ -17,6 +17,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.modeling.layers import has_uneven_stages, is_mixture, recurrent_layers
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
 from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.recurrent_exchange import Divided
 
 DENSE_BF16 = {
     "H100 PCIe": 756e12,
@@ -88,14 +89,22 @@ def planning_cost(config: Any, vocab_size: int, layout: ParallelLayout, cluster:
     return replace(cost, exchange=times.exchange_cost(layout.cp_size))
 
 
-def model_pack_times(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> PackTimes:
+def model_pack_times(
+    config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster, divide: Divided = "auto"
+) -> PackTimes:
     """Predicted times of packs of a GPTModel with this TransformerConfig, on a cluster."""
+    exchange = {}
+    if recurrent_layers(config):
+        from roll_batching.settings.model_cost import config_exchange  # few models need it
+
+        exchange = config_exchange(config, divide)
     return PackTimes.of_model(
         model_cost(config, vocab_size, layout),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_query_groups=config.num_query_groups or config.num_attention_heads,
         kv_channels=config.kv_channels,
+        **exchange,
         tp_size=layout.tp_size,
         pp_size=layout.pp_size,
         cluster=cluster,

@@ -1,8 +1,9 @@
 """Recurrences over packs, in chunks that end with their sequence: the gated delta rule and Mamba-2's state space.
 
 The state of a head starts at zero in every sequence of a pack. Where samples share prefixes, the sequences are the runs
-of the pack (`packing.pack_layout.Runs`), and a run starts from the state in which its parent ends. With decay g <= 0, a
-token turns the state S into S':
+of the pack (`packing.pack_layout.Runs`), and a run starts from the state in which its parent ends. Context-parallel
+ranks that divide the sequence hold pieces of runs, whose parents lie on other ranks. With decay g <= 0, a token turns
+the state S into S':
 
 - gated delta rule, S [key channels, value channels], key k, value v, rate b: S' = exp(g) S + k (b (v - k exp(g) S)),
   and reads q S'. Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; chunks as in Yang et al. 2024, arXiv 2406.06484;
@@ -12,15 +13,13 @@ token turns the state S into S':
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-
-from roll_batching.packing.params import RunTree
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 CHUNK = 64
 """Tokens whose products are computed together."""
@@ -28,31 +27,58 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Borders:
-    """Tokens on both sides of the start of each run, as far as a convolution reaches; the number of tokens if none."""
+    """Tokens on both sides of the start of each run or piece, as far as a convolution reaches."""
 
     after: torch.Tensor
-    """[runs, reach] int64: the first tokens of each run."""
+    """[runs, reach] int64: the first tokens of each run; the number of tokens where it has fewer."""
     before: torch.Tensor
-    """[runs, reach] int64: the tokens before each run in its sample, the nearest first."""
+    """[runs, reach] int64: rows of the tokens before each run in its sample, the nearest first, among the tokens or,
+    with an exchange, its `last_tokens`; the number of rows where the sample begins."""
 
-    @classmethod
-    def of(cls, tree: RunTree, tokens: int, reach: int) -> Borders:
-        """The borders of a pack of `tokens` tokens, for a convolution over `reach` + 1 tokens."""
-        starts, ends = tree.starts[:-1], tree.starts[1:]
-        after = starts[:, None] + torch.arange(reach, device=starts.device)
-        after = torch.where(after < ends[:, None], after, tokens)
-        previous = torch.arange(-1, tokens, device=starts.device)
-        previous[-1] = tokens
-        previous = previous.index_copy(0, starts, tree.before)
-        before = [tree.before]
-        while len(before) < reach:  # a parent may be shorter than the reach, so step by step
-            before.append(previous[before[-1]])
-        return cls(after, torch.stack(before, 1))
+
+@dataclass(frozen=True)
+class Exchange:
+    """How context-parallel ranks that hold pieces of runs hand over states, by one all-gather.
+
+    A piece turns the state S before it into A S + b, so that maps (A, b) of all ranks, applied one after the other,
+    give every state: a prefix scan (Blelloch 1990, CMU-CS-90-190) over pieces, whose depth is that of the tree.
+    """
+
+    sent: torch.Tensor
+    """[maps] int64: pieces of this rank that others follow; as many on each rank, which repeats one to fill up."""
+    tails: torch.Tensor
+    """[maps, reach] int64: the last tokens of these pieces, the nearest to the end first, for convolutions."""
+    levels: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """By depth, rows of the gathered maps, [pieces] int64, and their parents' places in the level before."""
+    entries: torch.Tensor
+    """[pieces of this rank] int64: the state before each, among zeros and the states behind the pieces of `levels`."""
+    group: Any = None
+    """The ranks that share the pack, which the layer sets."""
+
+    def last_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of x [tokens, channels] that `Borders.before` counts, of all ranks."""
+        return self._gather(x[self.tails].flatten(0, 1))
+
+    def states(
+        self, maps: torch.Tensor, size: int, apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """States before this rank's pieces, whose `maps` are [pieces, ..., A and b]; A has `size` channels."""
+        A, b = self._gather(maps[self.sent]).tensor_split([size], -1)
+        states = [torch.zeros_like(b[:1])]
+        for rows, parents in self.levels:
+            before = states[-1][parents]
+            states.append(b[rows] if len(states) == 1 else apply(A[rows], before) + b[rows])
+        return torch.cat(states)[self.entries]
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks; their gradients are added."""
+        gathered: torch.Tensor = gather_from_sequence_parallel_region(x.contiguous(), group=self.group)
+        return gathered
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of a pack's sequences. Computed on the device, without waiting for it: their number is an upper bound."""
+    """Chunks of sequences, runs or pieces. Computed without reading their lengths: their number is an upper bound."""
 
     tokens: torch.Tensor
     """[chunks * CHUNK] int64: the token of each place; the number of tokens for places without one."""
@@ -64,10 +90,14 @@ class Chunks:
     """[tokens] int64: position of each token in its sequence."""
     last: torch.Tensor
     """[sequences] int64: the last chunk of each sequence."""
+    sequences: torch.Tensor
+    """[chunks] int64: the sequence of each chunk."""
     parents: tuple[int, ...] | None = None
-    """The chunk in whose last state each chunk starts, -1: in zeros. None: the chunk before it, if it `continues`."""
+    """The chunk in whose last state each chunk starts, -1: none. None: the chunk before it, if it `continues`."""
     borders: Borders | None = None
     """Where the convolution crosses from run to run; None: nowhere."""
+    exchange: Exchange | None = None
+    """Where the states of pieces come from; None: this rank holds whole sequences."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
@@ -86,18 +116,7 @@ class Chunks:
         token = starts[owner] + (chunk - first[owner]) * CHUNK
         token = token[:, None] + torch.arange(CHUNK, device=device)
         token = torch.where(token < ends[owner][:, None], token, tokens)
-        return cls(token.reshape(-1), place, chunk > first[owner], positions, after - 1)
-
-    @classmethod
-    def of_tree(cls, tree: RunTree, tokens: int, reach: int) -> Chunks:
-        """The chunks of the runs of a tree, whose convolution reads `reach` tokens before each token."""
-        chunks = cls.of(tree.starts, tokens)
-        counts = (tree.runs.lengths + CHUNK - 1) // CHUNK
-        last = np.cumsum(counts) - 1
-        parents = np.full(len(chunks.continues), -1)
-        parents[: last[-1] + 1] = np.arange(-1, last[-1])
-        parents[last - counts + 1] = np.where(tree.runs.parents < 0, -1, last[tree.runs.parents])
-        return dataclasses.replace(chunks, parents=tuple(parents.tolist()), borders=Borders.of(tree, tokens, reach))
+        return cls(token.reshape(-1), place, chunk > first[owner], positions, after - 1, owner)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, ...] -> [chunks, heads, CHUNK, ...]; zeros in places without a token."""
@@ -110,19 +129,35 @@ class Chunks:
 
 
 def _scan(
-    step: Callable[..., torch.Tensor], factors: torch.Tensor, terms: torch.Tensor, chunks: Chunks
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """States before and after each chunk, for state' = step(term, factor, state)."""
-    states = [torch.zeros_like(terms[0])]
+    step: Callable[..., torch.Tensor], factors: torch.Tensor, terms: torch.Tensor, chunks: Chunks,
+    *, unit: torch.Tensor, apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """States before each chunk and after each sequence, for state' = step(term, factor, state).
+
+    Of pieces that follow those of other ranks, the scan finds the map (A, b) that `apply` joins with a state. It starts
+    at `unit`, the map that changes nothing.
+    """
+    exchange, size, zeros = chunks.exchange, unit.shape[-1], torch.zeros_like(terms[0])
+    if exchange is not None:
+        zeros, terms = torch.cat([unit, zeros], -1), F.pad(terms, (size, 0))
+    states = [zeros]
     if chunks.parents is not None:  # on the host: the states of several children are read from one parent
         for parent, factor, term in zip(chunks.parents, factors.unbind(), terms.unbind(), strict=True):
             states.append(step(term, factor, states[parent + 1]))
-        return torch.stack([states[parent + 1] for parent in chunks.parents]), torch.stack(states[1:])
-    continues = chunks.continues.view(-1, *[1] * (terms.dim() - 1))
-    for factor, term in zip((factors * continues).unbind(), terms.unbind(), strict=True):
-        states.append(step(term, factor, states[-1]))
-    stacked = torch.stack(states)
-    return stacked[:-1] * continues, stacked[1:]
+        before, after = torch.stack([states[parent + 1] for parent in chunks.parents]), torch.stack(states[1:])
+    else:
+        continues = chunks.continues.view(-1, *[1] * (terms.dim() - 1))
+        for factor, term in zip((factors * continues).unbind(), terms.unbind(), strict=True):
+            states.append(step(term, factor, states[-1]))
+        stacked = torch.stack(states)
+        before, after = stacked[:-1] * continues, stacked[1:]
+    after = after[chunks.last]
+    if exchange is None:
+        return before, after
+    entering = exchange.states(after, size, apply)
+    of_chunks = ((before, entering[chunks.sequences]), (after, entering))
+    before, after = (apply(maps[..., :size], state) + maps[..., size:] for maps, state in of_chunks)
+    return before, after
 
 
 def gated_delta_rule(
@@ -146,10 +181,11 @@ def gated_delta_rule(
     total = decay[:, :, -1:]
     keys_to_end = (key * (total - decay).exp()).transpose(2, 3)
     # The state after a chunk is linear in that before it.
-    decayed = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) * total.exp()
-    before, after = _scan(torch.baddbmm, decayed - keys_to_end @ read, keys_to_end @ added, chunks)
+    unit = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(key.shape[1], -1, -1)
+    factors = unit * total.exp() - keys_to_end @ read
+    before, after = _scan(torch.baddbmm, factors, keys_to_end @ added, chunks, unit=unit, apply=torch.matmul)
     out = (query * decay.exp()) @ before + ((query @ key.transpose(2, 3)) * between) @ (added - read @ before)
-    return chunks.join(out), after[chunks.last]
+    return chunks.join(out), after
 
 
 def delta_step(
@@ -181,10 +217,11 @@ def state_space(
     total = decay[:, :, -1:]
     inputs_to_end = x * (total - decay).exp().unsqueeze(-1)
     terms = (B.transpose(2, 3) @ inputs_to_end.flatten(3)).unflatten(-1, (heads, channels))
-    before, after = _scan(torch.addcmul, total.exp().unsqueeze(-1), terms, chunks)
+    unit = torch.ones_like(terms[0, ..., :1])
+    before, after = _scan(torch.addcmul, total.exp().unsqueeze(-1), terms, chunks, unit=unit, apply=torch.mul)
     carried = (C @ before.flatten(3)).unflatten(-1, (heads, channels)) * decay.exp().unsqueeze(-1)
     out = chunks.join((inside.transpose(2, 3) + carried).flatten(3))
-    return out.unflatten(-1, (heads, channels)), after[chunks.last]
+    return out.unflatten(-1, (heads, channels)), after
 
 
 def state_space_step(
@@ -198,35 +235,35 @@ def state_space_step(
 def causal_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
-    positions: torch.Tensor,
+    chunks: Chunks,
     bias: torch.Tensor | None = None,
-    borders: Borders | None = None,
 ) -> torch.Tensor:
     """SiLU of a convolution over each channel of x [tokens, channels] that stays inside samples.
 
-    weight [channels, 1, width], the last entry for the token itself; positions [tokens] in the sequences, which begin
-    behind the `borders`; bias [channels].
+    weight [channels, 1, width], the last entry for the token itself; bias [channels].
     """
     width = weight.shape[-1]
     padded, out = F.pad(x, (0, 0, width - 1, 0)), x * weight[:, 0, -1]
     for back in range(1, width):
         shifted = padded[width - 1 - back : width - 1 - back + len(x)]
-        out = out + shifted * weight[:, 0, -1 - back] * (positions >= back).unsqueeze(-1)
-    if borders is not None:
-        out = out.index_add(0, borders.after.clamp(max=len(x) - 1).flatten(), _across(x, weight, borders).flatten(0, 1))
+        out = out + shifted * weight[:, 0, -1 - back] * (chunks.positions >= back).unsqueeze(-1)
+    if (borders := chunks.borders) is not None:
+        rows = x if chunks.exchange is None else chunks.exchange.last_tokens(x)
+        terms = _across(rows, weight, borders.before) * (borders.after < len(x)).unsqueeze(-1)
+        out = out.index_add(0, borders.after.clamp(max=len(x) - 1).flatten(), terms.flatten(0, 1))
     return F.silu(out if bias is None else out + bias)
 
 
-def _across(x: torch.Tensor, weight: torch.Tensor, borders: Borders) -> torch.Tensor:
-    """Terms of the tokens before each border in the convolution of the tokens after it, [runs, reach, channels]."""
-    runs, reach = borders.before.shape
-    before = x.index_select(0, borders.before.clamp(max=len(x) - 1).flatten()).view(runs, reach, -1)
-    before = before * (borders.before < len(x)).unsqueeze(-1)
+def _across(rows: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Terms of the tokens `before` each border in the convolution of the tokens after it, [runs, reach, channels]."""
+    runs, reach = before.shape
+    inputs = rows.index_select(0, before.clamp(max=len(rows) - 1).flatten()).view(runs, reach, -1)
+    inputs = inputs * (before < len(rows)).unsqueeze(-1)
     terms: list[torch.Tensor] = []
     for place in range(reach):  # token `back` before the one at `place` is number back - place before the border
         taps = range(place + 1, reach + 1)
-        terms.append(torch.stack([before[:, back - place - 1] * weight[:, 0, -1 - back] for back in taps]).sum(0))
-    return torch.stack(terms, 1) * (borders.after < len(x)).unsqueeze(-1)
+        terms.append(torch.stack([inputs[:, back - place - 1] * weight[:, 0, -1 - back] for back in taps]).sum(0))
+    return torch.stack(terms, 1)
 
 
 def inputs_before(x: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ refuses packs, context parallelism and generation.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -42,8 +43,9 @@ class RecurrentLayer(MegatronModule):
 
     A sample with a shared prefix continues from the state and the last inputs of the convolution behind that prefix.
     Rows of `in_proj`, channels of the convolution and heads are grouped into units, which tensor parallelism divides.
-    Under context parallelism each rank computes all tokens of its part of these units: an all-to-all brings them there,
-    and a second one brings the outputs back. Steps that read single tokens stay on the token's rank (`finish`).
+    Context-parallel ranks divide the sequence, and exchange states, or divide the units: an all-to-all then brings all
+    tokens of its units to each rank, and a second one brings the outputs back (`recurrent_packs`). Steps that read
+    single tokens stay on the token's rank (`finish`).
     """
 
     sharded: ClassVar[tuple[str, ...]]
@@ -118,33 +120,29 @@ class RecurrentLayer(MegatronModule):
 
     def _pack(self, projected: torch.Tensor, params: PackedParams) -> torch.Tensor:
         """[tokens / cp, units * width] -> [tokens / cp, units * output channels]."""
+        chunks: Chunks | None = params.chunks
+        if chunks is None:
+            raise LayoutError("packed_params(layout, ...) needs recurrent=recurrent_packs(config) here")
         group = None if params.local_tokens is None else params.context_group(self.pg_collection.cp)
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        parts = self.parts(projected, size)
-        if group is not None:
-            exchanged = _gather_tokens_split_heads(parts.flatten(-2), group)[params.restore]
-            parts = exchanged.unflatten(-1, (-1, parts.shape[-1]))
-        chunks, weights = self._chunks(params, len(parts)), self.weights(rank, size)
-        mixed, controls = self.split(parts)
-        mixed = causal_convolution(
-            mixed, weights["conv_weight"], chunks.positions, weights.get("conv_bias"), chunks.borders
-        )
-        out, _ = self.scan(mixed, controls, weights, chunks)
-        if group is not None:
-            assert params.restore is not None
-            gathered = torch.empty_like(out).index_copy(0, params.restore, out)
-            out = _split_tokens_gather_heads(gathered, group)
+        if chunks.exchange is not None:
+            chunks = replace(chunks, exchange=replace(chunks.exchange, group=group))
+        elif group is not None:
+            return self._by_heads(projected, params, chunks, group)
+        mixed, controls = self.split(self.parts(projected))
+        mixed = causal_convolution(mixed, self.conv_weight, chunks, self.conv_bias)
+        out, _ = self.scan(mixed, controls, self.weights(), chunks)
         return self.finish(out, projected)
 
-    def _chunks(self, params: PackedParams, tokens: int) -> Chunks:
-        """Chunks of a pack, made by the first layer that needs them."""
-        if params.chunks is None:
-            if params.tree is None:
-                params.chunks = Chunks.of(params.cu_seqlens_q, tokens)
-            else:
-                params.chunks = Chunks.of_tree(params.tree, tokens, reach=self.conv_weight.shape[-1] - 1)
-        chunks: Chunks = params.chunks
-        return chunks
+    def _by_heads(self, projected: torch.Tensor, params: PackedParams, chunks: Chunks, group: Any) -> torch.Tensor:
+        """As `_pack`, where the ranks of `group` divide the parts."""
+        assert params.restore is not None
+        parts, weights = self.parts(projected, group.size()), self.weights(group.rank(), group.size())
+        exchanged = _gather_tokens_split_heads(parts.flatten(-2), group)[params.restore]
+        mixed, controls = self.split(exchanged.unflatten(-1, (-1, parts.shape[-1])))
+        mixed = causal_convolution(mixed, weights["conv_weight"], chunks, weights.get("conv_bias"))
+        out, _ = self.scan(mixed, controls, weights, chunks)
+        gathered = torch.empty_like(out).index_copy(0, params.restore, out)
+        return self.finish(_split_tokens_gather_heads(gathered, group), projected)
 
     def _decode(self, projected: torch.Tensor, params: DecodeParams) -> torch.Tensor:
         """[positions, rows, units * width] -> [positions, rows, channels]; the state is in the cache."""
@@ -165,7 +163,7 @@ class RecurrentLayer(MegatronModule):
         starts = torch.arange(rows + 1, device=projected.device) * positions
         chunks = Chunks.of(starts, rows * positions)
         inputs = inputs_before(mixed.view(rows, positions, -1), params.lengths, conv.shape[-1] - 1)
-        mixed = causal_convolution(mixed, conv, chunks.positions, self.conv_bias)
+        mixed = causal_convolution(mixed, conv, chunks, self.conv_bias)
         # Padding behind a row leaves its state as it is.
         real = (chunks.positions < params.lengths.repeat_interleave(positions)).unsqueeze(-1)
         out, state = self.scan(mixed, controls, weights, chunks, real)

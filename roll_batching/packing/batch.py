@@ -14,7 +14,7 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
 from roll_batching.packing.pack_layout import IntArray, PackLayout
-from roll_batching.packing.params import PackedParams, packed_params, slice_params
+from roll_batching.packing.params import PackedParams, RecurrentPacks, packed_params, slice_params
 from roll_batching.packing.prefetch import copy_to_cuda, prefetch
 from roll_batching.planning import MicroBatch, Plan
 from roll_batching.samples import SampleBatch
@@ -112,6 +112,7 @@ class StepPacks:
         masks: names of mask fields; None: all tokens with a label count.
         attention: backend of the model's layers; see `packed_params`.
         rotation_cp: for a model adopted by `adopt_model`; see `packed_params`.
+        recurrent: for a model with recurrent layers; see `packed_params`.
         is_first_stage: whether this rank reads `input_ids`, as the first pipeline stage.
         is_last_stage: whether this rank computes logits, as the last pipeline stage.
         routed_experts: experts to replay, [tokens of `local`, layers of this stage with experts, top-k].
@@ -134,6 +135,7 @@ class StepPacks:
         masks: Sequence[str] | None = None,
         attention: AttentionBackend | str | None = "auto",
         rotation_cp: tuple[int, int] | None = None,
+        recurrent: RecurrentPacks | None = None,
         is_first_stage: bool = True,
         is_last_stage: bool = True,
         routed_experts: torch.Tensor | None = None,
@@ -154,7 +156,7 @@ class StepPacks:
         self._masks = {name: mask_of(local, name) for name in names} if is_last_stage else {}
         self._count_all, self._is_first_stage, self._is_last_stage = masks is None, is_first_stage, is_last_stage
         self._backend = None if attention is None else attention_backend(attention, device.type)
-        self._rotation_cp = rotation_cp
+        self._rotation_cp, self._recurrent = rotation_cp, recurrent
         self._heads, self._images = heads, images
         self.routed_experts, self._token_part = routed_experts, token_part
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))
@@ -204,7 +206,10 @@ class StepPacks:
         cp_rank = self._cp_ranks[number]
         local_tokens = torch.from_numpy(pack_layout.local_tokens(cp_rank))
         has_all_tokens = pack_layout.cp_size == 1
-        params = packed_params(pack_layout, cp_rank, device, attention=self._backend, rotation_cp=self._rotation_cp)
+        params = packed_params(
+            pack_layout, cp_rank, device,
+            attention=self._backend, rotation_cp=self._rotation_cp, recurrent=self._recurrent,
+        )  # fmt: skip
         if self._images is not None:
             params.axes, params.images = self._images.inputs(source, real, local_tokens, device)
         reads_tokens = self._is_first_stage or self._is_last_stage

@@ -180,7 +180,8 @@ class PackLayout:
     @cached_property
     def runs(self) -> Runs:
         """Its segments, cut where shared prefixes end."""
-        assert self.prefix_lengths is not None
+        if self.prefix_lengths is None:
+            return Runs(self.segments, np.full(len(self.segments), -1))
         sharing = np.flatnonzero(self.prefix_lengths)
         branches = np.array([self.prefix_of(sample)[-1] + 1 for sample in sharing.tolist()], np.int64)
         edges = np.unique(np.concatenate([self.cu_seqlens, branches]))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from roll_batching.errors import LayoutError
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend, attention_name
-from roll_batching.packing.pack_layout import PackLayout, PackSlice, Runs, SlicePlace
+from roll_batching.packing.pack_layout import PackLayout, PackSlice, SlicePlace
 
 _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
 
@@ -29,29 +28,11 @@ class RowRun:
     cp_rank: int
 
 
-@dataclass(frozen=True)
-class RunTree:
-    """Runs of a pack with shared prefixes, for layers with a state: found when the first of them asks."""
+class RecurrentPacks(Protocol):
+    """What the recurrent layers of a model need to know of a pack (`modeling.recurrent_packs`)."""
 
-    pack_layout: PackLayout
-    device: torch.device
-
-    @property
-    def runs(self) -> Runs:
-        """On the host, for loops over the runs."""
-        return self.pack_layout.runs
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        """[runs + 1] int64: starts of the runs and the end of the pack."""
-        return torch.from_numpy(self.runs.starts).to(self.device)
-
-    @cached_property
-    def before(self) -> torch.Tensor:
-        """[runs] int64: the token before each run in its sample; the number of tokens where it begins a sample."""
-        parents = self.runs.parents
-        before = np.where(parents < 0, self.pack_layout.tokens, self.runs.starts[parents + 1] - 1)
-        return torch.from_numpy(before).to(self.device)
+    def chunks(self, layout: PackLayout, cp_rank: int, device: torch.device) -> Any:
+        """The chunks of the pack, which become `PackedParams.chunks`."""
 
 
 @dataclass
@@ -70,8 +51,6 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     """[tokens] int64, permutation from gathered to pack order; None without context parallelism."""
     shares_prefixes: bool = False
     """Whether keys of several samples are the same tokens of the pack."""
-    tree: RunTree | None = None
-    """The runs that have samples in common; None: samples share no prefixes."""
     attention: Any = None
     """Result of `AttentionBackend.metadata` for the pack."""
     cp_rank: int = 0
@@ -86,7 +65,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     mtp_inputs: Any = None
     """`packing.extra_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
     chunks: Any = None
-    """Chunks of the pack's sequences (`modeling.recurrences.Chunks`), set by the first recurrent layer."""
+    """For recurrent layers, the chunks of the runs that this rank computes (`modeling.recurrences.Chunks`)."""
     run: RowRun | None = None
     """The run that `cu_seqlens` describe in place of the pack's segments, in an adopted model; None: segments."""
     segments: PackedSeqParams | None = None
@@ -113,7 +92,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
 
     def release(self) -> None:
         """Free tensors that layers have set; they are computed again when needed."""
-        self.rotary = self.chunks = None
+        self.rotary = None
 
 
 def packed_params(
@@ -123,6 +102,7 @@ def packed_params(
     *,
     attention: AttentionBackend | str | None = "auto",
     rotation_cp: tuple[int, int] | None = None,
+    recurrent: RecurrentPacks | None = None,
 ) -> PackedParams:
     """PackedParams of a pack for one context-parallel rank.
 
@@ -131,6 +111,8 @@ def packed_params(
 
     `rotation_cp` is (size, rank) of the layout's context-parallel group for a model adopted by `adopt_model`, whose
     params describe one run of rows. None for other models.
+
+    `recurrent`: of a model with recurrent layers on this stage (`modeling.recurrent_packs.recurrent_packs`).
 
     `cu_seqlens` counts whole slots and is one tensor object in all four fields: TransformerEngine recognises input
     without padding by object identity, and slot padding at the end of a causal sequence changes no other token.
@@ -162,7 +144,7 @@ def packed_params(
         local_tokens=torch.from_numpy(local_tokens).to(device) if sharded else None,
         restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
         shares_prefixes=pack_layout.prefix_lengths is not None,
-        tree=None if pack_layout.prefix_lengths is None else RunTree(pack_layout, device),
+        chunks=None if recurrent is None else recurrent.chunks(pack_layout, cp_rank, device),
         attention=metadata,
         cp_rank=cp_rank,
         run=run,

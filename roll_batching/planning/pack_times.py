@@ -23,6 +23,7 @@ from roll_batching.planning.arrays import Ints, kind_of
 from roll_batching.planning.constraints import SMALLEST_SLICE, ParallelDims
 from roll_batching.planning.cost_model import LinearQuadraticCost
 from roll_batching.planning.plan_arrays import NANOSECONDS
+from roll_batching.planning.recurrent_exchange import RecurrentExchange
 
 Floats = NDArray[np.float64]
 
@@ -76,6 +77,10 @@ class PackTimes(CheckedFields, error=PlanError):
     hidden_size: Count
     kv_size: Count
     """Elements of the keys and values of one token in one layer, together."""
+    attention_layers: NotNegative | None = None
+    """Layers with keys and values; None: all."""
+    recurrent: RecurrentExchange | None = None
+    """What ranks send in recurrent layers; None: the model has none."""
     tp_size: Count = 1
     pp_size: Count = 1
     overlapped_exchange: bool = False
@@ -97,6 +102,8 @@ class PackTimes(CheckedFields, error=PlanError):
         hidden_size: int,
         num_query_groups: int,
         kv_channels: int,
+        attention_layers: int | None = None,
+        recurrent: RecurrentExchange | None = None,
         tp_size: int = 1,
         pp_size: int = 1,
         overlapped_exchange: bool = False,
@@ -109,6 +116,8 @@ class PackTimes(CheckedFields, error=PlanError):
             num_layers=num_layers,
             hidden_size=hidden_size,
             kv_size=2 * num_query_groups * kv_channels,
+            attention_layers=attention_layers,
+            recurrent=recurrent,
             tp_size=tp_size,
             pp_size=pp_size,
             overlapped_exchange=overlapped_exchange,
@@ -129,6 +138,11 @@ class PackTimes(CheckedFields, error=PlanError):
         """Layers of one pipeline stage."""
         return self.num_layers / self.pp_size
 
+    @property
+    def _keyed_layers(self) -> float:
+        """Layers of one pipeline stage with keys and values."""
+        return (self.num_layers if self.attention_layers is None else self.attention_layers) / self.pp_size
+
     def sequences(self, lengths: Ints, cp_size: int) -> Ints:
         """int64[n]: time that each sequence adds to a pack on `cp_size` ranks."""
         tokens = self._computed(lengths, cp_size)
@@ -141,7 +155,7 @@ class PackTimes(CheckedFields, error=PlanError):
         return times
 
     def exchanges(self, lengths: Ints, cp_size: int) -> Ints:
-        """int64[n]: the part of `sequences` in which ranks wait for keys and values."""
+        """int64[n]: the part of `sequences` in which ranks wait for keys and values, and what recurrent layers send."""
         if cp_size == 1:
             return np.zeros(len(lengths), dtype=np.int64)
         seconds = self._exchange(self._computed(lengths, cp_size), cp_size)
@@ -208,18 +222,27 @@ class PackTimes(CheckedFields, error=PlanError):
         return seconds
 
     def _exchange(self, tokens: Floats, cp_size: int) -> Floats:
-        """Seconds in which ranks wait for keys and values: forward, again in the backward, and for their gradients."""
-        volume = 3 * self.stage_layers * tokens * (cp_size - 1) / cp_size * self.kv_size * BYTES / self.tp_size
+        """Seconds in which ranks wait for keys and values: forward, again in the backward, and for their gradients.
+
+        What recurrent layers send forward comes back as its gradients.
+        """
+        volume = 3 * self._keyed_layers * tokens * (cp_size - 1) / cp_size * self.kv_size * BYTES / self.tp_size
         seconds: Floats = volume / self._bandwidth(cp_size)
         if self.overlapped_exchange:
             seconds = np.maximum(0.0, seconds - self._attention(tokens, cp_size) * (cp_size - 1) / cp_size)
+        if self.recurrent is not None:
+            received = 2 * self.recurrent.layers / self.pp_size * self.recurrent.received(tokens, cp_size)
+            seconds = seconds + received / self._bandwidth(cp_size)
         return seconds
 
     def _exchange_latency(self, cp_size: int) -> float:
         cluster = self.cluster
         if cp_size == 1:
             return 0.0
-        return 3 * self.stage_layers * (cluster.node_latency if self._within_node(cp_size) else cluster.network_latency)
+        collectives = 3 * self._keyed_layers
+        if self.recurrent is not None:
+            collectives += 4 * self.recurrent.layers / self.pp_size  # two, and two for their gradients
+        return collectives * (cluster.node_latency if self._within_node(cp_size) else cluster.network_latency)
 
     def tensor_parallel(self, tokens: Floats) -> Floats:
         """Seconds of 8 TP collectives per layer (2 at attention, 2 at the MLP, per pass), half hidden by products."""

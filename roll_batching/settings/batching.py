@@ -31,8 +31,6 @@ PREFIX_OBSTACLES = {
 }
 """By key of the architecture, why each sample computes a prefix that it shares with others."""
 CP_SIZE_OBSTACLES = {
-    "gated_delta_net": "gated delta nets divide their heads by the layout's context-parallel size",
-    "hybrid": "Mamba layers divide their heads by the layout's context-parallel size",
     "vision": "a vision encoder is tested with one context-parallel size for all packs",
 }
 """By key of the architecture, why all packs have the layout's context-parallel size."""

@@ -43,7 +43,26 @@ def _hybrid_problem(model: Any) -> str | None:
     return None
 
 
-def mamba_misfit(hybrid: Any, tp_size: int, cp_size: int) -> str | None:
+def recurrent_misfit(model: Any, *, tp_size: int, cp_size: int, divide: str) -> tuple[tuple[str, str], str] | None:
+    """The key of an `ArchitectureConfig` whose recurrent layers ranks cannot divide, and why; None if they can.
+
+    Context-parallel ranks divide heads under `divide` "heads" only: "auto" then divides the sequence.
+    """
+    cp_size = cp_size if divide == "heads" else 1
+    if (delta := model.gated_delta_net) is not None and delta.num_key_heads % (ranks := tp_size * cp_size):
+        among = f"TP = {tp_size} ranks" if cp_size == 1 else f"TP x CP = {ranks} ranks"
+        text = f"{delta.num_key_heads} key heads of gated delta nets do not divide among {among}"
+        return ("gated_delta_net", "num_key_heads"), f"{text}; {_cure(cp_size)}"
+    if model.hybrid is not None and (misfit := _mamba_misfit(model.hybrid, tp_size, cp_size)) is not None:
+        return ("hybrid", "mamba_num_groups"), f"{misfit}; {_cure(cp_size)}"
+    return None
+
+
+def _cure(cp_size: int) -> str:
+    return "lower TP" if cp_size == 1 else "set recurrent_context_parallel to auto, or lower TP or CP"
+
+
+def _mamba_misfit(hybrid: Any, tp_size: int, cp_size: int) -> str | None:
     """Why ranks cannot divide Mamba layers with the sizes of a `HybridConfig`; None if they can.
 
     CP may exceed the groups per TP rank: CP ranks then split a group's heads, and each keeps a copy of the group's B
@@ -51,13 +70,13 @@ def mamba_misfit(hybrid: Any, tp_size: int, cp_size: int) -> str | None:
     """
     groups, heads = hybrid.mamba_num_groups, hybrid.mamba_num_heads
     if groups % tp_size:
-        return f"{groups} groups of Mamba layers do not divide among TP = {tp_size} ranks; lower TP"
+        return f"{groups} groups of Mamba layers do not divide among TP = {tp_size} ranks"
     local = groups // tp_size
     if local % cp_size and cp_size % local:
         text = f"{local} groups of Mamba layers on each of TP = {tp_size} ranks and CP = {cp_size}"
-        return f"{text}: one must be a multiple of the other; change CP"
+        return f"{text}: one must be a multiple of the other"
     if heads // tp_size % cp_size:
-        return f"{heads} heads of Mamba layers do not divide among TP x CP = {tp_size * cp_size} ranks; lower CP"
+        return f"{heads} heads of Mamba layers do not divide among TP x CP = {tp_size * cp_size} ranks"
     return None
 
 

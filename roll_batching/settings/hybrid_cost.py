@@ -8,6 +8,7 @@ from typing import Any
 
 from roll_batching.planning import FlopsCost
 from roll_batching.planning.cost_model import FIXED_TOKENS, FLOPS_PER_WEIGHT, ChunkCosts
+from roll_batching.planning.recurrent_exchange import Divided, RecurrentExchange
 from roll_batching.settings.model import ArchitectureConfig
 
 
@@ -80,6 +81,17 @@ class HybridSizes:
             expert_ffn=config.moe_ffn_hidden_size if has_experts else 0,
             shared_ffn=config.moe_shared_expert_intermediate_size or 0 if has_experts else 0,
             latent=config.moe_latent_size,
+        )
+
+    def exchange(self, tp_size: int, divide: Divided) -> RecurrentExchange:
+        """What context-parallel ranks send in Mamba layers."""
+        return RecurrentExchange(
+            layers=self.pattern.count("M"),
+            units=self.groups // tp_size,
+            heads=self.heads // self.groups,
+            channels=(2 * self.inner + 2 * self.groups * self.states + self.heads) // tp_size,
+            map_elements=self.states * (self.inner + self.heads) // tp_size,
+            divide=divide,
         )
 
     def per_token(self) -> dict[str, int]:

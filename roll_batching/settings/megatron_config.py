@@ -112,6 +112,11 @@ class MegatronConfig(Settings, read_if=_READ_IF):
         "divides the ranks that share the data. The cap of a pack is then that of each of its ranks.",
         ge=1,
     )
+    recurrent_context_parallel: Literal["auto", "heads", "sequence"] = setting(
+        "auto",
+        help="What context-parallel ranks divide in gated delta nets and Mamba layers: their heads, or the sequence as "
+        "in attention, so that CP may exceed the heads. auto: for each pack that for which ranks send less.",
+    )
     dynamic_context_parallel: bool = setting(False, help="Megatron's name for context_parallel_size: auto.")
     cluster: ClusterConfig | None = setting(
         None, help="Rates of devices and links, for what is auto (context_parallel_size, pipeline_slices)."

@@ -8,6 +8,7 @@ from typing import Any
 from roll_batching.planning import FlopsCost
 from roll_batching.planning.cost_model import FLOPS_PER_WEIGHT
 from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.recurrent_exchange import Divided, RecurrentExchange
 from roll_batching.settings.model import ArchitectureConfig
 
 
@@ -163,8 +164,55 @@ def with_parts_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:
     )
 
 
+def delta_exchange(delta: Any, *, layers: int, tp_size: int, divide: Divided) -> RecurrentExchange:
+    """What ranks send in `layers` gated delta nets; `delta` is a `DeltaNetConfig` or its `DeltaNetSizes`."""
+    units, values = delta.num_key_heads // tp_size, delta.num_value_heads * delta.value_head_dim // tp_size
+    states = delta.num_value_heads // tp_size * delta.key_head_dim
+    return RecurrentExchange(
+        layers=layers,
+        units=units,
+        # Queries and keys; values, gates and outputs; rates and decays.
+        channels=2 * units * delta.key_head_dim + 3 * values + 2 * delta.num_value_heads // tp_size,
+        map_elements=states * (delta.key_head_dim + delta.value_head_dim),
+        divide=divide,
+    )
+
+
+def with_exchange(model: ArchitectureConfig, *, tp_size: int, divide: Divided) -> dict[str, Any]:
+    """Arguments of `PackTimes.of_model` for a model with recurrent layers; empty for others."""
+    if (delta := model.gated_delta_net) is not None:
+        layers = sum(delta.layers)
+        recurrent = delta_exchange(delta, layers=layers, tp_size=tp_size, divide=divide)
+        return {"attention_layers": model.num_layers - layers, "recurrent": recurrent}
+    if model.hybrid is not None:
+        from roll_batching.settings.hybrid_cost import HybridSizes  # few models need it
+
+        sizes = HybridSizes.of_settings(model)
+        return {"attention_layers": sizes.pattern.count("*"), "recurrent": sizes.exchange(tp_size, divide)}
+    return {}
+
+
+def config_exchange(config: Any, divide: Divided) -> dict[str, Any]:
+    """As `with_exchange`, for Megatron's TransformerConfig."""
+    tp_size = config.tensor_model_parallel_size
+    if layers := sum(getattr(config, "linear_attention_freq", None) or ()):
+        recurrent = delta_exchange(DeltaNetSizes.of(config), layers=layers, tp_size=tp_size, divide=divide)
+        return {"attention_layers": config.num_layers - layers, "recurrent": recurrent}
+    if getattr(config, "layer_kinds", None):
+        from roll_batching.settings.hybrid_cost import HybridSizes  # few models need it
+
+        sizes = HybridSizes.of_config(config, 0)
+        return {"attention_layers": sizes.pattern.count("*"), "recurrent": sizes.exchange(tp_size, divide)}
+    return {}
+
+
 def architecture_pack_times(
-    model: ArchitectureConfig, *, tp_size: int = 1, pp_size: int = 1, cluster: Cluster | None = None
+    model: ArchitectureConfig,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    divide: Divided = "auto",
+    cluster: Cluster | None = None,
 ) -> PackTimes:
     """Predicted times of packs by context-parallel size; equals `modeling.cost.model_pack_times`."""
     return PackTimes.of_model(
@@ -173,6 +221,7 @@ def architecture_pack_times(
         hidden_size=model.hidden_size,
         num_query_groups=model.kv_heads,
         kv_channels=model.head_dim,
+        **with_exchange(model, tp_size=tp_size, divide=divide),
         tp_size=tp_size,
         pp_size=pp_size,
         cluster=cluster,

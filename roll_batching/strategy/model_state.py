@@ -40,6 +40,8 @@ class StepSettings(CheckedFields, error=LayoutError):
     """Slices of a pack of mean cost, each a unit of the pipeline's schedule; see `PlanConstraints.pipeline_slices`."""
     pack_multiple: Count = 1
     """Multiple of the tokens that one rank holds; above 1 in FP8."""
+    recurrent_context_parallel: Literal["auto", "heads", "sequence"] = "auto"
+    """What context-parallel ranks divide in recurrent layers; see `MegatronConfig`."""
     cluster: Cluster = field(default_factory=Cluster)
     """Rates by which plans choose context-parallel sizes and slices."""
 
@@ -59,6 +61,7 @@ class StepSettings(CheckedFields, error=LayoutError):
             max_cp_size=megatron.max_cp_size(dp_size) if config.use_sequence_packing else 1,
             pipeline_slices=megatron.pipeline_slices if config.use_sequence_packing else 1,
             pack_multiple=megatron.pack_multiple,
+            recurrent_context_parallel=megatron.recurrent_context_parallel,
             cluster=cluster,
         )
 

@@ -18,9 +18,14 @@ from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
 from roll_batching.settings.batching import CP_SIZE_OBSTACLES, PREFIX_OBSTACLES, SLICE_OBSTACLES
+from roll_batching.settings.contradictions import recurrent_misfit
 from roll_batching.strategy.compatibility import random_settings
 from roll_batching.strategy.model_state import ModelState
 
+OWN_RECURRENT_LAYERS = (
+    "the caller built the model, whose recurrent layers start every segment from a state of zeros: build it from a "
+    "directory or an architecture"
+)
 _told = threading.Event()
 """Set once the saving has been logged in this process."""
 
@@ -58,10 +63,7 @@ def sharing_obstacle(state: ModelState) -> str | None:
     if state.heads:
         return PREFIX_OBSTACLES["mtp_num_layers"]
     if state.architecture is None and recurrent_layers(gpt.config) is not None:
-        return (
-            "the caller built the model, whose recurrent layers start every segment from a state of zeros: build it "
-            "from a directory or an architecture"
-        )
+        return OWN_RECURRENT_LAYERS
     return None
 
 
@@ -107,7 +109,8 @@ def pack_times_of(state: ModelState) -> PackTimes | None:
         return None
     gpt = gpt_of(state.chunks[0])
     outputs = 1 if state.value_head else state.vocab_size or gpt.vocab_size
-    return model_pack_times(gpt.config, outputs, state.layout, state.settings.cluster)
+    divide = state.settings.recurrent_context_parallel
+    return model_pack_times(gpt.config, outputs, state.layout, state.settings.cluster, divide)
 
 
 def require_context_sizes(state: ModelState) -> None:
@@ -203,9 +206,15 @@ def context_size_obstacle(state: ModelState) -> str | None:
             f"the model rotates positions itself ({embedding}), by the layout's context-parallel size: build it with "
             "packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"
         )
-    layers = "vision" if state.vision is not None else recurrent_layers(gpt_of(state.chunks[0]).config)
-    if layers is not None:
-        return f"{CP_SIZE_OBSTACLES[layers]}: set one context_parallel_size"
+    if state.vision is not None:
+        return f"{CP_SIZE_OBSTACLES['vision']}: set one context_parallel_size"
+    if recurrent_layers(gpt_of(state.chunks[0]).config) is not None:
+        if state.architecture is None:
+            return OWN_RECURRENT_LAYERS
+        divide, sizes = state.settings.recurrent_context_parallel, (state.layout.tp_size, state.settings.max_cp_size)
+        misfit = recurrent_misfit(state.architecture, tp_size=sizes[0], cp_size=sizes[1], divide=divide)
+        if misfit is not None:
+            return misfit[1]
     if state.settings.rows_form:
         return "rows_form passes rectangles without a context-parallel group: leave it out"
     return None

@@ -14,6 +14,7 @@ from roll_batching.errors import DataError, LayoutError
 from roll_batching.losses.contract import LossSpec, head_count
 from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
 from roll_batching.modeling.head import gpt_of
+from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
@@ -75,6 +76,7 @@ def pack_inputs(
         masks=masks,
         attention=state.attention,
         rotation_cp=(layout.cp_size, layout.cp_rank) if state.rotates_rows else None,
+        recurrent=_recurrent_packs(state),
         is_first_stage=layout.pp_rank == 0,
         is_last_stage=layout.is_last_stage,
         heads=state.heads,
@@ -90,6 +92,16 @@ def pack_inputs(
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)
         facts.equal_in_replica("the batch of a replica", content, SAME_SAMPLES)
     return packs
+
+
+def _recurrent_packs(state: ModelState) -> Any:
+    """`StepPacks`' argument for recurrent layers; None without any."""
+    config = gpt_of(state.chunks[0]).config
+    if recurrent_layers(config) is None:
+        return None
+    from roll_batching.modeling.recurrent_packs import recurrent_packs  # few models need it
+
+    return recurrent_packs(config, state.settings.recurrent_context_parallel)
 
 
 def _replay_options(local: SampleBatch, plan: Plan, state: ModelState) -> dict[str, Any]:

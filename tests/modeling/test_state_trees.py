@@ -19,8 +19,8 @@ from roll_batching.modeling.recurrences import (
     state_space_step,
     unit_length,
 )
+from roll_batching.modeling.recurrent_packs import whole_pack
 from roll_batching.packing.pack_layout import PackLayout
-from roll_batching.packing.params import RunTree, packed_params
 
 CPU = torch.device("cpu")
 FORESTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
@@ -53,7 +53,7 @@ def previous_tokens(layout: PackLayout) -> list[int]:
 
 
 def chunks_of(layout: PackLayout, reach: int = 3) -> Chunks:
-    return Chunks.of_tree(RunTree(layout, CPU), layout.tokens, reach)
+    return whole_pack(layout, reach, CPU)
 
 
 def along_samples(
@@ -117,7 +117,7 @@ def test_the_convolution_reads_the_path_of_a_sample(forest: str, width: int) -> 
         for shape in ((layout.tokens, 5), (5, 1, width), (5,))
     )
     chunks = chunks_of(layout, width - 1)
-    found = causal_convolution(x, weight, chunks.positions, bias, chunks.borders)
+    found = causal_convolution(x, weight, chunks, bias)
     previous, rows = previous_tokens(layout), []
     for token in range(layout.tokens):
         total, back = bias, 0
@@ -131,9 +131,3 @@ def test_runs_of_a_forest() -> None:
     runs = layout_of("three levels").runs
     assert runs.lengths.tolist() == [30, 70, 50, 20, 20, 20, 13, 9, 70, 12]
     assert runs.parents.tolist() == [-1, 0, 1, 1, 3, 3, 5, 5, 0, -1]
-
-
-def test_a_pack_without_prefixes_has_no_runs() -> None:
-    lengths = np.array([20, 4])
-    layout = PackLayout(lengths=lengths, segments=lengths, cp_size=1)
-    assert packed_params(layout, 0, CPU).tree is None

@@ -12,7 +12,7 @@ import torch
 def test_a_phase_inside_another_belongs_to_itself_alone() -> None:
     from roll_batching.strategy.step_clock import PHASES, StepClock
 
-    clock = StepClock(torch.device("cpu"))
+    clock, begin = StepClock(torch.device("cpu")), time.perf_counter()
     with clock.phase("forward_backward"):
         time.sleep(0.02)
         clock.timed("loss", time.sleep)(0.03)
@@ -20,10 +20,11 @@ def test_a_phase_inside_another_belongs_to_itself_alone() -> None:
             time.sleep(0.01)
     with pytest.raises(ValueError, match="no more"), clock.phase("optimizer"):
         raise ValueError("no more")
-    found = clock.read()
+    whole, found = time.perf_counter() - begin, clock.read()
     assert tuple(found) == PHASES
-    assert found["loss"] == pytest.approx(0.03, abs=0.02) and found["wait"] == pytest.approx(0.01, abs=0.02)
-    assert 0.01 < found["forward_backward"] < 0.05 and 0 < found["optimizer"] < 0.02 and found["plan"] == 0
+    # A sleep may last longer than was asked for; none of it is counted twice.
+    assert found["loss"] >= 0.03 and found["wait"] >= 0.01 and found["forward_backward"] >= 0.02
+    assert found["optimizer"] > 0 and found["plan"] == 0 and sum(found.values()) <= whole
     assert set(clock.read().values()) == {0.0}
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.strategy.test_shared_prefixes import LogitsLoss
+from tests.strategy.test_trees_with_states import MODELS, SHAPE
 from tests.support.exact import DTYPE, EXACT, OF_ROUTERS, dtype_for, limit_of
 from tests.support.layouts import Layout
 from tests.support.models import ARCHITECTURE, random_batch
@@ -57,18 +58,18 @@ def losses() -> dict[str, Any]:
     }
 
 
-def compare(payload: tuple[list[tuple[int, dict[str, Any]]], list[str]]) -> list[list[str]]:
+def compare(payload: tuple[list[tuple[int, dict[str, Any]]], list[str], dict[str, Any]]) -> list[list[str]]:
     """For each layout, with its seed of a batch and a plan: the cases that differ, with how much."""
-    layouts, names = payload
+    layouts, names, architecture = payload
     found = []
     for index, (seed, layout) in enumerate(layouts):
         meet(index)
-        found.append(_compare_layout(Layout(**layout), names, seed))
+        found.append(_compare_layout(Layout(**layout), names, seed, architecture))
         part()
     return found
 
 
-def _compare_layout(layout: Layout, names: list[str], seed: int) -> list[str]:
+def _compare_layout(layout: Layout, names: list[str], seed: int, architecture: dict[str, Any]) -> list[str]:
     from roll_batching.planning import plan_step
     from roll_batching.samples import collect, distribute, gather_lengths
     from tests.losses.steps import gap, make_strategy, mine, refill
@@ -76,7 +77,7 @@ def _compare_layout(layout: Layout, names: list[str], seed: int) -> list[str]:
     from tests.support.models import whole_gradients
 
     experts = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}} if layout.moe else {}
-    shape = {**ARCHITECTURE, "num_layers": max(2, layout.pp * layout.vpp), **experts}
+    shape = {**ARCHITECTURE, "num_layers": max(2, layout.pp * layout.vpp), **experts, **architecture}
     training = {
         "overlap_grad_reduce": layout.distopt,
         "overlap_param_gather": layout.distopt,
@@ -159,24 +160,25 @@ def _log_prob_gaps(strategy: Any, local: Any, plan: Any, fixed: Any) -> list[flo
     return ((first - second).abs() / second.abs().clamp(min=1)).tolist()
 
 
-def _run(layouts: list[Layout], names: list[str]) -> None:
+def _run(layouts: list[Layout], names: list[str], architecture: dict[str, Any] | None = None) -> None:
     """Compare all layouts, each with a different batch and plan."""
     differing = []
     for ranks in sorted({layout.ranks for layout in layouts}):
         same = [(seed, asdict(layout)) for seed, layout in enumerate(layouts) if layout.ranks == ranks]
-        for found in run_ranks(ranks, HERE + "compare", (same, names), timeout=900):
+        for found in run_ranks(ranks, HERE + "compare", (same, names, architecture or {}), timeout=900):
             differing += [line for lines in found for line in lines]
     assert not differing, "\n".join(differing)
 
 
-def compare_with_prefixes(seeds: int) -> list[str]:
+def compare_with_prefixes(payload: tuple[int, dict[str, Any]]) -> list[str]:
     """Cases whose samples share prefixes in packs of several sizes that differ from the same without either."""
     from roll_batching.samples import collect, distribute, find_shared_prefixes, gather_lengths
     from tests.losses.steps import gap, make_strategy, mine, step
     from tests.strategy.test_shared_prefixes import batch, kinds
     from tests.support.blocks import random_block_plan
 
-    strategy = make_strategy(cap=400, dtype=DTYPE)
+    seeds, architecture = payload
+    strategy = make_strategy(cap=400, dtype=DTYPE, architecture=ARCHITECTURE | architecture)
     differing = []
     for seed in range(seeds):
         for kind in kinds():
@@ -210,8 +212,29 @@ def compare_with_prefixes(seeds: int) -> list[str]:
 @pytest.mark.layouts
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_packs_that_share_prefixes(seeds: int) -> None:
-    for found in run_ranks(4, HERE + "compare_with_prefixes", seeds, timeout=600):
+    _share(seeds, {})
+
+
+def _share(seeds: int, architecture: dict[str, Any]) -> None:
+    for found in run_ranks(4, HERE + "compare_with_prefixes", (seeds, architecture), timeout=600):
         assert not found, "\n".join(found)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("model", MODELS)
+def test_recurrent_layers_have_as_many_ranks_as_a_pack(model: str) -> None:
+    _run([Layout(dp=4)], ["policy"], MODELS[model] | SHAPE)
+    _share(1, MODELS[model] | SHAPE)
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
+@pytest.mark.parametrize("model", MODELS)
+def test_recurrent_layers_in_more_layouts(model: str) -> None:
+    layouts = [Layout(dp=8, recompute=True), Layout(dp=4, pp=2, vpp=2, per_token=False)]
+    if "more" not in model:  # its one group does not divide
+        layouts += [Layout(dp=4, tp=2, sp=True)]
+    _run(layouts, list(losses()), MODELS[model] | SHAPE)
 
 
 def rubbish(_: None) -> list[str]:

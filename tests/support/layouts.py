@@ -61,6 +61,8 @@ class Layout:
     """Of a pack of mean cost."""
     overlap: bool = False
     """Gradients are reduced while the last backward pass runs, and parameters gathered while the forward runs."""
+    divide: str | None = None
+    """What context-parallel ranks divide in recurrent layers; None: the default."""
     pattern: str | None = None
     """`pipeline_model_parallel_layout`, with `vpp` chunks per stage."""
 
@@ -91,6 +93,7 @@ class Layout:
             "embedding",
             "loss",
             "groups",
+            "divide",
             "pattern",
             "overlap",
         )
@@ -121,6 +124,7 @@ class Layout:
             "account_for_loss_in_pipeline_split": self.loss,
             "pipeline_model_parallel_layout": self.pattern,
             "pipeline_slices": self.slices,
+            "recurrent_context_parallel": self.divide or "auto",
             "overlap_grad_reduce": self.overlap,
             "overlap_param_gather": self.overlap and self.distopt,
         }

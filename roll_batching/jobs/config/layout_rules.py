@@ -9,7 +9,7 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.contradictions import mamba_misfit
+from roll_batching.settings.contradictions import recurrent_misfit
 from roll_batching.settings.idle_options import idle_options
 from roll_batching.settings.megatron_config import SPLIT_KEYS, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig
@@ -157,13 +157,9 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
                 rest = " + qk_pos_emb_head_dim" if key == "kv_lora_rank" else ""
                 text = f"{key}{rest} = {width} does not divide among TP = {tp} ranks"
                 yield Problem((*path, "multi_latent_attention", key), text)
-    cp = layout.context_parallel_size if isinstance(layout.context_parallel_size, int) else 1
-    ranks = tp * cp
-    if (delta := model.gated_delta_net) is not None and delta.num_key_heads % ranks:
-        text = f"{delta.num_key_heads} key heads do not divide among TP x CP = {ranks} ranks; use fewer ranks"
-        yield Problem((*path, "gated_delta_net", "num_key_heads"), text)
-    if model.hybrid is not None and (misfit := mamba_misfit(model.hybrid, tp, cp)) is not None:
-        yield Problem((*path, "hybrid", "mamba_num_groups"), misfit)
+    divide = layout.recurrent_context_parallel
+    if (misfit := recurrent_misfit(model, tp_size=tp, cp_size=layout.cp_size, divide=divide)) is not None:
+        yield Problem((*path, *misfit[0]), misfit[1])
     if model.ffn_width % tp:
         yield Problem(
             (*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks; use fewer ranks"
