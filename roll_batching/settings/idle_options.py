@@ -44,6 +44,9 @@ def idle_options_of_model(layout: MegatronConfig, architecture: Any) -> Iterator
         for key in ("mtp_loss_scaling_factor", "mtp_detach_heads"):
             if getattr(layout, key) != MegatronConfig.model_fields[key].default:
                 yield key, "has no effect without heads: set mtp_num_layers, or leave it out"
+    if layout.recurrent_context_parallel != "auto" and architecture.gated_delta_net is architecture.hybrid is None:
+        text = "has no effect: the model has no gated delta nets or Mamba layers; leave it out"
+        yield "recurrent_context_parallel", text
     for key in ("freeze_moe_router", "moe_router_bias_update_rate"):
         if not getattr(layout, key):
             continue

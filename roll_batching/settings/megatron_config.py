@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, PrivateAttr, model_validator
-from pydantic.functional_validators import ModelWrapValidatorHandler
+from pydantic import AfterValidator, model_validator
 
 from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
@@ -69,6 +68,9 @@ _READ_IF = {
     "sequence_parallel": Switch(
         lambda layout: layout.tensor_model_parallel_size > 1, "tensor_model_parallel_size is 1"
     ),
+    "recurrent_context_parallel": Switch(
+        lambda layout: layout.context_parallel_size != 1, "context_parallel_size is 1"
+    ),
     "mtp_detach_heads": Switch(
         lambda layout: layout.mtp_loss_scaling_factor, "mtp_loss_scaling_factor is 0: the heads are not trained"
     ),
@@ -114,8 +116,8 @@ class MegatronConfig(Settings, read_if=_READ_IF):
     )
     recurrent_context_parallel: Literal["auto", "heads", "sequence"] = setting(
         "auto",
-        help="What context-parallel ranks divide in gated delta nets and Mamba layers: their heads, or the sequence as "
-        "in attention, so that CP may exceed the heads. auto: for each pack that for which ranks send less.",
+        help="What context-parallel ranks divide in gated delta nets and Mamba layers: their heads, or the sequence. "
+        "auto: for each pack that for which ranks send less; the sequence where heads do not divide.",
     )
     dynamic_context_parallel: bool = setting(False, help="Megatron's name for context_parallel_size: auto.")
     cluster: ClusterConfig | None = setting(
@@ -363,42 +365,3 @@ class MegatronConfig(Settings, read_if=_READ_IF):
         if isinstance(data.get("recompute_modules"), str):
             words["recompute_modules"] = [name.strip() for name in data["recompute_modules"].split(",") if name.strip()]
         return {**data, **words}
-
-
-class StrategyArgs(Settings):
-    """`strategy_args`: the strategy's name and its settings."""
-
-    strategy_name: Literal["megatron_train", "megatron_infer", "vllm", "sglang", "hf_infer"] = setting(
-        "megatron_train",
-        help="megatron_train, megatron_infer, or for actor_infer an engine that samples rollouts: sglang or vllm "
-        "(servers at engine_args.urls, or that the job starts), hf_infer. Engines read model directories: without "
-        "`pretrain` rollouts run on the Megatron model itself, with a notice.",
-    )
-    strategy_config: MegatronConfig = setting(
-        default_factory=MegatronConfig,
-        help="Settings of the Megatron strategies; under sglang and vllm the options of servers that the job starts, "
-        "in the names of their command lines with underscores (gpu_memory_utilization: 0.8).",
-    )
-    _engine_options: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @property
-    def runs_on_megatron(self) -> bool:
-        """Whether the role names a Megatron strategy, not an engine."""
-        return self.strategy_name in MEGATRON_STRATEGIES
-
-    @property
-    def engine_options(self) -> dict[str, Any]:
-        """Settings written for an engine: options of the servers that the job starts."""
-        return dict(self._engine_options)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _set_engine_options_aside(cls, data: Any, handler: ModelWrapValidatorHandler[StrategyArgs]) -> StrategyArgs:
-        if not isinstance(data, dict):
-            return handler(data)
-        data = {key: value for key, value in data.items() if key != "strategy_config" or value is not None}
-        is_engine = data.get("strategy_name") in ENGINE_STRATEGIES and isinstance(data.get("strategy_config"), dict)
-        options: Any = data.pop("strategy_config") if is_engine else {}
-        args = handler(data)
-        args._engine_options = options
-        return args

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from roll_batching.planning import FlopsCost
+from roll_batching.planning import FlopsCost, ParallelDims
 from roll_batching.planning.cost_model import FLOPS_PER_WEIGHT
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.planning.recurrent_exchange import Divided, RecurrentExchange
@@ -207,22 +207,17 @@ def config_exchange(config: Any, divide: Divided) -> dict[str, Any]:
 
 
 def architecture_pack_times(
-    model: ArchitectureConfig,
-    *,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    divide: Divided = "auto",
-    cluster: Cluster | None = None,
+    model: ArchitectureConfig, dims: ParallelDims, *, divide: Divided = "auto", cluster: Cluster | None = None
 ) -> PackTimes:
     """Predicted times of packs by context-parallel size; equals `modeling.cost.model_pack_times`."""
     return PackTimes.of_model(
-        architecture_cost(model, tp_size=tp_size),
+        architecture_cost(model, tp_size=dims.tp_size),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_query_groups=model.kv_heads,
         kv_channels=model.head_dim,
-        **with_exchange(model, tp_size=tp_size, divide=divide),
-        tp_size=tp_size,
-        pp_size=pp_size,
+        **with_exchange(model, tp_size=dims.tp_size, divide=divide),
+        tp_size=dims.tp_size,
+        pp_size=dims.pp_size,
         cluster=cluster,
     )

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from roll_batching.errors import LayoutError
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
 from roll_batching.settings.fields import OLD_LOG_PROBS, POLICY, TRAINED, Roles, Settings, setting
-from roll_batching.settings.megatron_config import StrategyArgs
+from roll_batching.settings.megatron_config import ENGINE_STRATEGIES, MEGATRON_STRATEGIES, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig, ModelArgs
 from roll_batching.settings.training import TrainingArgs
 
 MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
+
+
+class StrategyArgs(Settings):
+    """`strategy_args`: the strategy's name and its settings."""
+
+    strategy_name: Literal["megatron_train", "megatron_infer", "vllm", "sglang", "hf_infer"] = setting(
+        "megatron_train",
+        help="megatron_train, megatron_infer, or for actor_infer an engine that samples rollouts: sglang or vllm "
+        "(servers at engine_args.urls, or that the job starts), hf_infer. Engines read model directories: without "
+        "`pretrain` rollouts run on the Megatron model itself, with a notice.",
+    )
+    strategy_config: MegatronConfig = setting(
+        default_factory=MegatronConfig,
+        help="Settings of the Megatron strategies; under sglang and vllm the options of servers that the job starts, "
+        "in the names of their command lines with underscores (gpu_memory_utilization: 0.8).",
+    )
+    _engine_options: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def runs_on_megatron(self) -> bool:
+        """Whether the role names a Megatron strategy, not an engine."""
+        return self.strategy_name in MEGATRON_STRATEGIES
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Settings written for an engine: options of the servers that the job starts."""
+        return dict(self._engine_options)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _set_engine_options_aside(cls, data: Any, handler: ModelWrapValidatorHandler[StrategyArgs]) -> StrategyArgs:
+        if not isinstance(data, dict):
+            return handler(data)
+        data = {key: value for key, value in data.items() if key != "strategy_config" or value is not None}
+        is_engine = data.get("strategy_name") in ENGINE_STRATEGIES and isinstance(data.get("strategy_config"), dict)
+        options: Any = data.pop("strategy_config") if is_engine else {}
+        args = handler(data)
+        args._engine_options = options
+        return args
 
 
 class RoleSettings(RoleBatching, read_if={"logprob_plan": OLD_LOG_PROBS}):

@@ -132,11 +132,9 @@ def test_text_models_beside_vision_encoders(models: Any, report: Callable[[str],
     _check(models, [("qwen3_5_moe_vision", layout, TRAINED) for layout in EXPERT_LAYOUTS], report)
 
 
-@pytest.mark.bad_input
-def test_heads_of_gated_delta_nets_must_divide(models: Any) -> None:
-    case = ("qwen3_next", Layout(cp=8), {})
-    with pytest.raises(AssertionError, match="4 key heads of gated delta nets do not divide among TP x CP = 8 ranks"):
-        _check(models, [case], print)
+@pytest.mark.slow
+def test_more_context_parallel_ranks_than_heads_of_gated_delta_nets(models: Any, report: Callable[[str], None]) -> None:
+    _check(models, [("qwen3_next", Layout(cp=8), TRAINED)], report)
 
 
 @pytest.mark.slow

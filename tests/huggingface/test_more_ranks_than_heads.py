@@ -125,13 +125,14 @@ def test_shards_cover_every_tensor_once(name: str, ranks: int) -> None:
         assert sorted(rows) == list(range(math.prod(sizes.shape(shape[:1]))))
 
 
-def problems(tp: int, cp: int = 1, **changes: Any) -> list[str]:
+def problems(tp: int, cp: int = 1, divide: str = "heads", **changes: Any) -> list[str]:
     """What the rules say of a small hybrid under TP and CP."""
     hybrid = {"pattern": "M*", "mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_state_dim": 4}
     values: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "num_layers": 2, "num_attention_heads": 12}
     values |= {"num_query_groups": 2, "ffn_hidden_size": 48} | changes
     values["hybrid"] = hybrid | changes.get("hybrid", {})
-    layout = MegatronConfig.model_validate({"tensor_model_parallel_size": tp, "context_parallel_size": cp})
+    sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    layout = MegatronConfig.model_validate(sizes | {"recurrent_context_parallel": divide})
     return [str(one) for one in model_fits("actor_train", ArchitectureConfig.model_validate(values), layout)]
 
 
@@ -139,6 +140,7 @@ def problems(tp: int, cp: int = 1, **changes: Any) -> list[str]:
 def test_sizes_that_fit() -> None:
     assert not problems(2) and not problems(1, 2) and not problems(1, 4) and not problems(2, 4)
     assert not problems(4, hybrid={"mamba_num_groups": 4})
+    assert not problems(1, 3, divide="auto") and not problems(2, 8, divide="sequence")
 
 
 @pytest.mark.bad_input
@@ -149,7 +151,7 @@ def test_sizes_that_fit() -> None:
         ((12, 1), {"kv_channels": 2, "num_query_groups": 1}, "the rows of 1 keys and values of 2 channels do not"),
         ((4, 1), {}, "2 groups of Mamba layers do not divide among TP = 4 ranks; lower TP"),
         ((1, 3), {}, "2 groups of Mamba layers on each of TP = 1 ranks and CP = 3: one must be a multiple"),
-        ((2, 8), {}, "8 heads of Mamba layers do not divide among TP x CP = 16 ranks; lower CP"),
+        ((2, 8), {}, "8 heads of Mamba layers do not divide among TP x CP = 16 ranks; set recurrent_context_parallel"),
     ],
 )
 def test_sizes_that_do_not_fit(sizes: tuple[int, int], changes: dict[str, Any], words: str) -> None:

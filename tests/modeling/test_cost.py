@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll_batching.modeling.cost import model_cost, plan_flops
-from roll_batching.planning import FlopsCost, PlanConstraints, SharedPrefixes, plan_step
+from roll_batching.planning import FlopsCost, ParallelDims, PlanConstraints, SharedPrefixes, plan_step
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings.megatron_config import ClusterConfig
 from roll_batching.settings.model import ArchitectureConfig
@@ -73,6 +73,16 @@ LATENT = {
 }
 
 
+DELTA_NETS = {
+    "num_layers": 4,
+    "gated_delta_net": {
+        "num_key_heads": 4,
+        "num_value_heads": 8,
+        "key_head_dim": 6,
+        "value_head_dim": 5,
+        "layers": (1, 1, 1, 0),
+    },
+}
 HYBRID_LAYERS = {
     "num_layers": 4,
     "hybrid": {
@@ -106,11 +116,15 @@ def test_the_cost_of_settings_is_that_of_a_built_model_with_one_part_per_layer()
         assert len(cost.chunks.linear) == 2 and cost.chunks.quadratic[0] == 0 < cost.chunks.quadratic[1]
 
 
-@pytest.mark.parametrize("architecture", [{}, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
+@pytest.mark.parametrize(
+    "architecture",
+    [{}, MIXTURE, LATENT, DELTA_NETS, HYBRID_LAYERS],
+    ids=["dense", "mixture", "latent", "delta nets", "one part per layer"],
+)
 def test_times_of_settings_are_those_of_the_built_model(architecture: dict[str, Any]) -> None:
     """The rates are those of the key `cluster`."""
     for built, times in run_ranks(4, "tests.modeling.test_cost:times_of_a_strategy", architecture):
-        assert times == architecture_pack_times(built, tp_size=2, cluster=replace(Cluster(), **RATES))
+        assert times == architecture_pack_times(built, ParallelDims(tp_size=2), cluster=replace(Cluster(), **RATES))
         assert times.cluster.matmul_rate == 3e14 and times.cluster.attention_rate == Cluster().attention_rate
 
 

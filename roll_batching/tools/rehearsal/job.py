@@ -299,15 +299,9 @@ def context_sizes(config: JobConfig, dims: ParallelDims, lengths: Sequence[int] 
     )
     if lengths is None or not constraints.has_cp_per_pack:
         return list(constraints.legal_cp_sizes)
-    cluster = None if megatron.cluster is None else megatron.cluster.rates
     architecture = train.model_args.architecture_to_build(megatron.mtp_num_layers)
-    times = architecture_pack_times(
-        architecture,
-        tp_size=dims.tp_size,
-        pp_size=dims.pp_size,
-        divide=megatron.recurrent_context_parallel,
-        cluster=cluster,
-    )
+    cluster, divide = megatron.cluster and megatron.cluster.rates, megatron.recurrent_context_parallel
+    times = architecture_pack_times(architecture, dims, divide=divide, cluster=cluster)
     cost = architecture_cost(architecture, tp_size=dims.tp_size)
     unit = 2 if config.task == "dpo" else 1
     return list(pack_sizes(plan_of_step(lengths, constraints, cost, times, unit)))

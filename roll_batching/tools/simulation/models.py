@@ -77,7 +77,7 @@ def architecture_times(
     shape: ArchitectureConfig, dims: ParallelDims, cluster: Cluster, *, overlapped_exchange: bool = False
 ) -> PackTimes:
     """Predicted times of packs of a model of this `shape`."""
-    times = architecture_pack_times(shape, tp_size=dims.tp_size, pp_size=dims.pp_size, cluster=cluster)
+    times = architecture_pack_times(shape, dims, cluster=cluster)
     return replace(times, overlapped_exchange=overlapped_exchange)
 
 

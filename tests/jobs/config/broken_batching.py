@@ -64,9 +64,9 @@ BROKEN_BATCHING: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         },
         {"actor_train.router_replay.mode": "set context_parallel_size to a number"},
     ),
-    "delta nets with a context-parallel size per pack": (
-        {f"{ARCHITECTURE}.gated_delta_net": DELTA, f"{LAYOUT}.context_parallel_size": "auto"},
-        {f"{LAYOUT}.context_parallel_size": "gated delta nets divide their heads by the layout's"},
+    "a way to divide recurrent layers that the model lacks": (
+        {f"{LAYOUT}.recurrent_context_parallel": "heads", f"{LAYOUT}.context_parallel_size": 2},
+        {f"{LAYOUT}.recurrent_context_parallel": "the model has no gated delta nets or Mamba layers"},
     ),
     "prediction heads in packs that must share prefixes": (
         {f"{LAYOUT}.mtp_num_layers": 1, **SHARED},

@@ -33,7 +33,9 @@ def test_one_rank_of_each_size_of_the_plan_is_rehearsed() -> None:
     rates = config.actor_train.strategy_args.strategy_config.cluster
     assert rates is not None
     constraints = PlanConstraints(dp_size=4, max_tokens=512, max_cp_size=4)
-    plan = plan_step(LENGTHS, constraints, times=architecture_pack_times(architecture, cluster=rates.rates))
+    plan = plan_step(
+        LENGTHS, constraints, times=architecture_pack_times(architecture, constraints, cluster=rates.rates)
+    )
     fullest: dict[int, int] = {}
     packs = {(mb.ranks, k): mb for rank in plan.micro_batches for k, mb in enumerate(rank) if not mb.is_filler}
     for mb in packs.values():
