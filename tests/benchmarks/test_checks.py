@@ -23,6 +23,7 @@ COMMANDS = {
     "driver": [],
     "slices": ["--only", "planned"],  # processes that sleep or compute need a quiet machine
     "slices_compared": ["--only", "random", "--settings", "20"],
+    "recurrent": ["--only", "step"],  # likewise
     "cp_steps": [],
     "dynamic_cp": [],
 }
