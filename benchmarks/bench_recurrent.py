@@ -210,7 +210,7 @@ def step_table(seconds: dict[str, float]) -> Table:
 def measured_table(seconds: dict[str, dict[str, list[float]]]) -> Table:
     """Seconds that exchanges add, measured and predicted, with the limits of `--check`."""
     table = Table(
-        f"Seconds of a step of {RANKS} context-parallel ranks with links of {BANDWIDTH / 1e6:.0f} MB/s, and what these add",
+        f"Seconds of a step of {RANKS} context-parallel ranks, and of links of {BANDWIDTH / 1e6:.0f} MB/s in it",
         ("pack", *WAYS, "heads add", "predicted", "sequence adds", "predicted"),
     )
     exchange = with_exchange(ArchitectureConfig.model_validate(SHAPE), tp_size=1, divide="auto")["recurrent"]

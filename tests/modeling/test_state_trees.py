@@ -19,8 +19,9 @@ from roll_batching.modeling.recurrences import (
     state_space_step,
     unit_length,
 )
-from roll_batching.modeling.recurrent_packs import whole_pack
+from roll_batching.modeling.recurrent_packs import RecurrentPacks, whole_pack
 from roll_batching.packing.pack_layout import PackLayout
+from roll_batching.planning.recurrent_exchange import Divided, RecurrentExchange
 
 CPU = torch.device("cpu")
 FORESTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
@@ -131,3 +132,22 @@ def test_runs_of_a_forest() -> None:
     runs = layout_of("three levels").runs
     assert runs.lengths.tolist() == [30, 70, 50, 20, 20, 20, 13, 9, 70, 12]
     assert runs.parents.tolist() == [-1, 0, 1, 1, 3, 3, 5, 5, 0, -1]
+
+
+def divided(lengths: list[int], divide: Divided, cp_size: int = 4) -> str:
+    """What ranks of a pack divide: four heads of 64 sent channels, or the sequence by states of 128 elements."""
+    exchange = RecurrentExchange(layers=1, units=4, channels=64, map_elements=128, divide=divide)
+    values = np.array(lengths, np.int64)
+    layout = PackLayout(lengths=values, segments=values, cp_size=cp_size)
+    chunks = RecurrentPacks(exchange, 3).chunks(layout, cp_size - 1, CPU)
+    return "heads" if chunks.exchange is None else "sequence"
+
+
+def test_what_ranks_divide() -> None:
+    # A rank receives 64 x 2 bytes of 3/16 of the tokens, or 3 x 2 states of each sequence.
+    limit = 3 * 2 * 128 * 4 * 16 // (3 * 64 * 2)
+    assert divided([limit], "auto") == "heads" and divided([limit + 8], "auto") == "sequence"
+    assert divided([limit] * 3, "auto") == "heads" and divided([limit + 8] * 3, "auto") == "sequence"
+    assert divided([limit + 8], "heads") == "heads" and divided([8], "sequence") == "sequence"
+    assert divided([16], "auto", cp_size=8) == "sequence"
+    assert divided([64], "sequence", cp_size=1) == "heads"  # one rank has all of both
