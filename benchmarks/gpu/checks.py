@@ -114,6 +114,12 @@ CHECKS = (
         function="benchmarks.gpu.fp8:run",
     ),
     Check(
+        name="recurrent",
+        what="The gated delta rule by kernels of flash-linear-attention beside plain torch, over packs and trees",
+        seconds=240,
+        function="benchmarks.gpu.recurrent:run",
+    ),
+    Check(
         name="memory",
         what="Rehearsed memory against measured memory of a step",
         seconds=240,

@@ -83,6 +83,12 @@ def choose_kernels(strategy: MegatronConfig, architecture: ArchitectureConfig, d
     if activation != "silu" and not fused["bias_activation_fusion"]:
         fused["bias_activation_fusion"] = f"Megatron has no kernel for {activation} on every device"
     parts = [f"attention: {attention.name} ({why})", f"layers: {_describe_layers(strategy, layers, installed)}"]
+    if architecture.gated_delta_net is not None and device.type == "cuda":
+        from roll_batching.modeling.delta_kernels import PACKAGE, kernel  # few models need it
+
+        parts.append(
+            f"gated delta nets: {f'plain torch ({PACKAGE} is not installed)' if kernel() is None else PACKAGE}"
+        )
     if on := [name for name, reason in fused.items() if not reason]:
         parts.append(f"fused: {', '.join(on)}")
     off: dict[str, list[str]] = {}

@@ -92,10 +92,15 @@ class Chunks:
     """[sequences] int64: the last chunk of each sequence."""
     sequences: torch.Tensor
     """[chunks] int64: the sequence of each chunk."""
+    starts: torch.Tensor
+    """[sequences + 1] int64: first token of each sequence, and the end of the last."""
     parents: tuple[int, ...] | None = None
     """The chunk in whose last state each chunk starts, -1: none. None: the chunk before it, if it `continues`."""
     borders: Borders | None = None
     """Where the convolution crosses from run to run; None: nowhere."""
+    levels: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...] | None = None
+    """Of runs that have parents, by their depth: tokens [tokens of the level], starts [runs + 1] among these, and the
+    places of the parents in the level before [runs]; int64."""
     exchange: Exchange | None = None
     """Where the states of pieces come from; None: this rank holds whole sequences."""
 
@@ -116,7 +121,7 @@ class Chunks:
         token = starts[owner] + (chunk - first[owner]) * CHUNK
         token = token[:, None] + torch.arange(CHUNK, device=device)
         token = torch.where(token < ends[owner][:, None], token, tokens)
-        return cls(token.reshape(-1), place, chunk > first[owner], positions, after - 1, owner)
+        return cls(token.reshape(-1), place, chunk > first[owner], positions, after - 1, owner, cu_seqlens.long())
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, ...] -> [chunks, heads, CHUNK, ...]; zeros in places without a token."""

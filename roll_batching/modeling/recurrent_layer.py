@@ -24,11 +24,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.decode import DecodeParams
+from roll_batching.modeling.delta_kernels import rule_of
 from roll_batching.modeling.recurrences import (
     Chunks,
     causal_convolution,
     delta_step,
-    gated_delta_rule,
     inputs_before,
     unit_length,
 )
@@ -279,7 +279,7 @@ class PackedDeltaNet(RecurrentLayer):
         inputs = self._rule_inputs(mixed, rate, decay, weights)
         if real is not None:
             inputs = inputs._replace(decay=inputs.decay * real, rate=inputs.rate * real)
-        out, state = gated_delta_rule(*inputs, chunks=chunks)
+        out, state = rule_of(mixed, chunks)(*inputs, chunks=chunks)
         return self._gated_norm(out.to(gates.dtype), gates).flatten(1), state
 
     def step(

@@ -8,7 +8,7 @@ What ranks send for heads grows with the tokens, and for states with the runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,7 +131,22 @@ def whole_pack(layout: PackLayout, reach: int, device: torch.device) -> Chunks:
     parents[first] = np.where(runs.parents < 0, -1, last[runs.parents])
     every = np.arange(len(runs.lengths))
     before = _tokens_before(runs, every, reach, lambda run, back: starts[run + 1] - 1 - back, layout.tokens)
-    return dataclasses.replace(chunks, parents=tuple(parents.tolist()), borders=_borders(starts, before, device))
+    levels = tuple((_to(device, tokens), _to(device, begins), _to(device, of)) for tokens, begins, of in _levels(runs))
+    borders = _borders(starts, before, device)
+    return dataclasses.replace(chunks, parents=tuple(parents.tolist()), borders=borders, levels=levels)
+
+
+def _levels(runs: Runs) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
+    """`Chunks.levels` of a tree."""
+    depth, place = np.zeros(len(runs.lengths), np.int64), np.zeros(len(runs.lengths), np.int64)
+    for run in np.flatnonzero(runs.parents >= 0).tolist():
+        depth[run] = depth[runs.parents[run]] + 1
+    run_of_token = np.repeat(np.arange(len(runs.lengths)), runs.lengths)
+    for level in range(int(depth.max()) + 1):
+        members = np.flatnonzero(depth == level)
+        place[members] = np.arange(len(members))
+        starts = np.concatenate([[0], np.cumsum(runs.lengths[members])])
+        yield np.flatnonzero(depth[run_of_token] == level), starts, place[runs.parents[members]]
 
 
 def _chunks_of(starts: IntArray, device: torch.device) -> tuple[Chunks, IntArray]:

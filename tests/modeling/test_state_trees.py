@@ -71,20 +71,20 @@ def along_samples(
 
 def largest_gap(found: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> float:
     """Of the outputs, and of the gradients of their weighted sum, whose weights differ from token to token."""
-    weights = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(4))
+    weights = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(4)).to(found.device)
     gradients = (torch.autograd.grad((values * weights).sum(), inputs) for values in (found, expected))
     pairs = [(found, expected), *zip(*gradients, strict=True)]
     return max(float((one - other).detach().abs().max()) for one, other in pairs)
 
 
-def random_inputs(tokens: int, kind: str) -> list[torch.Tensor]:
+def random_inputs(tokens: int, kind: str, channels: int = 8) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(tokens, *shape, dtype=torch.float64, generator=draw)
 
     if kind == "delta rule":
-        values = [unit_length(normal(3, 8)), unit_length(normal(3, 8)), normal(3, 6)]
+        values = [unit_length(normal(3, channels)), unit_length(normal(3, channels)), normal(3, channels - 2)]
         values += [-normal(3).abs() * 0.03, normal(3).sigmoid()]
     else:
         values = [normal(2, 3, 5), -normal(2, 3).abs() * 0.03, normal(2, 4), normal(2, 4)]
