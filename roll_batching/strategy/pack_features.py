@@ -18,7 +18,6 @@ from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.planner import SMALLEST_SAVING
 from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
 from roll_batching.settings.batching import CP_SIZE_OBSTACLES, PREFIX_OBSTACLES, SLICE_OBSTACLES
-from roll_batching.settings.contradictions import recurrent_misfit
 from roll_batching.strategy.compatibility import random_settings
 from roll_batching.strategy.model_state import ModelState
 
@@ -211,6 +210,8 @@ def context_size_obstacle(state: ModelState) -> str | None:
     if recurrent_layers(gpt_of(state.chunks[0]).config) is not None:
         if state.architecture is None:
             return OWN_RECURRENT_LAYERS
+        from roll_batching.settings.contradictions import recurrent_misfit  # few models need it
+
         divide, sizes = state.settings.recurrent_context_parallel, (state.layout.tp_size, state.settings.max_cp_size)
         misfit = recurrent_misfit(state.architecture, tp_size=sizes[0], cp_size=sizes[1], divide=divide)
         if misfit is not None:
