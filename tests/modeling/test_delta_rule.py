@@ -47,7 +47,7 @@ def test_the_convolution_stays_inside_sequences() -> None:
     x, weight = torch.randn(sum(LENGTHS), 5, generator=draw), torch.randn(5, 1, 4, generator=draw)
     chunks = Chunks.of(torch.tensor(bounds()), sum(LENGTHS))
     rows = [F.silu(F.conv1d(F.pad(row.t()[None], (3, 0)), weight, groups=5)[0].t()) for row in x.split(list(LENGTHS))]
-    torch.testing.assert_close(causal_convolution(x, weight, chunks.positions), torch.cat(rows))
+    torch.testing.assert_close(causal_convolution(x, weight, chunks), torch.cat(rows))
 
 
 def test_inputs_before_are_zero_where_a_row_is_shorter() -> None:

@@ -49,4 +49,4 @@ def test_the_convolution_has_a_bias() -> None:
     draw = torch.Generator().manual_seed(5)
     x, weight, bias = (torch.randn(*shape, generator=draw) for shape in ((9, 5), (5, 1, 4), (5,)))
     expected = F.silu(F.conv1d(F.pad(x.t()[None], (3, 0)), weight, bias, groups=5)[0].t())
-    torch.testing.assert_close(causal_convolution(x, weight, torch.arange(9), bias), expected)
+    torch.testing.assert_close(causal_convolution(x, weight, Chunks.of(torch.tensor([0, 9]), 9), bias), expected)
