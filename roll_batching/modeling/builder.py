@@ -17,7 +17,7 @@ from roll_batching.modeling.experts import draw_experts, freeze_routers, keep_ex
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels
 from roll_batching.modeling.layers import layers_of_chunk, mark_shards
-from roll_batching.modeling.requirements import adam_problems
+from roll_batching.modeling.requirements import is_muon_of_0_16, optimizer_problems
 from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.modeling.transformer_config import transformer_config
@@ -202,7 +202,7 @@ def _seeded(seed: int, groups: Any, *, restore: bool) -> Iterator[None]:
                 get_cuda_rng_tracker().set_states(before)
 
 
-def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
+def wrap_ddp(chunks: list[Any], strategy: MegatronConfig, training: TrainingArgs) -> list[Any]:
     """Wraps chunks in Megatron's DistributedDataParallel, broadcasts parameters, sets gradient finalisation."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
@@ -215,7 +215,7 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
         in_fp32 = strategy.main_grads_dtype == "fp32"
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16 and in_fp32,
-        use_distributed_optimizer=strategy.use_distributed_optimizer,
+        use_distributed_optimizer=_has_gradient_shards(training, strategy),
         overlap_grad_reduce=strategy.overlap_grad_reduce,
         overlap_param_gather=strategy.overlap_param_gather,
     )
@@ -241,14 +241,15 @@ _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """Megatron's OptimizerConfig for parameters of `dtype`.
 
-    Raises `LayoutError` if `use_precision_aware_optimizer` is set and TransformerEngine's Adam is not available.
+    Raises `LayoutError` if the optimizer is not available: TransformerEngine's Adam (`use_precision_aware_optimizer`)
+    or Muon.
     """
     from megatron.core.optimizer import OptimizerConfig
 
-    if problems := adam_problems(strategy, device):
+    if problems := optimizer_problems(training, strategy, device, dtype):
         raise LayoutError("; ".join(problems))
     return OptimizerConfig(
-        optimizer="adam",
+        **(_muon_options(training, strategy) if training.uses_muon else {"optimizer": "adam"}),
         lr=training.learning_rate,
         min_lr=training.min_lr,
         weight_decay=training.weight_decay,
@@ -258,7 +259,7 @@ def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: to
         clip_grad=training.max_grad_norm,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=strategy.use_distributed_optimizer,
+        use_distributed_optimizer=_has_gradient_shards(training, strategy),
         overlap_param_gather=strategy.overlap_param_gather,
         use_precision_aware_optimizer=strategy.use_precision_aware_optimizer,
         main_grads_dtype=_STATE_DTYPES[strategy.main_grads_dtype],
@@ -268,12 +269,43 @@ def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: to
     )
 
 
+def _has_gradient_shards(training: TrainingArgs, strategy: MegatronConfig) -> bool:
+    """Whether ranks hold shards of gradients, as Adam's distributed optimizer needs; Muon needs whole matrices."""
+    return strategy.use_distributed_optimizer and not training.uses_muon
+
+
+def _muon_options(training: TrainingArgs, strategy: MegatronConfig) -> dict[str, Any]:
+    """Keywords of OptimizerConfig for Muon, by the names of the installed Megatron-Core."""
+    names = {name: name for name in TrainingArgs.model_fields if name.startswith("muon_")}
+    switches: dict[str, Any] = {}
+    if is_muon_of_0_16():
+        names["muon_nesterov"] = "muon_use_nesterov"
+        del names["muon_coefficient_type"]  # always quintic
+    else:
+        switches["use_layer_wise_distributed_optimizer"] = strategy.use_distributed_optimizer
+    return {"optimizer": "muon", **switches, **{theirs: getattr(training, ours) for ours, theirs in names.items()}}
+
+
 def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype) -> Any:
-    """Megatron's Adam for the wrapped chunks, with gradient clipping, sharded over DP ranks if configured."""
+    """Megatron's optimizer for the wrapped chunks, with gradient clipping, sharded over DP ranks if configured.
+
+    Raises `LayoutError` if the chunks are wrapped for another optimizer.
+    """
     from megatron.core.optimizer import get_megatron_optimizer
 
+    if chunks[0].ddp_config.use_distributed_optimizer != _has_gradient_shards(training, strategy):
+        raise LayoutError(
+            f"training_args.optimizer is {training.optimizer}, and the model was wrapped for the distributed optimizer "
+            "of another one: give all phases the same optimizer, or leave use_distributed_optimizer out"
+        )
     device = next(chunks[0].parameters()).device
-    return get_megatron_optimizer(optimizer_config(training, strategy, dtype, device), chunks)
+    config = optimizer_config(training, strategy, dtype, device)
+    if training.uses_muon and is_muon_of_0_16():
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+        shards = strategy.use_distributed_optimizer
+        return get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=shards)
+    return get_megatron_optimizer(config, chunks)
 
 
 _DECAY_STYLES = {

@@ -198,3 +198,4 @@ def set_value_head(gpt: Any, std: float, seed: int) -> None:
     """Replaces the output layer of `gpt`, if this stage has it, by a value head."""
     if gpt.post_process:
         gpt.output_layer = ValueHead(gpt.config, gpt.pg_collection.tp, std, seed)
+        gpt.output_layer.weight.is_embedding_or_output_parameter = True  # as Megatron marks the head that it replaces

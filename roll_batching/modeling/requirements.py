@@ -176,6 +176,58 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def optimizer_problems(training: Any, strategy: Any, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Reasons why the optimizer of these `TrainingArgs` cannot train weights of `dtype` here; empty if it can."""
+    return [*adam_problems(strategy, device), *(_muon_problems(training, strategy, dtype) if training.uses_muon else ())]
+
+
+def is_muon_of_0_16() -> bool:
+    """Whether the installed Megatron-Core's Muon is that of 0.16, which needs Emerging-Optimizers 0.1."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    return hasattr(OptimizerConfig, "muon_use_nesterov")
+
+
+def _muon_problems(training: Any, strategy: Any, dtype: torch.dtype) -> list[str]:
+    is_old = is_muon_of_0_16()
+    problems = [] if (problem := _package_problem(is_old)) is None else [problem]
+    steps = training.muon_num_ns_steps
+    if is_old and training.muon_coefficient_type != "quintic":
+        name = training.muon_coefficient_type
+        problems.append(f"muon_coefficient_type {name} needs Megatron-Core 0.19: install that, or leave it out")
+    if is_old and steps % 5:
+        text = "Emerging-Optimizers 0.1 takes multiples of 5, the length of its series of coefficients"
+        problems.append(f"muon_num_ns_steps is {steps}, and {text}: set 5 or 10, or install Megatron-Core 0.19")
+    if not is_old and strategy.use_distributed_optimizer and dtype is torch.float32:
+        problems.append(
+            "use_distributed_optimizer with optimizer: muon needs weights in bf16 with this version of Megatron-Core, "
+            "whose layer-wise optimizer fails in fp32: set model_args.dtype: bf16, or leave it out"
+        )
+    return problems
+
+
+def _package_problem(is_old: bool) -> str | None:
+    """Why the package emerging_optimizers does not serve this Megatron-Core, with the cure; None if it does.
+
+    PyPI's distribution of that name (999.9.9) is a placeholder, so only the content counts.
+    """
+    tag, fits = ("v0.1.0", "0.1") if is_old else ("v0.3.1", "0.2 or later")
+    try:
+        from emerging_optimizers import orthogonalized_optimizers, package_info  # noqa: F401
+    except ImportError as error:
+        fault = f"which cannot be imported ({error})"
+    else:
+        version = str(package_info.__version__)
+        if (version.startswith("0.1.")) is is_old:
+            return None
+        fault = f"and {version} is installed"
+    return (
+        f"optimizer: muon needs NVIDIA's package Emerging-Optimizers {fits} for this Megatron-Core, {fault}. It is not on "
+        "PyPI, where the name holds a placeholder: pip install "
+        f"'emerging_optimizers @ git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@{tag}', or set optimizer: adam"
+    )
+
+
 def adam_problems(strategy: Any, device: torch.device) -> list[str]:
     """Reasons why TransformerEngine's Adam (`use_precision_aware_optimizer`) cannot run here; empty without it."""
     if not strategy.use_precision_aware_optimizer:

@@ -99,12 +99,20 @@ class RoleSettings(RoleBatching, read_if={"logprob_plan": OLD_LOG_PROBS}):
         return self.model_copy(update={"training_args": TrainingArgs.model_validate(values)})
 
     def require_fit(self, architecture: ArchitectureConfig, layers: str, *, trains: bool) -> None:
-        """Raises `LayoutError` for adapters that do not fit, and for options of a role that trains without effect."""
-        self.model_args.require_adapters_fit(architecture, layers, self.strategy_args.strategy_config)
+        """Raises `LayoutError` for adapters that do not fit, and for options of a role that trains without effect.
+
+        Likewise for Muon with parts, precision or layout that it does not go with.
+        """
+        layout = self.strategy_args.strategy_config
+        self.model_args.require_adapters_fit(architecture, layers, layout)
         if trains:
+            from roll_batching.settings import support
             from roll_batching.settings.idle_options import idle_options_of_role
 
-            if problems := idle_options_of_role(self):
+            parts = support.Parts(self.model_args, architecture, layout, layers, training=self.training_args)
+            rows = (row for row in support.ROLE_REFUSALS if row.feature in (support.MUON, support.MUON_OF_HEADS))
+            refused = [row.error(parts) for row in support.refused_pairs(rows, parts)]
+            if problems := [*idle_options_of_role(self), *refused]:
                 raise LayoutError("; ".join(problems))
 
     def batching(self) -> BatchingConfig:

@@ -81,6 +81,8 @@ class Parts(NamedTuple):
     """Megatron's layers: local or transformer_engine."""
     rotates: bool = True
     """Whether the attention backend rotates queries and keys."""
+    training: Any = None
+    """The `TrainingArgs` of a role that trains."""
 
     @property
     def bias_rate(self) -> float:
@@ -117,6 +119,14 @@ def _with_architecture(is_on: Callable[[Parts], object]) -> Callable[[Parts], ob
 
 
 ADAPTERS = Feature("adapters (lora_target)", "model_args.lora_target", lambda parts: parts.model.lora_target)
+MUON = Feature(
+    "Muon (optimizer: muon)", "training_args.optimizer", lambda parts: parts.training and parts.training.uses_muon
+)
+MUON_OF_HEADS = Feature(
+    "Muon for queries, keys and values apart (muon_split_qkv)",
+    "training_args.muon_split_qkv",
+    lambda parts: MUON.is_on(parts) and parts.training.muon_split_qkv,
+)
 FIRST_ADAPTERS = Feature(
     "adapters from a directory", "model_args.adapter_name_or_path", lambda parts: parts.model.adapter_name_or_path
 )
@@ -127,6 +137,11 @@ NO_DIRECTORY = Feature(
 )
 OTHER_DTYPE = Feature(
     "weights in fp32 or fp64", "model_args.dtype", lambda parts: parts.model.dtype not in ("auto", "bf16")
+)
+NOT_FP32_OR_BF16 = Feature(
+    "weights in another precision than fp32 or bf16",
+    "model_args.dtype",
+    lambda parts: parts.model.dtype not in ("auto", "fp32", "bf16"),
 )
 VALUE_HEAD = Feature("the value head of a critic", "model_args.value_head", lambda parts: parts.model.value_head)
 FP8 = _layout("FP8", "fp8", lambda parts: parts.layout.fp8)
@@ -152,6 +167,11 @@ PRECISION_AWARE = _layout(
     "the precision-aware optimizer",
     "use_precision_aware_optimizer",
     lambda parts: parts.layout.use_precision_aware_optimizer,
+)
+OVERLAPPED_GATHER = _layout(
+    "parameters gathered while the forward runs (overlap_param_gather)",
+    "overlap_param_gather",
+    lambda parts: parts.layout.overlap_param_gather,
 )
 LATENT = _part("multi-latent attention", "multi_latent_attention")
 HYBRID = _part("layers of one part each (hybrid)", "hybrid")
@@ -292,6 +312,26 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
         ),
         (PRECISION_AWARE, FP8): (
             "fp8 is not supported with use_precision_aware_optimizer for now; set one of them only"
+        ),
+        (MUON, ADAPTERS): (
+            "is muon, whose update orthogonalises whole weight matrices, and lora_target trains low-rank factors of "
+            "them; set adam, or leave lora_target out"
+        ),
+        (MUON, FROZEN): "is muon, which is not supported with freeze_module_prefix for now; set adam, or leave that out",
+        (MUON, NOT_FP32_OR_BF16): (
+            "is muon, which Megatron trains with weights in fp32 or bf16, and model_args.dtype is {0.model.dtype}; set "
+            "adam or another dtype"
+        ),
+        **{
+            (MUON, other): f"is muon, which Megatron does not train with {other.path[-1]}; set adam, or leave that out"
+            for other in (PRECISION_AWARE, OVERLAPPED_GATHER)
+        },
+        (MUON_OF_HEADS, MORE_RANKS_THAN_HEADS): (
+            "is true, and TP = {0.layout.tensor_model_parallel_size} is above the {0.architecture.kv_heads} key-value "
+            "heads (num_query_groups), whose ranks hold parts of a head; set it to false, or lower TP"
+        ),
+        (MUON_OF_HEADS, OUTPUT_GATES): (
+            "is true, and Megatron-Core 0.16 takes the gates of attention_output_gate for heads; set it to false"
         ),
         (HEADS, VISION, HYBRID, SANDWICH_NORMS, ENGINE_LAYERS): (
             "is tested beside Megatron's local layers only; set transformer_impl: local"

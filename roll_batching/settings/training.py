@@ -12,18 +12,51 @@ _READ_IF = {
     "min_lr": Switch(lambda args: not args.is_constant, "lr_scheduler_type is {0.lr_scheduler_type}"),
     "lr_warmup_init": Switch(lambda args: args.warms_up, "there is no warm-up: warmup_steps is 0"),
     "warmup_ratio": Switch(lambda args: not args.warmup_steps, "warmup_steps is {0.warmup_steps}"),
+    "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_coefficient_type "
+    "muon_num_ns_steps muon_tp_mode muon_fp32_matmul_prec": Switch(
+        lambda args: args.uses_muon, "optimizer is {0.optimizer}"
+    ),
 }
 
 
 class TrainingArgs(Settings, read_if=_READ_IF):
     """`training_args`: optimizer, schedule and mini-batch."""
 
-    learning_rate: float = setting(1e-6, help="Peak learning rate of AdamW.", gt=0, le=1e37)
+    optimizer: Literal["adam", "muon"] = setting(
+        "adam",
+        help="adam: AdamW. muon: Megatron's Muon for matrices and AdamW for embeddings, output layer, norms and biases "
+        "(docs/fine-tuning.md); needs NVIDIA's package Emerging-Optimizers.",
+    )
+    learning_rate: float = setting(1e-6, help="Peak learning rate.", gt=0, le=1e37)
     min_lr: float = setting(0.0, help="Learning rate at the end of the schedule.", ge=0)
     weight_decay: float = setting(0.0, help="Decoupled weight decay; biases and norms are exempt.", ge=0)
     adam_beta1: float = setting(0.9, help="Decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = setting(0.999, help="Decay of the second moment.", ge=0, lt=1)
     adam_epsilon: float = setting(1e-8, help="Epsilon of AdamW.", gt=0)
+    muon_momentum: float = setting(0.95, help="Decay of Muon's momentum.", ge=0, lt=1)
+    muon_nesterov: bool = setting(False, help="Nesterov momentum in Muon.")
+    muon_split_qkv: bool = setting(
+        True, help="Orthogonalise queries, keys and values of an attention layer as three matrices."
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
+        "spectral",
+        help="Scale of the update of an m x n matrix: sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n)).",
+    )
+    muon_extra_scale_factor: float = setting(
+        1.0, help="Factor of Muon's update. About 0.2 with spectral gives it the size of AdamW's.", gt=0
+    )
+    muon_coefficient_type: Literal["quintic", "simple", "polar_express", "aol"] = setting(
+        "quintic", help="Coefficients of the Newton-Schulz iteration, by the names of Emerging-Optimizers."
+    )
+    muon_num_ns_steps: int = setting(5, help="Newton-Schulz iterations per update.", ge=1)
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = setting(
+        "blockwise",
+        help="What is orthogonalised under TP: each rank's shard (blockwise), or the whole matrix, on every rank "
+        "(duplicated) or by all ranks together (distributed).",
+    )
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting(
+        "medium", help="Precision of the iteration's products, as torch names it: medium is bf16, highest fp32."
+    )
     max_grad_norm: float = setting(1.0, help="Gradients are clipped to this global norm; 0: no clipping.", ge=0)
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = setting(
         "constant",
@@ -47,6 +80,11 @@ class TrainingArgs(Settings, read_if=_READ_IF):
     max_steps: int = setting(
         -1, help="Optimizer steps that the schedule spans; -1: as many as the job will make.", ge=-1
     )
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether Muon trains the matrices."""
+        return self.optimizer == "muon"
 
     @property
     def is_constant(self) -> bool:

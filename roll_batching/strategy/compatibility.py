@@ -28,7 +28,7 @@ from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning.arrays import kind_of
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy.model_state import ModelState, StepSettings
-from roll_batching.strategy.optimizer_step import has_loss_scale, optimizer_parts
+from roll_batching.strategy.optimizer_step import has_loss_scale, layer_wise_parameters, optimizer_parts
 
 
 def check_compatibility(state: ModelState, *, defer_head: bool = False, problems: Sequence[str] = ()) -> None:
@@ -347,16 +347,15 @@ def _ownership_problems(chunks: Sequence[Any], optimizer: Any) -> list[str]:
         return []  # Megatron FSDP's optimizer steps its own shards, not the model's parameters
     names = {parameter: name for chunk in chunks for name, parameter in gpt_of(chunk).named_parameters()}
     stepped = {parameter for part in optimizer_parts(optimizer) for parameter in _model_parameters(part)}
+    stepped.update(layer_wise_parameters(optimizer))  # those of all ranks
     problems = []
     if foreign := len(stepped - names.keys()):
         problems.append(
             f"the optimizer holds {foreign} parameters of another model, which no gradient would reach: make it from "
             "these model_chunks, after they are wrapped"
         )
-    # Megatron's layer-wise optimizer distributes whole parameters over ranks: each rank's holds some of them.
-    is_layer_wise = type(optimizer).__module__.endswith("layer_wise_optimizer")
     missing = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in stepped]
-    if missing and not foreign and not is_layer_wise:
+    if missing and not foreign:
         problems.append(
             f"the model has {len(missing)} trainable parameters that the optimizer does not hold, such as "
             f"{missing[0]}: make it from all model_chunks, or freeze what it leaves out (requires_grad=False)"

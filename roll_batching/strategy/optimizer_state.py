@@ -1,10 +1,10 @@
 """Optimizer state in checkpoints: shards of global tensors, with the same names in all layouts and optimizers.
 
 The distributed optimizer lays the parameters of a bucket end to end, pads them, and gives each data-parallel rank an
-equal share of that, so that a share begins and ends anywhere inside a parameter. A checkpoint has the state of whole
-parameters instead: every layout can load it, and so can an optimizer that is not distributed. The first rank with a
-part of a parameter assembles it: all ranks write at once, and none holds more than its share and the parameters at its
-edges. On loading, every rank reads the parameters that its share touches.
+equal share of that, so that a share begins and ends anywhere inside a parameter. The layer-wise one (Muon) gives each
+rank whole parameters. A checkpoint has the state of whole parameters: every layout can load it, and so can an optimizer
+that is not distributed. The first rank with a part of a parameter assembles it: all ranks write at once, and none holds
+more than its share and the parameters at its edges. On loading, every rank reads the parameters that its share touches.
 
 Megatron's own `fully_reshardable` (core/optimizer/distrib_optimizer.py, 0.16.1 and 0.19.2) gathers everything on one
 rank, reads a padded bucket at the wrong offset, and cannot load the state of torch's Adam, which has a step counter per
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from roll_batching.distributed import exchange
 from roll_batching.distributed.groups import group_device
 from roll_batching.errors import CheckpointError
-from roll_batching.strategy.optimizer_step import optimizer_parts
+from roll_batching.strategy.optimizer_step import layer_wise_chains, layer_wise_parameters, optimizer_parts
 
 _PREFIX = "optimizer.state"
 _MAIN = "fp32_param"
@@ -80,6 +80,7 @@ def partial_stacks(optimizer: Any, model_state: dict[str, Any], group: Any, what
 
     def local_keys() -> tuple[set[str], set[str]]:
         trained = {id(parameter) for _, part in _numbered_parts(optimizer) for parameter in _trained_by(part)}
+        trained |= {id(parameter) for parameter in layer_wise_parameters(optimizer)}
         shards = _shards_by_parameter(model_state)
         keys = {True: set[str](), False: set[str]()}
         for parameter_id, shard in shards.items():
@@ -101,10 +102,11 @@ def sharded_optimizer(
     ranks step different parameters (a pipeline stage may have no experts), and Megatron merges everything that is not a
     shard with the state of rank 0.
     """
+    layer_wise = {id(part) for chain in layer_wise_chains(optimizer) for part in chain.chained_optimizers}
     shards = {
         number: _distributed_state(part, model_state, stacks, loading=loading)
         if _is_distributed(part)
-        else _replicated_state(part, model_state, stacks)
+        else _whole_state(part, model_state, stacks, on_one_rank=id(part) in layer_wise)
         for number, part in _numbered_parts(optimizer)
     }
     shards = {number: state for number, state in shards.items() if state}  # Megatron warns of empty ones
@@ -118,7 +120,7 @@ def restore_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> Non
     """
     shards = loaded.get("parameters", {})
     for number, part in _numbered_parts(optimizer):
-        (_load_distributed if _is_distributed(part) else _load_replicated)(part, shards.get(number, {}))
+        (_load_distributed if _is_distributed(part) else _load_whole)(part, shards.get(number, {}))
         for state in part.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].fill_(float(steps))
@@ -148,7 +150,7 @@ def _trained_by(part: Any) -> Iterator[torch.nn.Parameter]:
     if _is_distributed(part):
         yield from (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
     else:
-        yield from (parameter for parameter, _ in _replicated_parameters(part))
+        yield from (parameter for parameter, _ in _whole_parameters(part))
 
 
 def _has_step_per_parameter(part: Any) -> bool:
@@ -338,27 +340,31 @@ def _replica_id(part: Any, partitioned: _PartitionedParameter, shard: Any) -> tu
 # ---- other optimizers
 
 
-def _replicated_state(part: Any, model_state: dict[str, Any], stacks: frozenset[str]) -> dict[int, dict[str, Any]]:
-    """State shards by number of the parameter. They are the optimizer's own tensors, also when loading."""
+def _whole_state(
+    part: Any, model_state: dict[str, Any], stacks: frozenset[str], *, on_one_rank: bool
+) -> dict[int, dict[str, Any]]:
+    """State shards by number of the parameter. They are the optimizer's own tensors, also when loading.
+
+    `on_one_rank`: a single data-parallel rank has this state (layer-wise optimizers), and so writes it.
+    """
     parameter_shards = _shards_by_parameter(model_state)
     state: dict[int, dict[str, Any]] = {}
-    for index, (parameter, tensors) in enumerate(_replicated_parameters(part)):
+    for index, (parameter, tensors) in enumerate(_whole_parameters(part)):
         shard = parameter_shards[id(parameter)]
-        state[index] = {
-            name: _state_shard(shard, name, values, shard.replica_id, stacks) for name, values in tensors.items()
-        }
+        replica_id = (*shard.replica_id[:2], 0) if on_one_rank else shard.replica_id
+        state[index] = {name: _state_shard(shard, name, values, replica_id, stacks) for name, values in tensors.items()}
     return state
 
 
 @torch.no_grad()
-def _load_replicated(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
+def _load_whole(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
     """Copies loaded state, in case Megatron did not read it into the optimizer's own tensors."""
-    for index, (_, tensors) in enumerate(_replicated_parameters(part)):
+    for index, (_, tensors) in enumerate(_whole_parameters(part)):
         for name, values in tensors.items():
             values.copy_(loaded[index][name])
 
 
-def _replicated_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+def _whole_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
     """The model parameters that an optimizer steps, each with its state by Megatron's names."""
     stepped = [p for group in part.optimizer.param_groups for p in group["params"]]
     model_parameters = {id(p): p for p in stepped}

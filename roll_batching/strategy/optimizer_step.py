@@ -32,6 +32,9 @@ from roll_batching.strategy.step_clock import Phase
 _MAX_GRAD_SQUARE = torch.finfo(torch.float32).max / 2
 """Megatron adds the squares in fp32: below this its norm is finite in any order of summation."""
 
+_LAYER_WISE_LISTS = ("dp_cp_params_list", "expt_dp_params_list")
+"""Attributes of a layer-wise optimizer: parameters by the rank of the group that steps them; None: one rank."""
+
 
 def grad_square_sum(chunks: Sequence[Any]) -> torch.Tensor:
     """The sum of squares of the gradients of `chunks`: fp64 scalar on their device, without a host read.
@@ -69,8 +72,23 @@ def step_optimizer(optimizer: Any, chunks: Sequence[Any], grad_square: float) ->
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """The members of a ChainedOptimizer (dense and expert parameters, say), or the optimizer itself."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    """The members of a ChainedOptimizer (dense and expert parameters, say) and of chains in it, or the optimizer."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [part for link in optimizer.chained_optimizers for part in optimizer_parts(link)]
+
+
+def layer_wise_chains(optimizer: Any) -> list[Any]:
+    """Megatron's layer-wise distributed optimizers in `optimizer`: each DP rank steps some of their parameters."""
+    if any(kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).__mro__):
+        return [optimizer]
+    return [chain for link in getattr(optimizer, "chained_optimizers", ()) for chain in layer_wise_chains(link)]
+
+
+def layer_wise_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+    """Parameters of the layer-wise optimizers that any DP rank steps; empty where one rank steps them all."""
+    lists = [getattr(c, name) or () for c in layer_wise_chains(optimizer) for name in _LAYER_WISE_LISTS]
+    return [parameter for of_ranks in lists for of_rank in of_ranks for parameter in of_rank]
 
 
 def has_loss_scale(optimizer: Any) -> bool:

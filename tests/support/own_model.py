@@ -75,6 +75,7 @@ def build(
     frozen: bool = False,
     trained: str = "",
     learned_positions: int | None = None,
+    vocab_size: int = ARCHITECTURE["vocab_size"],  # type: ignore[assignment]
     positions: str = "rope",
     model_options: dict[str, Any] | None = None,
     settings_after: dict[str, Any] | None = None,
@@ -166,7 +167,7 @@ def build(
         model: Any = GPTModel(
             config,
             TransformerBlockSubmodules([layer] * (layers // pp // vpp), layer_norm=norm),
-            vocab_size=a["vocab_size"] + a["vocab_size"] % config.tensor_model_parallel_size,
+            vocab_size=vocab_size + vocab_size % config.tensor_model_parallel_size,
             max_sequence_length=learned_positions or 512,
             position_embedding_type="learned_absolute" if learned_positions else positions,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -176,7 +177,7 @@ def build(
             vp_stage=vp_stage,
             **(model_options or {}),
         )
-        fill([model], a["vocab_size"], mpu.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size)
+        fill([model], vocab_size, mpu.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size)
         if config.fp16:
             model = Float16Module(config, model)
         for name, parameter in model.named_parameters():

@@ -20,7 +20,7 @@ from roll_batching.jobs.config.layout_rules import (
 )
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.fields import Settings
+from roll_batching.settings.fields import TRAINED, Settings
 from roll_batching.settings.fp8 import fp8_problems
 from roll_batching.settings.idle_options import idle_options_of_model
 from roll_batching.settings.model import ArchitectureConfig, describe_model
@@ -38,17 +38,19 @@ def part_problems(job: JobKeys) -> Iterator[Problem]:
 
     Problems of keys that a role inherits from actor_train are reported for actor_train only.
     """
-    of_policy = set(_pairs_of_role(job.actor_train))
+    of_policy = set(_pairs_of_role("actor_train", job.actor_train))
     for name, role in job.roles.items():
         if role.strategy_args.runs_on_megatron and (name != "actor_infer" or builds_sampling_model(job)):
-            for path, text in _pairs_of_role(role):
+            for path, text in _pairs_of_role(name, role):
                 if name == "actor_train" or (path, text) not in of_policy:
                     yield Problem((name, *path), text)
 
 
-def _pairs_of_role(role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _pairs_of_role(name: str, role: WorkerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields the path within the role and the text of each problem."""
     parts = parts_of(role)
+    if name in TRAINED.names:
+        parts = parts._replace(training=role.training_args)
     for row in refused_pairs(ROLE_REFUSALS, parts):
         layout_sets_heads = row.feature is HEADS and parts.layout.mtp_num_layers is not None
         yield _HEADS if layout_sets_heads else row.path, row.message(parts)

@@ -42,25 +42,27 @@ def _problems(role: WorkerConfig, device: torch.device) -> list[str]:
     """Why the model of `role` cannot be built and trained on `device`."""
     megatron = role.strategy_args.strategy_config
     fields = MegatronConfig.model_fields
-    if device.type == "cpu" and all(getattr(megatron, key) == fields[key].default for key in _KERNEL_KEYS):
+    is_plain = all(getattr(megatron, key) == fields[key].default for key in _KERNEL_KEYS)
+    if device.type == "cpu" and is_plain and not role.training_args.uses_muon:
         return []
     from roll_batching.modeling.build_problems import build_problems
     from roll_batching.modeling.builder import resolve_dtype
     from roll_batching.modeling.kernels import choose_kernels
-    from roll_batching.modeling.requirements import adam_problems
+    from roll_batching.modeling.requirements import optimizer_problems
 
     architecture = role.model_args.architecture_to_build(megatron.mtp_num_layers)
+    dtype = resolve_dtype(role.model_args.dtype, device)
     problems = build_problems(
         architecture,
         megatron,
         choose_kernels(megatron, architecture, device),
         device=device,
-        dtype=resolve_dtype(role.model_args.dtype, device),
+        dtype=dtype,
         tp_size=megatron.tensor_model_parallel_size,
         cp_size=megatron.cp_size,
         value_head=role.model_args.value_head,
     )
-    return [*problems, *adam_problems(megatron, device)]
+    return [*problems, *optimizer_problems(role.training_args, megatron, device, dtype)]
 
 
 def _saving_problems(job: JobConfig) -> Iterator[str]:
