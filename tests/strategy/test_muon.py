@@ -120,10 +120,18 @@ def _megatrons_optimizer(chunks: list[Any], config: Any, *, bf16: bool = False, 
     return get_megatron_muon_optimizer(settings, chunks, layer_wise_distributed_optimizer=shards)
 
 
+def _schedule(optimizer: Any) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer, 0.0, 1e-2, 0.0, 0, 10, "constant", start_wd=0.1, end_wd=0.1, wd_incr_steps=0,
+        wd_incr_style="constant",
+    )  # fmt: skip
+
+
 def _megatrons_loop(sizes: dict[str, Any], config: Any) -> tuple[list[Any], list[float]]:
     """(Chunks after three steps of Megatron's own loop, gradient norms): plain Megatron code, two rows at a time."""
     from megatron.core import parallel_state as mpu
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tests.support.own_model import build
@@ -136,10 +144,7 @@ def _megatrons_loop(sizes: dict[str, Any], config: Any) -> tuple[list[Any], list
         }  # fmt: skip
     chunks, _ = build("rows", vocab_size=62, **options)
     optimizer = _megatrons_optimizer(chunks, config)
-    scheduler = OptimizerParamScheduler(
-        optimizer, 0.0, 1e-2, 0.0, 0, 10, "constant", start_wd=0.1, end_wd=0.1, wd_incr_steps=0,
-        wd_incr_style="constant",
-    )  # fmt: skip
+    scheduler = _schedule(optimizer)
     cp, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     order = torch.arange(16).chunk(2 * cp)
     mine = torch.cat([order[cp_rank], order[2 * cp - 1 - cp_rank]]) if cp > 1 else torch.arange(16)
@@ -242,7 +247,10 @@ def layer_wise(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": type(ours.optimizer).__name__, "norms": norms, "states": mine}
     theirs, _ = _train(config, 0)
     optimizer = _megatrons_optimizer(theirs.chunks, config, bf16=True)
-    existing = MegatronTrainStrategy.from_parts(theirs.chunks, optimizer, config.batching(), vocab_size=62)
+    existing = MegatronTrainStrategy.from_parts(
+        theirs.chunks, optimizer, config.batching(), vocab_size=62, scheduler=_schedule(optimizer),
+        scheduler_unit="steps",
+    )  # fmt: skip
 
     def step(number: int) -> float:
         ids = list(range(existing.layout.dp_rank, 8, 2))
