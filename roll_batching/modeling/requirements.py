@@ -178,7 +178,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def optimizer_problems(training: Any, strategy: Any, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Reasons why the optimizer of these `TrainingArgs` cannot train weights of `dtype` here; empty if it can."""
-    return [*adam_problems(strategy, device), *(_muon_problems(training, strategy, dtype) if training.uses_muon else ())]
+    return [
+        *adam_problems(strategy, device),
+        *(_muon_problems(training, strategy, dtype) if training.uses_muon else ()),
+    ]
 
 
 def is_muon_of_0_16() -> bool:
@@ -222,8 +225,8 @@ def _package_problem(is_old: bool) -> str | None:
             return None
         fault = f"and {version} is installed"
     return (
-        f"optimizer: muon needs NVIDIA's package Emerging-Optimizers {fits} for this Megatron-Core, {fault}. It is not on "
-        "PyPI, where the name holds a placeholder: pip install "
+        f"optimizer: muon needs NVIDIA's package Emerging-Optimizers {fits} for this Megatron-Core, {fault}. It is not "
+        "on PyPI, where the name holds a placeholder: pip install "
         f"'emerging_optimizers @ git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@{tag}', or set optimizer: adam"
     )
 

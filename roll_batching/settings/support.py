@@ -317,7 +317,10 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
             "is muon, whose update orthogonalises whole weight matrices, and lora_target trains low-rank factors of "
             "them; set adam, or leave lora_target out"
         ),
-        (MUON, FROZEN): "is muon, which is not supported with freeze_module_prefix for now; set adam, or leave that out",
+        (
+            MUON,
+            FROZEN,
+        ): "is muon, which is not supported with freeze_module_prefix for now; set adam, or leave that out",
         (MUON, NOT_FP32_OR_BF16): (
             "is muon, which Megatron trains with weights in fp32 or bf16, and model_args.dtype is {0.model.dtype}; set "
             "adam or another dtype"

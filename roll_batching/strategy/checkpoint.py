@@ -335,8 +335,8 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
     with consensus(group, LOADING):
         if problems and all(problem.startswith("optimizer.") for problem in problems):
             raise CheckpointError(
-                f"the checkpoint {path} has the optimizer state of other trained parameters: "
-                f"{first_of(problems, _SHOWN)}. Freeze the same ones (freeze_module_prefix), "
+                f"the checkpoint {path} has the state of another optimizer, or of other trained parameters: "
+                f"{first_of(problems, _SHOWN)}. Set training_args.optimizer and freeze_module_prefix as they were, "
                 "or load it with optimizer=False, which starts a fresh optimizer"
             )
         if problems:

@@ -159,7 +159,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         megatron = config.strategy_args.strategy_config
         with consensus(built.layout.host_group, "initialize"):
             optimizer_config(config.training_args, megatron, built.dtype, built.device)
-        state = replace(built, chunks=wrap_ddp(list(built.chunks), megatron, config.training_args), training=TrainingState())
+        state = replace(
+            built, chunks=wrap_ddp(list(built.chunks), megatron, config.training_args), training=TrainingState()
+        )
         check_compatibility(state)
         check_training_args(state, config.training_args)
         gather_parameters(state.chunks)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.layouts import Layout
 from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.strategy.test_muon:"
@@ -282,3 +283,69 @@ def test_the_layer_wise_optimizer_is_megatrons_ours_and_a_callers(tmp_path: Path
     sizes = [of_rank["states"] for of_rank in found]
     matrices, others = 2 * (32 * 64 + 32 * 32 + 32 * 96 + 48 * 32), 2 * 62 * 32 + 5 * 32
     assert sum(sizes) == matrices + 2 * others and max(sizes) < 0.7 * sum(sizes)
+
+
+# ---- checkpoints
+
+
+CHECKPOINTS = "tests.strategy.test_checkpoint:"
+ELSEWHERE: dict[str, Layout] = {
+    "one rank": Layout(),
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(dp=2),
+}
+
+
+def _case(path: Path, layout: Layout, **training: Any) -> dict[str, Any]:
+    muon = {"optimizer": "muon", "muon_tp_mode": "duplicated", **training}
+    return {"path": str(path / "state"), "dtype": "bf16", "layout": layout.megatron(), "training": muon}
+
+
+def goes_on_elsewhere(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    from tests.strategy.test_checkpoint import load_and_go_on
+
+    found = {}
+    for name, case in cases.items():
+        meet(name)
+        found[name] = load_and_go_on(case)[1]
+        part()
+    return found
+
+
+@needs_muon
+def test_a_checkpoint_goes_on_to_the_bit_and_in_other_layouts(tmp_path: Path, report: Any) -> None:
+    shards = Layout(dp=2, distopt=True)
+    before = run_ranks(2, CHECKPOINTS + "save_and_go_on", _case(tmp_path, shards))
+    after = run_ranks(2, CHECKPOINTS + "load_and_go_on", _case(tmp_path, shards))
+    for (tensors, expected), (found, again) in zip(before, after, strict=True):
+        assert tensors.keys() == found.keys() and any("momentum_buffer" in name for name in tensors)
+        assert not [name for name in tensors if not torch.equal(tensors[name], found[name])]
+        assert again == expected
+    expected = before[0][1]
+    for ranks in (1, 2):
+        cases = {name: _case(tmp_path, layout) for name, layout in ELSEWHERE.items() if layout.ranks == ranks}
+        for name, found in run_ranks(ranks, HERE + "goes_on_elsewhere", cases)[0].items():
+            gaps = [abs(a[0] - b[0]) / b[0] for a, b in zip(found, expected, strict=True)]
+            report(f"muon in bf16, from layer-wise dp2 to {name}: losses differ by {max(gaps):.1e}")
+            assert max(gaps) < 1e-2 and [x[2] for x in found] == [x[2] for x in expected], name
+
+
+def refused_checkpoint(case: dict[str, Any]) -> str:
+    from roll_batching.errors import RollBatchingError
+    from tests.strategy.test_checkpoint import strategy_of
+
+    strategy = strategy_of(case)
+    try:
+        strategy.load(case["path"])
+    except RollBatchingError as error:
+        return str(error)
+    return ""
+
+
+@needs_muon
+def test_adam_does_not_take_the_state_of_muon(tmp_path: Path) -> None:
+    case = _case(tmp_path, Layout())
+    run_ranks(1, CHECKPOINTS + "save_and_go_on", case)
+    (text,) = run_ranks(1, HERE + "refused_checkpoint", {**case, "training": {"optimizer": "adam"}})
+    assert "the state of another optimizer" in text and "training_args.optimizer" in text
