@@ -110,7 +110,8 @@ class RoleSettings(RoleBatching, read_if={"logprob_plan": OLD_LOG_PROBS}):
             from roll_batching.settings.idle_options import idle_options_of_role
 
             parts = support.Parts(self.model_args, architecture, layout, layers, training=self.training_args)
-            rows = (row for row in support.ROLE_REFUSALS if row.feature in (support.MUON, support.MUON_OF_HEADS))
+            muon = {support.MUON, support.MUON_OF_HEADS}
+            rows = (row for row in support.ROLE_REFUSALS if muon & {row.feature, row.other})
             refused = [row.error(parts) for row in support.refused_pairs(rows, parts)]
             if problems := [*idle_options_of_role(self), *refused]:
                 raise LayoutError("; ".join(problems))

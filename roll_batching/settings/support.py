@@ -325,10 +325,13 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
             "is muon, which Megatron trains with weights in fp32 or bf16, and model_args.dtype is {0.model.dtype}; set "
             "adam or another dtype"
         ),
-        **{
-            (MUON, other): f"is muon, which Megatron does not train with {other.path[-1]}; set adam, or leave that out"
-            for other in (PRECISION_AWARE, OVERLAPPED_GATHER)
-        },
+        (PRECISION_AWARE, MUON): (
+            "is TransformerEngine's Adam, and training_args.optimizer is muon; leave it out, or set adam"
+        ),
+        (OVERLAPPED_GATHER, MUON): (
+            "needs shards of Adam's distributed optimizer, and training_args.optimizer is muon; leave it out, or set "
+            "adam"
+        ),
         (MUON_OF_HEADS, MORE_RANKS_THAN_HEADS): (
             "is true, and TP = {0.layout.tensor_model_parallel_size} is above the {0.architecture.kv_heads} key-value "
             "heads (num_query_groups), whose ranks hold parts of a head; set it to false, or lower TP"

@@ -163,7 +163,8 @@ def _load_without_problems(data: dict[str, Any], draft: Draft) -> JobConfig | No
         try:
             job = check_source(Source(draft.source, copy.deepcopy(data)))
         except ConfigFileError as error:
-            if not sum(_drop_problem(data, draft, problem) for problem in error.problems):
+            first = {problem.path: problem for problem in reversed(error.problems)}  # a second would drop the section
+            if not sum(_drop_problem(data, draft, problem) for problem in first.values()):
                 draft.leave_out("(the whole file)", "refused", str(error))
                 return None
             continue

@@ -19,6 +19,7 @@ from roll_batching.integrations.nemo_rl_names import microbatch_order
 from roll_batching.tools.conversion.foreign_file import LAYOUT, ROLE, TRAIN, ForeignFile, Given, section_at
 from roll_batching.tools.conversion.foreign_job import Batch, Schedule
 from roll_batching.tools.conversion.nemo_rl_file import RL_TASKS
+from roll_batching.tools.conversion.optimizers import convert_muon_keys, convert_optimizer
 
 _PACKING, _DYNAMIC = "sequence_packing", "dynamic_batching"
 _ORIGINS: Mapping[tuple[str, ...], str] = {
@@ -180,10 +181,9 @@ def read_schedule(file: ForeignFile, task: str, steps: int, job: ForeignFile | N
             for number, beta in enumerate(betas, 1):
                 file.draft.put((*TRAIN, f"adam_beta{number}"), beta, f"{section}.betas")
         file.move_all("optimizer", section)
-    for key in ("policy.optimizer.name", "policy.megatron_cfg.optimizer.optimizer"):
-        name = file.take(key)
-        if name is not None and "adam" not in str(name).lower():
-            file.draft.leave_out(key, "refused", f"{name}: parameters are trained by AdamW")
+    convert_optimizer(file, "policy.optimizer.name", megatron=False)
+    convert_optimizer(file, "policy.megatron_cfg.optimizer.optimizer")
+    convert_muon_keys(file, lambda name: f"policy.megatron_cfg.optimizer.{name}")
     keys = ["policy.megatron_cfg.optimizer.clip_grad", "policy.max_grad_norm"]
     key, unused = keys if megatron else reversed(keys)
     file.take(unused)

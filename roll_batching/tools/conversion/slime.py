@@ -14,6 +14,7 @@ from roll_batching.tools.conversion.foreign_file import (
     REWARDS,
     ROLE,
     STRATEGY,
+    TRAIN,
     ForeignFile,
     Given,
     number_of,
@@ -33,6 +34,7 @@ from roll_batching.tools.conversion.foreign_job import (
     write_job,
 )
 from roll_batching.tools.conversion.layouts import convert_slime_layout
+from roll_batching.tools.conversion.optimizers import convert_muon_keys, convert_optimizer
 from roll_batching.tools.conversion.slime_command import PROGRAM, SLIME
 
 _SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
@@ -48,6 +50,10 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
     is_async = file.take(PROGRAM) == "train_async.py"
     for group in ("model", "layout", "optimizer"):
         file.move_all(group)
+    convert_optimizer(file, "--optimizer")
+    convert_muon_keys(file, lambda name: f"--{name.replace('_', '-')}")
+    if file.take(key := "--muon-no-split-qkv"):
+        file.put((*TRAIN, "muon_split_qkv"), False, key)
     key = "bf16, in which slime trains unless it has --fp16"
     file.put((ROLE, "model_args", "dtype"), "bf16", key)
     file.draft.defaults.add(key)
@@ -70,7 +76,6 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
     _checkpoints(file, updates if supervised else 1)
     if not file.peek("--moe-aux-loss-coeff") and file.take("--moe-router-load-balancing-type") is not None:
         file.draft.leave_out("--moe-router-load-balancing-type", "idle", "--moe-aux-loss-coeff is 0")
-    file.check_all("all_tasks")
     file.leave_out_rest()
     return file.draft
 

@@ -9,11 +9,13 @@ SFT trainer each optimizer step counts (`trainer/sft_trainer.py:185`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from roll_batching.tools.conversion.foreign_file import FASTER, TRAIN, ForeignFile, Given
+from roll_batching.tools.conversion.foreign_file import FASTER, LAYOUT, TRAIN, ForeignFile, Given
 from roll_batching.tools.conversion.foreign_job import Clipping, DynamicSampling, KlTerm, Schedule
+from roll_batching.tools.conversion.optimizers import convert_muon_keys, convert_optimizer
 from roll_batching.tools.conversion.train_infer import SECTION, verl_filters, verl_weight
 from roll_batching.tools.conversion.verl_file import ACTOR, ROLLOUT
 
@@ -249,6 +251,7 @@ def read_schedule(file: ForeignFile, section: str, megatron: bool, steps: RlStep
     if (norm := older or clip) is not None:
         file.put((*TRAIN, "max_grad_norm"), norm.value, norm.key)
     file.check_all("optimizer", section)
+    _muon(file, section, megatron, betas)
     for name in list(file.peek(f"{section}.override_optimizer_config") or {}):
         if name in file.tables.speed or name.startswith("optimizer_"):
             file.take(f"{section}.override_optimizer_config.{name}")
@@ -275,6 +278,18 @@ def read_schedule(file: ForeignFile, section: str, megatron: bool, steps: RlStep
         warmup_ratio=share,
         length=length,
     )
+
+
+def _muon(file: ForeignFile, section: str, megatron: bool, betas: Any) -> None:
+    """Converts the name of the optimizer in `section`, and Muon's keys, also those that override Megatron's."""
+    is_muon = convert_optimizer(file, f"{section}.optimizer", megatron=megatron)
+    for below in (section, f"{section}.override_optimizer_config"):
+        convert_muon_keys(file, lambda name, below=below: f"{below}.{name}")  # type: ignore[misc]
+    if is_muon and file.take(key := f"{section}.use_layer_wise_distributed_optimizer"):
+        file.put((*LAYOUT, "use_distributed_optimizer"), True, key, "Megatron's layer-wise optimizer")
+    if is_muon and file.take(key := f"{section}.muon_match_adamw_update_rms") and isinstance(betas, list):
+        scale = float(f"{math.sqrt((1 - betas[0]) / (1 + betas[0])):.6g}")
+        file.put((*TRAIN, "muon_extra_scale_factor"), scale, key, "sqrt((1 - beta1) / (1 + beta1))")
 
 
 def _shape(file: ForeignFile, section: str) -> Given | None:

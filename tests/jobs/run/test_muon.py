@@ -100,17 +100,18 @@ def test_a_rehearsal_counts_one_state_per_matrix(report: Any) -> None:
 # ---- what is refused
 
 
+GATHERED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "adapters": ({"model_args__lora_target": "all-linear"}, "muon.*whole weight matrices"),
     "frozen modules": ({"model_args__freeze_module_prefix": "embedding"}, "muon.*freeze_module_prefix"),
     "fp64": ({"model_args__dtype": "fp64"}, "muon.*model_args.dtype is fp64"),
     "precision-aware": (
         {f"{LAYOUT}use_distributed_optimizer": True, f"{LAYOUT}use_precision_aware_optimizer": True},
-        "muon.*use_precision_aware_optimizer",
+        "use_precision_aware_optimizer: .*muon",
     ),
     "gathered parameters": (
-        {f"{LAYOUT}{key}": True for key in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")},
-        "muon.*overlap_param_gather",
+        dict.fromkeys([f"{LAYOUT}{key}" for key in GATHERED], True),
+        "overlap_param_gather: .*muon",
     ),
     "heads over ranks": (
         {"model_args__architecture__num_query_groups": 1, f"{LAYOUT}tensor_model_parallel_size": 2},
