@@ -49,10 +49,10 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     classes = config.get("architectures")
     if classes is not None and classes != [family.architecture]:
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
-    if family.encoder_rules is not None:
-        from roll_batching.huggingface.qwen2_5_vl import translate_vision  # one family needs it
+    if family.encoder is not None:
+        from roll_batching.huggingface.vision_families import translate_vision  # few families need it
 
-        config = translate_vision(config, result)
+        config = translate_vision(config, family, result)
     if family.text_model is not None:
         config = _text_config(config, family, result)
     if family.image_axes and isinstance(config.get("rope_parameters"), Mapping):
@@ -112,7 +112,7 @@ def translate_directory(path: Path, own_family: str | None = None) -> Translatio
     """The architecture that a model directory describes, with its image processor's numbers. Raises `ConfigError`."""
     translation = translate(read_json(path / CONFIG), own_family)
     if "vision" in translation.architecture:
-        from roll_batching.huggingface.qwen2_5_vl import add_preprocessing  # as above
+        from roll_batching.huggingface.vision_families import add_preprocessing  # as above
 
         translation.problems += add_preprocessing(path, translation.architecture)
     return translation

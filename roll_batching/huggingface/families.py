@@ -303,7 +303,10 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-_MODULES = {"minimax_m2": "family_layers", "nemotron_h": "family_layers", "qwen2_5_vl": "qwen2_5_vl"}
+_MODULES = {
+    **dict.fromkeys(("minimax_m2", "nemotron_h"), "family_layers"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "vision_families"),
+}
 IN_MODULES = {name: f"roll_batching.huggingface.{file}:{name.upper()}" for name, file in _MODULES.items()}
 """Families that few models need, in modules that are imported for them alone."""
 MISSING: Mapping[str, str] = {
@@ -374,7 +377,7 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
         from roll_batching.huggingface.layer_rules import mtp_layer_rules  # few models have heads
 
         rules += mtp_layer_rules(family, architecture, (*attention, *OUTPUT_PROJECTION))
-    rules += [] if family.encoder_rules is None else family.encoder_rules(architecture)
+    rules += [] if family.encoder is None else family.encoder.rules(architecture)
     return {rule.ours: rule.with_prefixes(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
 
 

@@ -10,6 +10,22 @@ from roll_batching.huggingface.tensors import TensorRule
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncoderFields:
+    """How a family's `vision_config` and image processor map to `architecture.vision`, and the encoder's tensors."""
+
+    sizes: Mapping[str, Any]
+    """Fields of `vision_config` with their defaults in transformers, named so in `architecture.vision`, too."""
+    tokens: Mapping[str, int]
+    """Tokens of images and videos, beside `vision_config`, with their defaults in transformers."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Other settings of `architecture.vision`: without them, fields of RoPE and of the image processor decide."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `vision_config` with one supported value."""
+    rules: Callable[[Any], list[TensorRule]]
+    """Rules of the encoder's tensors in a model with an `ArchitectureConfig`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One model family of transformers: how its `config.json` and tensors map to Megatron's GPTModel."""
 
@@ -60,8 +76,11 @@ class Family:
     """Pairs of prefixes of tensor names: in the rules, and in the family's files."""
     other_prefixes: tuple[tuple[str, str], ...] = ()
     """`prefixes` for files of another version of transformers, where the family has such files."""
-    encoder_rules: Callable[[Any], list[TensorRule]] | None = None
-    """Rules of the vision encoder of an `ArchitectureConfig`, where one is trained, too."""
+    encoder: EncoderFields | None = None
+    """The vision encoder, where one is trained, too."""
+    stacks_gated_experts: bool = False
+    """Whether `mixture` is `STACKED_GATED_MIXTURE`: matrices of experts are [inputs, outputs] on the hub, and
+    [outputs, inputs] in files of transformers 5."""
     normalised_experts: bool = False
     """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
     router: Mapping[str, Any] = field(default_factory=dict)

@@ -187,6 +187,19 @@ STACKED_MIXTURE = (
     _layer(f"{_EXPERT}.linear_fc2.bias", "expert", ("mlp.experts.down_proj_bias", ("experts", "hidden"))),
 )
 """gpt-oss's mixture, whose experts are stacked into one tensor."""
+STACKED_GATED_MIXTURE = (
+    *STACKED_MIXTURE[:1],
+    _layer("mlp.router.weight", "copy", ("mlp.gate.weight", ("experts", "hidden"))),
+    _layer(
+        f"{_EXPERT}.linear_fc1.weight",
+        "expert_halves",
+        ("mlp.experts.gate_up_proj", ("experts", "hidden", "expert_gated_ffn")),
+    ),
+    _layer(
+        f"{_EXPERT}.linear_fc2.weight", "expert_rows", ("mlp.experts.down_proj", ("experts", "expert_ffn", "hidden"))
+    ),
+)
+"""Qwen3-VL's mixture, stacked likewise, with gates before up projections instead of alternating with them."""
 
 _INPUT_NORM = _layer("input_layernorm.weight", "copy", ("input_layernorm.weight", ("hidden",)))
 GATED_QKV = (

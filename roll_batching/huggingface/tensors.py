@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Join = Literal[
-    "copy", "rows", "columns", "gated", "qkv", "gated_qkv", "by_unit", "vocabulary", "expert", "expert_gated"
-]
+    "copy", "rows", "columns", "gated", "qkv", "gated_qkv", "by_unit", "vocabulary", "expert", "expert_gated",
+    "expert_halves", "expert_rows",
+]  # fmt: skip
 """copy: replicated. rows, columns: sharded along the first or second dimension. gated: two tensors, each sharded by
 rows, concatenated. qkv: three tensors; each group's queries, key and value are adjacent, and rows are sharded evenly:
 with fewer groups than ranks, a group's rows are on several.
@@ -21,7 +22,9 @@ gated_qkv: the same, with a gate behind each query head, which the parameter has
 by_unit: parts of tensors, sharded by the units of recurrent layers (key heads of gated delta nets, groups of Mamba);
 each unit's rows of all parts are adjacent.
 vocabulary: sharded by rows, whose number is rounded up. expert: an expert's part of a tensor of all experts, matrices
-transposed, not sharded. expert_gated: the same, gate and up projection interleaved."""
+transposed, not sharded. expert_gated: the same, gate and up projection interleaved.
+expert_halves, expert_rows: an expert's part, transposed and sharded: gate and up projection, each by the parameter's
+rows; and the down projection, by the parameter's columns."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,17 @@ class TensorRule:
     """The expert, for joins of a tensor of all experts."""
     parts: tuple[tuple[str, ...], ...] = ()
     """by_unit: rows of the parts of each tensor, in fields of `Sizes`."""
+    outputs_first: bool = False
+    """expert_halves and expert_rows: whether matrices in the file are [outputs, inputs], as those of the parameter."""
 
     def at(self, layer: int | None = None, expert: int | None = None) -> TensorRule:
         """This rule with the numbers of a layer, and of an expert in it, filled into its names."""
-        return TensorRule(
-            self.ours.format(layer=layer, expert=expert),
-            self.join,
-            tuple((name.format(layer=layer, expert=expert), shape) for name, shape in self.theirs),
-            None if self.fused is None else self.fused.format(layer=layer, expert=expert),
-            expert,
-            self.parts,
+        return dataclasses.replace(
+            self,
+            ours=self.ours.format(layer=layer, expert=expert),
+            theirs=tuple((name.format(layer=layer, expert=expert), shape) for name, shape in self.theirs),
+            fused=None if self.fused is None else self.fused.format(layer=layer, expert=expert),
+            expert=expert,
         )
 
     def with_prefixes(self, prefixes: Iterable[tuple[str, str]]) -> TensorRule:
@@ -58,6 +62,13 @@ class TensorRule:
             theirs = tuple((new + name[len(old) :] if name.startswith(old) else name, shape) for name, shape in theirs)
         return dataclasses.replace(self, theirs=theirs)
 
+    def with_outputs_first(self) -> TensorRule:
+        """The rule for files with matrices [outputs, inputs]; other rules stay."""
+        if self.join not in ("expert_halves", "expert_rows"):
+            return self
+        theirs = tuple((name, (experts, outputs, inputs)) for name, (experts, inputs, outputs) in self.theirs)
+        return dataclasses.replace(self, theirs=theirs, outputs_first=True)
+
     @property
     def first_checkpoint_name(self) -> str:
         """Name of its checkpoint tensor, the first of several."""
@@ -66,7 +77,7 @@ class TensorRule:
     @property
     def is_stacked(self) -> bool:
         """Whether the checkpoint tensor holds all experts."""
-        return self.join in ("expert", "expert_gated")
+        return self.join.startswith("expert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +220,16 @@ class Piece:
     """Rows of the parameter."""
     of_expert: bool = False
     """Whether `rows` is one expert, and `columns` are of the last dimension; a matrix is transposed."""
+    inputs: slice | None = None
+    """Of an expert's matrix, the part of its first dimension; None for all."""
+    outputs_first: bool = False
+    """Whether the file has the matrix transposed to what the fields above are about."""
 
     def select(self, expert: Any) -> Any:
         """A view of this piece in an expert's tensor, transposed to the orientation of the parameter."""
+        expert = expert.t() if self.outputs_first else expert
         values = expert if self.columns is None else expert[..., self.columns]
+        values = values if self.inputs is None else values[self.inputs]
         return values.t() if values.dim() == 2 else values
 
 
@@ -249,9 +266,26 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
                 for half in range(2):  # their columns alternate between gate and up; ours has all gates, then all ups
                     half_rows = slice(half * width // 2, (half + 1) * width // 2)
                     yield Piece(first, expert_row, slice(half, None, 2), half_rows, of_expert=True)
+        case "expert_halves" | "expert_rows":
+            yield from _shards_of_expert(rule, first, shape, rank, ranks)
         case "qkv" | "gated_qkv" | "by_unit":
             share = sum(shape[0] for _, shape in shapes) // ranks
             yield from _part(_rows(rule, shapes, sizes), rank * share, (rank + 1) * share)
+
+
+def _shards_of_expert(rule: TensorRule, name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Iterator[Piece]:
+    assert rule.expert is not None
+    row, flipped = slice(rule.expert, rule.expert + 1), rule.outputs_first
+    inputs, outputs = reversed(shape[1:]) if flipped else shape[1:]
+    if rule.join == "expert_rows":
+        share = slice(rank * inputs // ranks, (rank + 1) * inputs // ranks)
+        yield Piece(name, row, None, slice(0, outputs), of_expert=True, inputs=share, outputs_first=flipped)
+        return
+    half, count = outputs // 2, outputs // 2 // ranks
+    for first in (0, half):
+        columns = slice(first + rank * count, first + (rank + 1) * count)
+        rows = slice(first // ranks, first // ranks + count)
+        yield Piece(name, row, columns, rows, of_expert=True, outputs_first=flipped)
 
 
 def _rows(rule: TensorRule, shapes: list[tuple[str, tuple[int, ...]]], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
@@ -299,6 +333,9 @@ def local_shape(rule: TensorRule, sizes: Sizes, ranks: int) -> tuple[int, ...]:
             return (rows, rest[0] // ranks)
         case "expert" | "expert_gated":
             return tuple(reversed(rest))
+        case "expert_halves" | "expert_rows":
+            inputs, outputs = reversed(rest) if rule.outputs_first else rest
+            return (outputs // ranks, inputs) if rule.join == "expert_halves" else (outputs, inputs // ranks)
         case _:
             return (-(-rows // ranks), *rest)
 

@@ -61,6 +61,8 @@ class DecodeParams(PackedSeqParams):
     """[3, positions, rows] int64: positions for RoPE on the axes of images; None: `positions` on all axes."""
     images: Any = None
     """`packing.extra_inputs.ImageInputs` of a prefill with images."""
+    deepstack: Any = None
+    """`modeling.vision.DeepStack` of these images, set by the model."""
     lengths: torch.Tensor | None = None
     """[rows] int64: tokens of each row, in a prefill."""
     visible: torch.Tensor | None = None

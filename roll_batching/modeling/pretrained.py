@@ -50,7 +50,7 @@ class PlacedParameter:
     group: Any
     """The tensor-parallel group that shards the parameter."""
     expert_group: Any
-    """The expert-parallel group, which shares the tensors of all experts; None for other parameters."""
+    """The ranks that share the tensors of all experts, tensor-parallel ranks first; None for other parameters."""
     is_first_replica: bool
     """Whether this rank is the first of the data- and context-parallel ranks with the same shard."""
     parts: tuple[PlacedParameter, ...] = ()
@@ -99,7 +99,7 @@ def placed_parameters(
                 rank=shards.rank(),
                 ranks=shards.size(),
                 group=shards,
-                expert_group=groups.ep if is_expert else None,
+                expert_group=groups.tp_ep if is_expert else None,
                 # The last stage of a model with heads has a copy of the embedding: the first one gives it.
                 is_first_replica=replicas.rank() == 0 and not (name == EMBEDDING.ours and not gpt.pre_process),
                 adapted=adapted.get(local),
@@ -127,10 +127,15 @@ def family_of(path: Path, own: str | None = None) -> Family:
     if translation.problems or translation.family is None:
         raise CheckpointError(f"{path / CONFIG}: {'; '.join(translation.problems)}")
     family = translation.family
-    if family.other_prefixes and any(
-        name.startswith(new) for name in StoredTensors(path).shapes for _, new in family.other_prefixes
-    ):
-        return replace(family, prefixes=family.other_prefixes)
+    shapes = StoredTensors(path).shapes if family.other_prefixes or family.stacks_gated_experts else {}
+    if family.other_prefixes and any(name.startswith(new) for name in shapes for _, new in family.other_prefixes):
+        family = replace(family, prefixes=family.other_prefixes)
+    if family.stacks_gated_experts:
+        # Either matrix may be square, and tell nothing; not both.
+        hidden, stacks = translation.architecture["hidden_size"], {"experts.gate_up_proj": 2, "experts.down_proj": 1}
+        ends = [shape[at] for name, shape in shapes.items() for end, at in stacks.items() if name.endswith(end)]
+        if all(width == hidden for width in ends):
+            family = replace(family, mixture=tuple(rule.with_outputs_first() for rule in family.mixture))
     return family
 
 

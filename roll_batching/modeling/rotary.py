@@ -51,6 +51,8 @@ class RotarySettings(CheckedFields, error=LayoutError):
     """Base of layers with a sliding window, whose frequencies are not scaled; None: as in other layers."""
     sections: tuple[int, ...] | None = None
     """Pairs of rotated channels by the axis of their position (M-RoPE, arXiv 2409.12191); None: positions have one."""
+    alternating: bool = False
+    """Whether the axes of `sections` take turns along the channels, as long as they have pairs (Qwen3-VL)."""
 
     @property
     def of_windows(self) -> RotarySettings:
@@ -96,11 +98,14 @@ class RotarySettings(CheckedFields, error=LayoutError):
 
     def tables(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Tables:
         """The tables (cos, sin), each [*positions.shape, rotated] fp32; with `sections` from [axes, ...]."""
-        if self.sections is None:
-            position = positions.to(inverse_frequencies.dtype)[..., None]
-        else:
-            by_axis = zip(positions.to(inverse_frequencies.dtype), self.sections, strict=True)
-            position = torch.cat([axis[..., None].expand(*axis.shape, pairs) for axis, pairs in by_axis], -1)
+        position = positions.to(inverse_frequencies.dtype)[..., None]
+        if self.sections is not None:
+            first, *others = position
+            position = first.repeat(*[1] * (first.dim() - 1), sum(self.sections))
+            for axis, values in enumerate(others, 1):
+                before, pairs = sum(self.sections[:axis]), self.sections[axis]
+                turns = slice(axis, 3 * pairs, 3) if self.alternating else slice(before, before + pairs)
+                position[..., turns] = values
         if self.scaling == "linear":
             position = position * (1 / self.factor)
         angles = position * inverse_frequencies
@@ -167,6 +172,7 @@ def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
         interleaved=latent is not None and latent.rotary_interleaved,
         local_base=architecture.rotary_local_base,
         sections=None if architecture.vision is None else architecture.vision.mrope_section,
+        alternating=architecture.vision is not None and architecture.vision.mrope_interleaved,
     )
     scaling = architecture.rope_scaling
     if scaling is None:

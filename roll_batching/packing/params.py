@@ -62,6 +62,8 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     """[3, tokens / cp] int64: positions for RoPE on the axes of images; None: `positions` on all axes."""
     images: Any = None
     """`packing.extra_inputs.ImageInputs` of this rank on the first stage of a model with a vision encoder."""
+    deepstack: Any = None
+    """`modeling.vision.DeepStack` of the images, set by the model when it encodes them."""
     mtp_inputs: Any = None
     """`packing.extra_inputs.MTPInputs` of the pack on the last stage of a model with heads; None elsewhere."""
     chunks: Any = None
@@ -92,7 +94,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
 
     def release(self) -> None:
         """Free tensors that layers have set; they are computed again when needed."""
-        self.rotary = None
+        self.rotary = self.deepstack = None
 
 
 def packed_params(

@@ -84,6 +84,8 @@ def _vision_problem(model: Any) -> str | None:
     pairs = sum(model.vision.mrope_section)
     if 2 * pairs != model.head_dim:
         return f"vision.mrope_section has {pairs} pairs of channels, and a head has {model.head_dim} channels"
+    if (added := len(model.vision.deepstack_visual_indexes)) > model.num_layers:
+        return f"vision.deepstack_visual_indexes has outputs for {added} layers, and the model {model.num_layers}"
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = [getattr(model.vision, name) for name in tokens]
     if len(set(ids)) < len(ids) or max(ids) >= model.vocab_size:

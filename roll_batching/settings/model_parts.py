@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -174,18 +175,27 @@ class MoEConfig(Settings):
 
 
 class VisionConfig(Settings):
-    """The vision encoder of Qwen2.5-VL, in transformers' names, and how its outputs enter the text model."""
+    """A vision encoder, in transformers' names, and how its outputs enter the text model."""
 
+    type: Literal["qwen2_5_vl", "qwen3_vl"] = setting("qwen2_5_vl", help="The model family whose encoder it is.")
     depth: int = setting(help="Layers.", gt=0, le=MOST_PARTS)
     hidden_size: int = setting(help="Width of a layer.", gt=0, le=MOST_PARTS)
-    intermediate_size: int = setting(help="Width of the gated feed-forward layer.", gt=0, le=MOST_PARTS)
+    intermediate_size: int = setting(help="Width of the feed-forward layer.", gt=0, le=MOST_PARTS)
     num_heads: int = setting(help="Heads of attention.", gt=0, le=MOST_PARTS)
     patch_size: int = setting(14, help="Pixels along a side of a patch.", gt=0, le=MOST_PARTS)
     temporal_patch_size: int = setting(2, help="Frames of a patch; of an image they are equal.", gt=0, le=MOST_PARTS)
     spatial_merge_size: int = setting(2, help="Patches along a side that become one token.", gt=0, le=MOST_PARTS)
-    window_size: int = setting(112, help="Pixels along a side of the windows of attention.", gt=0, le=MOST_PARTS)
+    window_size: int = setting(
+        112, help="qwen2_5_vl: pixels along a side of the windows of attention.", gt=0, le=MOST_PARTS
+    )
     fullatt_block_indexes: tuple[Annotated[int, Field(ge=0)], ...] = setting(
-        (7, 15, 23, 31), help="Layers whose attention has no windows."
+        (7, 15, 23, 31), help="qwen2_5_vl: layers whose attention has no windows."
+    )
+    num_position_embeddings: int = setting(
+        2304, help="qwen3_vl: positions of a square grid, interpolated to the size of each image.", gt=0, le=WIDEST
+    )
+    deepstack_visual_indexes: tuple[Annotated[int, Field(ge=0)], ...] = setting(
+        (), help="qwen3_vl: layers whose outputs are added behind the first layers of the text model, in this order."
     )
     image_mean: tuple[float, float, float] = setting(
         (0.48145466, 0.4578275, 0.40821073), help="Mean of each channel, of pixels from 0 to 1."
@@ -196,6 +206,9 @@ class VisionConfig(Settings):
     mrope_section: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (
         setting((16, 24, 24), help="Pairs of rotated channels by the axis of their position: time, height, width.")
     )
+    mrope_interleaved: bool = setting(
+        False, help="Whether the axes take turns along the channels; otherwise each has its channels together."
+    )
     image_token_id: int = setting(help="Token that stands for a part of an image.", ge=0, le=MOST_TOKENS)
     video_token_id: int = setting(help="The same for videos, which are not supported.", ge=0, le=MOST_TOKENS)
     vision_start_token_id: int = setting(help="Token before an image.", ge=0, le=MOST_TOKENS)
@@ -205,6 +218,24 @@ class VisionConfig(Settings):
     def _check_shape(self) -> VisionConfig:
         if self.hidden_size % (4 * self.num_heads):
             raise ValueError(f"hidden_size must be a multiple of 4 * num_heads = {4 * self.num_heads}")
-        if self.window_size < self.patch_size * self.spatial_merge_size:
+        if self.type == "qwen2_5_vl" and self.window_size < self.patch_size * self.spatial_merge_size:
             raise ValueError("window_size must be at least patch_size * spatial_merge_size")
+        if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
+            raise ValueError("num_position_embeddings must be a square: the positions of a grid")
+        layers = self.deepstack_visual_indexes
+        if any(layer >= self.depth for layer in layers) or list(layers) != sorted({*layers}):
+            raise ValueError(f"deepstack_visual_indexes must be ascending layers below depth={self.depth}")
+        section = self.mrope_section
+        if self.mrope_interleaved and any(axis + 3 * (section[axis] - 1) >= sum(section) for axis in (1, 2)):
+            raise ValueError(f"mrope_section: height and width take turns with time, which has too few of {section}")
+        for name in _OTHER_ENCODERS[self.type]:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect with type {self.type}: leave it out")
         return self
+
+
+_OTHER_ENCODERS: Mapping[str, tuple[str, ...]] = {
+    "qwen2_5_vl": ("num_position_embeddings", "deepstack_visual_indexes"),
+    "qwen3_vl": ("window_size", "fullatt_block_indexes"),
+}
+"""Fields of `VisionConfig` of other types, by type."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from roll_batching.errors import LayoutError
 from roll_batching.settings.batching import SLICE_OBSTACLES
 
 
@@ -91,6 +92,15 @@ class Parts(NamedTuple):
         if rate is not None or self.architecture.moe is None:
             return float(rate or 0)
         return float(self.architecture.moe.router_bias_update_rate)
+
+    @property
+    def lacks_first_layers(self) -> bool:
+        """Whether the first model chunk has fewer layers than the vision encoder has outputs for."""
+        outputs = len(self.architecture.vision.deepstack_visual_indexes) if VISION.is_on(self) else 0
+        try:
+            return outputs > self.layout.chunk_layers(self.architecture.num_layers)[0][0]
+        except LayoutError:  # layers that do not divide into chunks are refused elsewhere
+            return False
 
     @property
     def splits_experts(self) -> bool:
@@ -211,6 +221,11 @@ MORE_RANKS_THAN_HEADS = _layout(
 SPLIT_EXPERTS = _layout(
     "experts over tensor-parallel ranks", "tensor_model_parallel_size", lambda parts: parts.splits_experts
 )
+SHORT_FIRST_CHUNK = _layout(
+    "a first model chunk with fewer layers than vision.deepstack_visual_indexes",
+    "pipeline_model_parallel_size",
+    _with_architecture(lambda parts: parts.lacks_first_layers),
+)
 TIED_STAGES = _layout(
     "tied embeddings over several pipeline stages",
     "pipeline_model_parallel_size",
@@ -240,7 +255,7 @@ ARCHITECTURE_REFUSALS = refusals_of(
         },
         (
             *_parts(
-                "mtp_num_layers moe multi_latent_attention hybrid gated_delta_net sliding_window sandwich_norms "
+                "mtp_num_layers multi_latent_attention hybrid gated_delta_net sliding_window sandwich_norms "
                 "scaled_embedding zero_centered_norms add_bias_linear attention_sinks attention_output_gate "
                 "hidden_dropout rotary_percent"
             ),
@@ -348,6 +363,10 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
         (HEADS, TIED_STAGES): (
             "with tied embeddings need one pipeline stage: Megatron gives the last stage a second copy of the head, "
             "which nothing trains; set pipeline_model_parallel_size: 1"
+        ),
+        (SHORT_FIRST_CHUNK, VISION): (
+            "leaves the first model chunk fewer layers than vision.deepstack_visual_indexes has, whose outputs belong "
+            "behind the first layers; lower it or virtual_pipeline_model_parallel_size, or give that chunk more layers"
         ),
         (VALUE_HEAD, VISION): (
             "a critic with a vision encoder is not supported for now; use an advantage estimator without a critic"

@@ -143,19 +143,19 @@ def gather_full_tensors(placed: PlacedParameter, sizes: Sizes, device: torch.dev
 
 
 def _gather_experts(placed: PlacedParameter, sizes: Sizes, device: torch.device) -> dict[str, torch.Tensor] | None:
-    """The tensor of all experts on the first expert-parallel rank; None on others. Collective among these."""
+    """The tensor of all experts on the first rank that shares it; None on others. Collective among these."""
     name, dimensions = placed.rule.theirs[0]
-    experts = []
-    for part in placed.parts:
-        expert = part.parameter.new_empty(sizes.shape(dimensions)[1:])
-        for piece in pieces(part.rule, sizes, 0, 1):
-            piece.select(expert).copy_(part.values()[piece.at])
-        experts.append(expert)
-    local = torch.stack(experts)
-    if placed.group.size() == 1:
-        return {name: local.to(device)}
-    shards = gather_shards(local, placed.group)
-    return None if shards is None else {name: torch.cat(shards).to(device)}
+    local = torch.stack([part.values() for part in placed.parts])
+    shards = [local] if placed.group.size() == 1 else gather_shards(local, placed.group)
+    if shards is None:
+        return None
+    full = torch.empty(sizes.shape(dimensions), dtype=local.dtype, device=device)
+    for number, shard in enumerate(shards):
+        expert_rank, rank = divmod(number, placed.ranks)
+        for expert, values in enumerate(shard, expert_rank * len(local)):
+            for piece in pieces(placed.rule, sizes, rank, placed.ranks):
+                piece.select(full[expert]).copy_(values[piece.at])
+    return {name: full}
 
 
 def _gather_shards(placed: PlacedParameter, device: torch.device) -> list[torch.Tensor] | None:

@@ -51,7 +51,7 @@ def test_both_spellings_have_the_tensors_of_transformers(report: Any) -> None:
     known = {name: value for name, value in config.items() if name not in ("transformers_version", "architectures")}
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration(AutoConfig.for_model(**known))
-    wanted = {vision.hub_name(name): tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    wanted = {vision.hub_name(name, model): tuple(tensor.shape) for name, tensor in model.named_parameters()}
     assert found == wanted
     report(f"{len(found):,} tensors, {sum(torch.Size(shape).numel() for shape in found.values()):,} parameters")
 

@@ -1,8 +1,10 @@
-"""A tiny Qwen2.5-VL, samples with images for it, and their results by transformers; functions that ranks run on it."""
+"""Tiny vision-language models, samples with images, and their results by transformers; functions that ranks run on them.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +51,41 @@ SAMPLES: list[list[int | tuple[int, int]]] = [
 """Each sample: numbers of text tokens, and grids of images in patches."""
 
 
-def write_model(folder: Path, **text: Any) -> Any:
-    """Saves a model with random weights in `folder`, as the hub names its tensors; returns it."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.0}
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
-    config = Qwen2_5_VLConfig(
-        text_config={**TEXT, **text},
-        vision_config=dict(ENCODER),
+
+def write_model(folder: Path, family: str = "qwen2_5_vl", **text: Any) -> Any:
+    """Saves a model with random weights in `folder`, as the hub names its tensors; returns it."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    values = {"tie_word_embeddings": False, **TEXT, **text}
+    encoder = dict(ENCODER)
+    if family != "qwen2_5_vl":
+        values = {**values, "head_dim": 8, "num_hidden_layers": 8}
+        encoder = {
+            name: value for name, value in ENCODER.items() if name not in ("window_size", "fullatt_block_indexes")
+        }
+        encoder |= {"depth": 3, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
+    config = AutoConfig.for_model(
+        family,
+        text_config=values | (EXPERTS if family.endswith("moe") else {}),
+        vision_config=encoder,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=START,
         vision_end_token_id=END,
-        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        tie_word_embeddings=values["tie_word_embeddings"],
     )
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    generator = torch.Generator().manual_seed(2)
+    model = AutoModelForImageTextToText.from_config(config)
+    generator = torch.Generator().manual_seed(4)  # of which none samples an image token, which transformers refuses
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            start = 1.0 if "norm" in key or "ln_q" in key else 0.0
+            start = 1.0 if ("norm" in key or "ln_q" in key) and key.endswith("weight") else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15 + start)
     model.save_pretrained(folder)
+    means = {"image_mean": MEAN, "image_std": STD}
+    (folder / "preprocessor_config.json").write_text(json.dumps(means))
     return model.eval()
 
 
@@ -152,7 +169,7 @@ def expected_gradients(model: Any) -> dict[str, torch.Tensor]:
     """Gradients of the first of these losses, by the hub's names of tensors."""
     model = copy.deepcopy(model)
     (-torch.cat(expected_log_probs(model)).mean()).backward()
-    return {hub_name(name): p.grad for name, p in model.named_parameters()}
+    return {hub_name(name, model): p.grad for name, p in model.named_parameters()}
 
 
 def expected_tokens(model: Any, new: int) -> list[list[int]]:
@@ -166,8 +183,10 @@ def expected_tokens(model: Any, new: int) -> list[list[int]]:
     return found
 
 
-def hub_name(name: str) -> str:
+def hub_name(name: str, model: Any) -> str:
     """A parameter's name in the hub's files."""
+    if model.config.model_type != "qwen2_5_vl":
+        return name
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
