@@ -1,8 +1,9 @@
-"""Write a tiny Qwen2.5-VL with random weights, pictures of one to four squares, and questions about them.
+"""Write a tiny Qwen2.5-VL or Qwen3-VL with random weights, pictures of one to four squares, and questions about them.
 
     python examples/vision/make_data.py
+    python examples/vision/make_data.py --family qwen3_vl
 
-The model directory has the files of a downloaded Qwen2.5-VL: config.json, model.safetensors, a tokenizer with a chat
+The model directory has the files of a downloaded model: config.json, model.safetensors, a tokenizer with a chat
 template, preprocessor_config.json. In control.jsonl the pictures of train.jsonl are dealt anew: they say nothing about
 the answers. warmup.jsonl has questions and answers without pictures.
 """
@@ -21,10 +22,10 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
 
@@ -38,12 +39,21 @@ TEMPLATE = (
     "{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+ENCODERS = {
+    "qwen2_5_vl": {"depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"depth": 3, "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+}
+"""Sizes of the encoder that the families do not share."""
+SECTIONS = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [4, 2, 2]}
+"""Pairs of rotated channels by axis: time, height, width."""
+MODELS = {"qwen2_5_vl": "tiny-qwen2.5-vl", "qwen3_vl": "tiny-qwen3-vl"}
+"""Folder of each family's model."""
 TILE = 28
 """Side of a square in pixels, which becomes one token."""
 
 
-def write_model(folder: Path) -> None:
-    """A model of random weights, with one token per character, and its image processor."""
+def write_model(folder: Path, family: str) -> None:
+    """A model of a family with random weights, one token per character, and its image processor."""
     vocabulary = {token: number for number, token in enumerate([*MARKS, *IMAGE_MARKS, *CHARACTERS])}
     fast = Tokenizer(WordLevel(vocabulary, unk_token="<|unknown|>"))
     fast.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
@@ -57,7 +67,8 @@ def write_model(folder: Path) -> None:
     Qwen2VLImageProcessorPil(min_pixels=TILE**2, max_pixels=16 * TILE**2).save_pretrained(folder)
     torch.manual_seed(1)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    config = Qwen2_5_VLConfig(
+    config = AutoConfig.for_model(
+        family,
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": 64,
@@ -65,22 +76,21 @@ def write_model(folder: Path) -> None:
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
+            "head_dim": 16,
             "max_position_embeddings": 256,
             "initializer_range": 0.06,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": SECTIONS[family]},
             "bos_token_id": None,
             "eos_token_id": eos,
             "pad_token_id": pad,
         },
         vision_config={
-            "depth": 2,
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_heads": 2,
             "out_hidden_size": 64,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
             "initializer_range": 0.06,
+            **ENCODERS[family],
         },
         vision_start_token_id=vocabulary["<|vision_start|>"],
         vision_end_token_id=vocabulary["<|vision_end|>"],
@@ -88,7 +98,7 @@ def write_model(folder: Path) -> None:
         video_token_id=vocabulary["<|video_pad|>"],
         tie_word_embeddings=False,
     )
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = AutoModelForImageTextToText.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=[eos], pad_token_id=pad)
     model.save_pretrained(folder)
     print(f"{folder}: {sum(parameter.numel() for parameter in model.parameters()):,} parameters")
@@ -107,8 +117,9 @@ def draw(count: int, rng: np.random.Generator) -> Image.Image:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data/vision"), help="folder for model, pictures and texts")
+    parser.add_argument("--family", choices=MODELS, default="qwen2_5_vl", help="family of the model")
     args = parser.parse_args()
-    write_model(args.out / "tiny-qwen2.5-vl")
+    write_model(args.out / MODELS[args.family], args.family)
     (args.out / "pictures").mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
     rows = []

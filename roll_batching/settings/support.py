@@ -289,7 +289,7 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
             (ADAPTERS, other): f"{{1.name}} are not supported with {other.name} for now; leave it out"
             for other in (
                 *(ENGINE_LAYERS, VALUE_HEAD, MOVING_BIASES),
-                *_parts("multi_latent_attention hybrid vision gated_delta_net attention_output_gate add_bias_linear"),
+                *_parts("multi_latent_attention hybrid gated_delta_net attention_output_gate add_bias_linear"),
             )
         },
         (ADAPTERS, MORE_RANKS_THAN_HEADS): (

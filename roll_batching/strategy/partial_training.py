@@ -48,6 +48,8 @@ def prepare_partial_training(state: ModelState, model: ModelArgs, seed: int, *, 
     with consensus(state.layout.host_group, "making adapters"):
         for chunk in state.chunks:
             attach_adapters(chunk, model, seed)
+        if (source := model.model_name_or_path) is not None and state.architecture is not None:
+            _require_projections(state, source)
     adapters = AdapterState(
         targets=model.lora_target,
         rank=model.lora_rank,
@@ -213,6 +215,18 @@ def _require_adapters(state: ModelState) -> AdapterState:
     return state.adapters
 
 
+def _require_projections(state: ModelState, source: str) -> None:
+    """Raises `LayoutError` for adapters of experts that `source` stores in one tensor, for which PEFT has none."""
+    rules = rules_of(family_of(directory_of(source), state.own_family), state.architecture)
+    for gpt in map(gpt_of, state.chunks):
+        for path, layer in gpt.named_modules():
+            if hasattr(layer, "adapter") and rules[global_name(gpt, f"{path}.weight")].is_stacked:
+                raise LayoutError(
+                    f"lora_target names projections of experts, and {source} stores all experts of a layer in one "
+                    "tensor, for which PEFT has no adapters: leave gate_proj, up_proj and down_proj out"
+                )
+
+
 def _matrices(state: ModelState, source: str) -> Iterator[_Matrix]:
     """Yields this rank's shard of A and of B of every adapter."""
     assert state.architecture is not None  # `initialize` makes adapters, of built models only
@@ -224,10 +238,6 @@ def _matrices(state: ModelState, source: str) -> Iterator[_Matrix]:
                 continue
             name = global_name(gpt, f"{path}.weight")
             rule, groups = rules[name], gpt.pg_collection
-            if rule.is_stacked:
-                raise CheckpointError(
-                    f"{source} stores all experts together, for which PEFT has no adapters: use export"
-                )
             theirs = dict(zip(adapter.names, (name for name, _ in rule.theirs), strict=True))
             replicas = groups.expt_dp if layer.is_expert else groups.dp_cp
             for part in adapter.parts:

@@ -181,6 +181,40 @@ def test_frozen_encoders(prefix: str, model: Any) -> None:
         assert "embedding.word_embeddings.weight" in everyone[0][1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True, recompute=True), Layout(pp=2), Layout(dp=2)], ids=str)
+def test_adapters_of_the_text_model(layout: Layout, model: Any, tmp_path: Path, report: Callable[[str], None]) -> None:
+    """The export with adapters is what was trained, and the encoder in it what it was."""
+    from transformers import AutoModelForImageTextToText
+
+    is_mixture = model[1].config.model_type.endswith("moe")
+    targets, to = "q_proj,v_proj,o_proj" if is_mixture else "all-linear", tmp_path / "new"
+    payload = (str(model[0]), fitting(layout, model), targets, str(to))
+    everyone = run_ranks(2, "tests.huggingface.vision:adapted", payload)
+    before, after = tensors_of(model[0]), tensors_of(to)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.rsplit(".", 2)[1] for name in moved} >= {"q_proj", "v_proj", "o_proj"}
+    assert not any("visual." in name or "norm" in name or "embed" in name for name in moved)
+    with torch.no_grad():
+        expected = vision.expected_log_probs(AutoModelForImageTextToText.from_pretrained(to).eval())
+    gaps = [0.0]
+    for rank, losses, rows in everyone:
+        own = range(rank, len(expected), layout.dp)
+        gaps += [float((row - expected[i]).abs().max()) for row, i in zip(rows, own, strict=True) if len(row)]
+        assert losses[2] < losses[1] < losses[0]
+    report(f"{layout!s:20} losses {losses}, the export's log-probs {max(gaps):.1e}")
+    assert max(gaps) < LIMIT
+
+
+@pytest.mark.bad_input
+def test_adapters_of_stacked_experts_are_refused(tmp_path: Path) -> None:
+    from tests.support.ranks import RanksFailed
+
+    vision.write_model(tmp_path, "qwen3_vl_moe")
+    with pytest.raises(RanksFailed, match="PEFT has no adapters: leave gate_proj, up_proj and down_proj out"):
+        run_ranks(1, "tests.huggingface.vision:adapted", (str(tmp_path), Layout(), "q_proj,up_proj", ""))
+
+
 MATRIX = [
     [
         (Layout(tp=2), {}),

@@ -1,4 +1,4 @@
-"""Jobs with images from a directory of a tiny Qwen2.5-VL: losses against transformers, GRPO, and what is refused."""
+"""Jobs with images from tiny vision-language models: losses against transformers, GRPO, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,8 +22,17 @@ SIZES = [(70, 50), (), (28, 28), (200, 90), (56, 56), (), (90, 40), (30, 120)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vision")
-    vision.write_directory(folder / "model")
+    return write_job_files(tmp_path_factory.mktemp("vision"), "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def family_folder(request, tmp_path_factory):
+    return write_job_files(tmp_path_factory.mktemp("vision"), request.param)
+
+
+def write_job_files(folder: Path, family: str) -> Path:
+    """A model directory and records with images in `folder`."""
+    vision.write_directory(folder / "model", family=family)
     rows = []
     for number, size in enumerate(SIZES):
         content = f"what is {number}?"
@@ -84,9 +93,9 @@ def losses(folder: Path, name: str):
 def losses_of_transformers(folder: Path, steps: int):
     """Losses of AdamW steps over all records, by transformers' processor, model and torch alone."""
     from PIL import Image
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "model", dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     processor = vision.processor(folder / "model")
     samples = []
     for line in (folder / "data.jsonl").read_text().splitlines():
@@ -127,18 +136,19 @@ LAYOUTS = {
 }
 
 
-def test_losses_of_a_job_are_those_of_transformers(folder, report):
-    run_ranks(1, "tests.jobs.rl.jobs:run", job(folder, "one"))
-    expected = losses_of_transformers(folder, 3)
-    torch.testing.assert_close(losses(folder, "one"), expected, atol=2e-5, rtol=1e-5)
-    report(f"losses of three steps: {losses(folder, 'one')}, transformers {expected}")
+def test_losses_of_a_job_are_those_of_transformers(family_folder, report):
+    run_ranks(1, "tests.jobs.rl.jobs:run", job(family_folder, "one"))
+    expected = losses_of_transformers(family_folder, 3)
+    torch.testing.assert_close(losses(family_folder, "one"), expected, atol=2e-5, rtol=1e-5)
+    report(f"losses of three steps: {losses(family_folder, 'one')}, transformers {expected}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_do_not_depend_on_the_layout(folder, layout):
-    run_ranks(2, "tests.jobs.rl.jobs:run", job(folder, layout, **LAYOUTS[layout]))
-    torch.testing.assert_close(losses(folder, layout), losses_of_transformers(folder, 3), atol=2e-5, rtol=1e-5)
+def test_losses_do_not_depend_on_the_layout(family_folder, layout):
+    run_ranks(2, "tests.jobs.rl.jobs:run", job(family_folder, layout, **LAYOUTS[layout]))
+    expected = losses_of_transformers(family_folder, 3)
+    torch.testing.assert_close(losses(family_folder, layout), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -275,9 +285,10 @@ def test_grpo_with_fewer_held_out_prompts_than_ranks_and_masked_samples(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", RL_LAYOUTS)
-def test_grpo_does_not_depend_on_the_layout(folder, layout, report):
-    if not (folder / "runs" / "rl one").exists():
-        run_ranks(1, "tests.jobs.rl.jobs:run", rl(folder, "rl one"))
-    run_ranks(2, "tests.jobs.rl.jobs:run", rl(folder, layout, **RL_LAYOUTS[layout]))
-    report(f"{progress(folder, layout)}")
-    torch.testing.assert_close(progress(folder, layout), progress(folder, "rl one"), atol=2e-5, rtol=1e-5)
+def test_grpo_does_not_depend_on_the_layout(family_folder, layout, report):
+    if not (family_folder / "runs" / "rl one").exists():
+        run_ranks(1, "tests.jobs.rl.jobs:run", rl(family_folder, "rl one"))
+    run_ranks(2, "tests.jobs.rl.jobs:run", rl(family_folder, layout, **RL_LAYOUTS[layout]))
+    report(f"{progress(family_folder, layout)}")
+    expected = progress(family_folder, "rl one")
+    torch.testing.assert_close(progress(family_folder, layout), expected, atol=2e-5, rtol=1e-5)

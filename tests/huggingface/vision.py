@@ -1,5 +1,4 @@
-"""Tiny vision-language models, samples with images, and their results by transformers; functions that ranks run on them.
-"""
+"""Tiny vision-language models, samples with images, their results by transformers, and functions that ranks run."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.huggingface.ranks import role, streamed
+from tests.huggingface.test_adapters import strategy_of as adapted_strategy
 from tests.support.layouts import Layout
 from tests.support.ranks import meet, part
 
@@ -323,6 +323,15 @@ def frozen(payload: tuple[str, Layout, str]) -> tuple[list[float], list[str]]:
     named = [(name, p, p.detach().clone()) for chunk in strategy.chunks for name, p in gpt_of(chunk).named_parameters()]
     found = losses(strategy, 2, 1e-2)
     return found, [name for name, parameter, before in named if not torch.equal(parameter, before)]
+
+
+def adapted(payload: tuple[str, Layout, str, str]) -> tuple[int, list[float], list[torch.Tensor]]:
+    """(data-parallel rank, losses, log-probs after) of steps of LoRA, whose model is exported with them."""
+    directory, layout, targets, to = payload
+    strategy = adapted_strategy(directory, layout, lora_target=targets, lora_rank=4)
+    found = losses(strategy, 3, 1e-2)
+    strategy.export(to)
+    return strategy.layout.dp_rank, found, log_probs(strategy)
 
 
 def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str, Any]]:

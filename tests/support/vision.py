@@ -1,4 +1,4 @@
-"""A directory of a tiny Qwen2.5-VL, made with transformers, and images for it."""
+"""Directories of tiny vision-language models, made with transformers, and images for them."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Any:
     return tokenizer
 
 
-def config(**changes: Any) -> Any:
+def config(family: str = "qwen2_5_vl", **changes: Any) -> Any:
     """Settings of the tiny model; `changes` of the text model."""
-    from transformers import Qwen2_5_VLConfig
+    from transformers import AutoConfig
 
     text = {
         "vocab_size": VOCABULARY,
@@ -79,10 +79,16 @@ def config(**changes: Any) -> Any:
         "patch_size": 14,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
     }
-    return Qwen2_5_VLConfig(
+    if family == "qwen2_5_vl":
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    else:
+        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        text["head_dim"] = 8
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.0}
+    return AutoConfig.for_model(
+        family,
         text_config=text,
         vision_config=vision,
         image_token_id=IMAGE,
@@ -93,19 +99,26 @@ def config(**changes: Any) -> Any:
     )
 
 
-def write_directory(folder: Path, *, weights: bool = True, template: str | None = TEMPLATE, **changes: Any) -> Path:
+def write_directory(
+    folder: Path,
+    *,
+    weights: bool = True,
+    template: str | None = TEMPLATE,
+    family: str = "qwen2_5_vl",
+    **changes: Any,
+) -> Path:
     """A model directory, without weights where only images and texts are read."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, template)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     if not weights:
-        config(**changes).save_pretrained(folder)
+        config(family, **changes).save_pretrained(folder)
         return folder
     import torch
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(5)
-    Qwen2_5_VLForConditionalGeneration(config(**changes)).save_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config(family, **changes)).save_pretrained(folder)
     return folder
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from roll_batching.modeling import vision
 from roll_batching.settings.model_parts import VisionConfig
@@ -21,26 +22,42 @@ def rehearse_encoders(device: str) -> None:
     AttentionInterface.register(_ATTENTION, _attend)
     where = fake_cuda.DEVICE if device == "cuda" else torch.device("cpu")
 
-    class RehearsedEncoder(vision.VisionEncoder):
-        """Runs transformers' encoder on fake tensors; windows of equal length share one attention call."""
+    for name, encoder in vision.ENCODERS.items():
+        vision.ENCODERS[name] = _rehearsed(encoder, where)
 
+
+def _rehearsed(encoder: Any, where: torch.device) -> Any:
+    """Class of a transformers encoder that runs on fake tensors; windows of equal length share one attention call."""
+
+    class RehearsedEncoder(encoder):  # type: ignore[misc]
         def __init__(self, config: Any, settings: VisionConfig) -> None:
             config._attn_implementation = _ATTENTION
             with _NoDraws(), where:  # real weights would fill the host's memory
                 super().__init__(config, settings)
-            self.get_submodule("rotary_pos_emb").register_forward_pre_hook(
-                lambda _, args: tuple(value.to(where) if isinstance(value, torch.Tensor) else value for value in args)
-            )
+            for name in {"rotary_pos_emb", "pos_embed"} & dict(self.named_children()).keys():
+                self.get_submodule(name).register_forward_pre_hook(
+                    lambda _, args: tuple(x.to(where) if isinstance(x, torch.Tensor) else x for x in args)
+                )
             for number in range(settings.depth):
                 attention = self.get_submodule(f"blocks.{number}.attn")
                 attention.register_forward_pre_hook(_join_windows, with_kwargs=True)
 
-        def encode(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-            with _HostFactories():
-                return super().encode(pixels, grids)
+        def forward(self, frames: torch.Tensor, grids: torch.Tensor) -> Any:
+            positions = {}
+            if hasattr(self, "pos_embed"):  # transformers would multiply weights on the host with embeddings
+                indices, weights = get_vision_interpolation_indices_and_weights(
+                    grids, self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners,
+                    self.config.spatial_merge_size,
+                )  # fmt: skip
+                positions = {"interp_indices": indices, "interp_weights": weights.to(where)}
+            return super().forward(frames, grids, **positions)
 
-    module: Any = vision
-    module.VisionEncoder = RehearsedEncoder
+        def encode(self, pixels: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
+            with _HostFactories():
+                features: list[torch.Tensor] = super().encode(pixels, grids)
+            return features
+
+    return RehearsedEncoder
 
 
 class _NoDraws(TorchDispatchMode):

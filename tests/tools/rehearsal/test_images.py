@@ -31,11 +31,20 @@ VISION = {
 }
 
 
-def vision_job(pixels: int = 8192, **keys: Any) -> dict[str, Any]:
+DEEPSTACK = {name: value for name, value in VISION.items() if name not in ("window_size", "fullatt_block_indexes")} | {
+    "type": "qwen3_vl",
+    "num_position_embeddings": 100,
+    "deepstack_visual_indexes": [0, 1],
+    "mrope_section": [6, 5, 5],
+    "mrope_interleaved": True,
+}
+
+
+def vision_job(pixels: int = 8192, vision: Any = VISION, **keys: Any) -> dict[str, Any]:
     """A job whose images have at most `pixels`, 64 of them a token."""
     data = {"file_name": "data.jsonl", "messages": "messages", "images": "images", "image_max_pixels": pixels}
     train = {"data_args": data, **keys.pop("train", {})}
-    return job_of(architecture={"vision": VISION}, train=train, pretrain="Qwen2.5-VL", **keys)
+    return job_of(architecture={"vision": vision}, train=train, pretrain="Qwen2.5-VL", **keys)
 
 
 SFT: dict[str, Any] = {"task": "sft", "sequence_length": 200}
@@ -47,6 +56,7 @@ RL: dict[str, Any] = {
 }
 JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "RL": (vision_job(**RL), 1),
+    "deepstack, PP2, full recompute": (vision_job(vision=DEEPSTACK, megatron=PP2 | FULL, **SFT), 2),
     "PP2": (vision_job(megatron=PP2, **SFT), 2),
     "dynamic, DP2": (vision_job(batching=DYNAMIC, megatron=SHARDED, **SFT), 2),
     "padded, CP2": (vision_job(batching=PADDED, megatron=CP2, **SFT), 2),
