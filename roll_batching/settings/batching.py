@@ -27,7 +27,6 @@ PASSES_OF_ROLES: dict[str, tuple[Pass, ...]] = {
 
 PREFIX_OBSTACLES = {
     "mtp_num_layers": "heads of multi-token prediction read the token after each, which differs where samples part",
-    "vision": "the same image tokens may stand for different images",
 }
 """By key of the architecture, why each sample computes a prefix that it shares with others."""
 CP_SIZE_OBSTACLES = {

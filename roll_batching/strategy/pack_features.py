@@ -57,8 +57,6 @@ def sharing_obstacle(state: ModelState) -> str | None:
         )
     if settings := random_settings(gpt.config):
         return f"samples with a common prefix would share its random numbers ({', '.join(settings)}): set these to 0"
-    if state.vision is not None:
-        return PREFIX_OBSTACLES["vision"]
     if state.heads:
         return PREFIX_OBSTACLES["mtp_num_layers"]
     if state.architecture is None and recurrent_layers(gpt.config) is not None:

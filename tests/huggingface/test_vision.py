@@ -48,9 +48,10 @@ def check(model: tuple[Path, Any], cases: list[tuple[Layout, dict[str, Any]]], r
         wishes = {} if "steps" in wanted else {"gradients": str(gradients)}
         payload.append((str(folder), layout, {**wishes, **wanted}))
     everyone = run_ranks(cases[0][0].ranks, "tests.huggingface.vision:answers", payload, timeout=600)
+    copies = cases[0][1].get("copies", 1)
     with torch.no_grad():
-        expected = vision.expected_log_probs(reference)
-    slopes = vision.expected_gradients(reference)
+        expected = vision.expected_log_probs(reference, copies)
+    slopes = vision.expected_gradients(reference, copies)
     for number, (layout, wanted) in enumerate(cases):
         for mine in (of_rank[number] for of_rank in everyone):
             own = range(mine["dp_rank"], len(expected), layout.dp)
@@ -87,6 +88,16 @@ def test_packs_on_one_rank(model: Any, report: Callable[[str], None]) -> None:
 def test_two_ranks(model: Any, report: Callable[[str], None]) -> None:
     layouts = [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)]
     check(model, [(layout, {}) for layout in layouts], report)
+
+
+MORE = (Layout(tp=2, sp=True, recompute=True), Layout(pp=2), Layout(cp=2), Layout(dp=2))
+SHARED = [Layout(), *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE)]
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=str)
+def test_prompts_with_images_are_computed_once(layout: Layout, model: Any, report: Callable[[str], None]) -> None:
+    """Three samples each have a prompt and its images in common; they share packs, where these are encoded once."""
+    check(model, [(layout, {"copies": 3})], report)
 
 
 SAMPLED = [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2)]

@@ -89,8 +89,8 @@ def write_model(folder: Path, family: str = "qwen2_5_vl", **text: Any) -> Any:
     return model.eval()
 
 
-def samples() -> list[dict[str, torch.Tensor]]:
-    """Token ids, uint8 patches and grids of `SAMPLES`."""
+def samples(copies: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Token ids, uint8 patches and grids of `SAMPLES`; with `copies` each of them with so many different endings."""
     generator = torch.Generator().manual_seed(9)
     made = []
     for parts in SAMPLES:
@@ -114,7 +114,11 @@ def samples() -> list[dict[str, torch.Tensor]]:
                 "image_grid_thw": torch.tensor(grids, dtype=torch.int64).view(-1, 3),
             }
         )
-    return made
+    if copies == 1:
+        return made
+    endings = torch.randint(0, IMAGE, (len(made), copies, 3), generator=generator)
+    pairs = [(row, ending) for row, own in zip(made, endings, strict=True) for ending in own]
+    return [{**row, "input_ids": torch.cat([row["input_ids"], ending])} for row, ending in pairs]
 
 
 def batch(rows: list[dict[str, torch.Tensor]] | None = None) -> Any:
@@ -142,10 +146,10 @@ def inputs(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return values | {"pixel_values": frames, "image_grid_thw": row["image_grid_thw"], "mm_token_type_ids": types}
 
 
-def expected_log_probs(model: Any) -> list[torch.Tensor]:
+def expected_log_probs(model: Any, copies: int = 1) -> list[torch.Tensor]:
     """Of each sample's tokens given those before, from the second on, by transformers alone."""
     found = []
-    for row in samples():
+    for row in samples(copies):
         logits = model(**inputs(row)).logits[0, :-1].log_softmax(-1)
         found.append(logits.gather(1, row["input_ids"][1:, None])[:, 0])
     return found
@@ -165,10 +169,10 @@ def expected_losses(model: Any, steps: int, rate: float) -> list[float]:
     return losses
 
 
-def expected_gradients(model: Any) -> dict[str, torch.Tensor]:
+def expected_gradients(model: Any, copies: int = 1) -> dict[str, torch.Tensor]:
     """Gradients of the first of these losses, by the hub's names of tensors."""
     model = copy.deepcopy(model)
-    (-torch.cat(expected_log_probs(model)).mean()).backward()
+    (-torch.cat(expected_log_probs(model, copies)).mean()).backward()
     return {hub_name(name, model): p.grad for name, p in model.named_parameters()}
 
 
@@ -199,33 +203,34 @@ def strategy_of(directory: str, layout: Layout, mode: str = "packed", **settings
     return strategy
 
 
-def share(place: Any) -> Any:
+def share(place: Any, copies: int = 1) -> Any:
     """This data-parallel rank's part of `batch`."""
-    whole = batch()
+    whole = batch(samples(copies))
     return whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
 
 
-def log_probs(strategy: Any) -> list[torch.Tensor]:
+def log_probs(strategy: Any, copies: int = 1) -> list[torch.Tensor]:
     """As `expected_log_probs`, of this rank's share."""
-    from roll_batching.samples import collect, distribute, gather_lengths
+    from roll_batching.samples import collect, distribute
 
-    local = share(strategy.layout)
-    plan = strategy.plan(gather_lengths(local), forward=True)
+    local = share(strategy.layout, copies)
+    plan = strategy.plan(strategy.gather_table(local), forward=True)
+    assert (copies > 1) == any(mb.shared.any() for of_rank in plan.micro_batches for mb in of_rank)
     found = collect(strategy.compute_log_probs(distribute(local, plan), plan), plan).to_lists("log_probs")
     return [row[:-1] for row in found]
 
 
-def losses(strategy: Any, steps: int, rate: float) -> list[float]:
+def losses(strategy: Any, steps: int, rate: float, copies: int = 1) -> list[float]:
     """As `expected_losses`."""
     from roll_batching.losses import SFTLoss
-    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.samples import distribute
     from roll_batching.settings import TrainingArgs
 
     strategy.start_phase(TrainingArgs(learning_rate=rate, max_grad_norm=0.0))
     found = []
     for _ in range(steps):
-        local = share(strategy.layout)
-        plan = strategy.plan(gather_lengths(local))
+        local = share(strategy.layout, copies)
+        plan = strategy.plan(strategy.gather_table(local))
         found.append(strategy.train_step(distribute(local, plan), plan, SFTLoss()).loss)
     return found
 
@@ -340,7 +345,8 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
     for number, (directory, layout, wanted) in enumerate(payload):
         meet(number)
         strategy = strategy_of(directory, layout, wanted.get("mode", "packed"), **wanted.get("settings", {}))
-        one: dict[str, Any] = {"dp_rank": strategy.layout.dp_rank, "log_probs": log_probs(strategy)}
+        copies = wanted.get("copies", 1)
+        one: dict[str, Any] = {"dp_rank": strategy.layout.dp_rank, "log_probs": log_probs(strategy, copies)}
         if "new" in wanted:
             one["tokens"], one["gap"] = sampled(strategy, wanted["new"])
         if "steps" in wanted:
@@ -349,7 +355,7 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
             strategy.export(wanted["export"])
             streamed(strategy, wanted["export"])
         if "gradients" in wanted:
-            losses(strategy, 1, 1e-9)
+            losses(strategy, 1, 1e-9, copies)
             write_gradients(strategy, wanted["gradients"])
         found.append(one)
         del strategy

@@ -235,8 +235,11 @@ PACKING_REFUSALS = refusals_of(
 )
 """Pairs of features of a role's packing and layout that are refused."""
 PACKING_TESTED = {
-    (f.SHARED_PACKS, f.ROLE_PARTS[ARCHITECTURE_FEATURES[key]]): "strategy/test_trees_with_states.py"
-    for key in ("gated_delta_net", "hybrid")
+    (f.SHARED_PACKS, f.ROLE_PARTS[ARCHITECTURE_FEATURES["vision"]]): "huggingface/test_vision.py",
+    **{
+        (f.SHARED_PACKS, f.ROLE_PARTS[ARCHITECTURE_FEATURES[key]]): "strategy/test_trees_with_states.py"
+        for key in ("gated_delta_net", "hybrid")
+    },
 }
 """Pairs of such features that a test trains together, and the test below `tests`."""
 
