@@ -176,12 +176,12 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_040
+MOST_FILES, MOST_LINES = 100, 18_070
 LINES = {
     "": 850,
     "commands": 1_450,
     "distributed": 800,
-    "huggingface": 2_600,
+    "huggingface": 2_730,
     "integrations": 3_015,
     "jobs": 650,
     "jobs.config": 6_720,
@@ -203,12 +203,12 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 5_640,
+    "modeling": 5_760,
     "packing": 1_750,
     "planning": 10_250,
     "samples": 2_300,
-    "settings": 3_280,
-    "strategy": 7_470,
+    "settings": 3_330,
+    "strategy": 7_480,
     "tools": 50,
     "tools.conversion": 6_400,
     "tools.rehearsal": 3_750,

@@ -61,11 +61,7 @@ _DEEPSEEK = {
     "head_dim": None,
     "rope_interleave": True,
 }
-_DEEPSEEK_ALWAYS = {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-}
+_DEEPSEEK_ALWAYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -303,11 +299,10 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-_MODULES = {
-    **dict.fromkeys(("minimax_m2", "nemotron_h"), "family_layers"),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "vision_families"),
+_MODULES = {"family_layers": "minimax_m2 nemotron_h", "vision_families": "qwen2_5_vl qwen3_vl qwen3_vl_moe"}
+IN_MODULES = {
+    name: f"{__package__}.{file}:{name.upper()}" for file, names in _MODULES.items() for name in names.split()
 }
-IN_MODULES = {name: f"roll_batching.huggingface.{file}:{name.upper()}" for name, file in _MODULES.items()}
 """Families that few models need, in modules that are imported for them alone."""
 MISSING: Mapping[str, str] = {
     "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",

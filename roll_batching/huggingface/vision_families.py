@@ -212,6 +212,8 @@ def translate_vision(config: Mapping[str, Any], family: Family, result: Any) -> 
     else:
         text_fields = dict(config["text_config"]) if isinstance(config["text_config"], Mapping) else {}
     other_fields.pop("vision_token_id", None)
+    if family.mixture:  # transformers writes its default there, true, and reads the field beside text_config
+        text_fields.pop("tie_word_embeddings", None)
     settings: dict[str, Any] = dict(fields.settings)
     alternates = settings.get("mrope_interleaved")
     for name in ("rope_parameters", "rope_scaling"):

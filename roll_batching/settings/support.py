@@ -385,6 +385,8 @@ ROLE_TESTED = {
     (SLICES, SINKS): "strategy/test_slices.py",
     (SLICES, VALUE_HEAD): "strategy/test_slices.py",
     (ADAPTERS, LOCAL_LAYERS): "strategy/test_adapters.py",
+    (ADAPTERS, VISION): "huggingface/test_vision.py",
+    (EXPERTS, VISION): "huggingface/test_vision.py",
     (HEADS, LOCAL_LAYERS): "strategy/test_mtp.py",
     (FP8, ENGINE_LAYERS): "te/test_fp8.py",
 }

@@ -59,7 +59,7 @@ def test_features_are_those_of_the_processor_and_the_encoder(model: Any) -> None
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from roll_batching.modeling.vision import VisionEncoder
+    from roll_batching.modeling.vision import Qwen2_5_VLEncoder
 
     processor = Qwen2VLImageProcessorPil(
         patch_size=vision.PATCH, merge_size=vision.MERGE, temporal_patch_size=vision.FRAMES, min_pixels=64,
@@ -74,11 +74,11 @@ def test_features_are_those_of_the_processor_and_the_encoder(model: Any) -> None
     assert torch.equal(frames[:, :, 0], frames[:, :, 1])
     pixels = frames[:, :, 0].flatten(1)
     assert torch.equal(pixels, pixels.to(torch.uint8).to(pixels.dtype))
-    encoder = VisionEncoder(model.model.visual.config, CONFIG)
+    encoder = Qwen2_5_VLEncoder(model.model.visual.config, CONFIG)
     encoder.load_state_dict(model.model.visual.state_dict())
     with torch.no_grad():
         wanted = model.model.visual(whole["pixel_values"], grid_thw=grids).pooler_output
-        found = encoder.encode(pixels.to(torch.uint8), grids)
+        (found,) = encoder.encode(pixels.to(torch.uint8), grids)
     assert float((found - wanted).abs().max()) < 1e-5
     assert len(found) == int(grids.prod()) // vision.MERGE**2
     cast = encoder.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`config.json` and image processor of Qwen2.5-VL: as transformers reads them, and errors."""
+"""`config.json` and image processor of vision-language models: as transformers reads them, and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.families import load_family, rules_of
 from roll_batching.huggingface.tensors import Sizes, expected_tensors
-from roll_batching.settings.model import describe_model
+from roll_batching.settings.model import ModelArgs, describe_model
+from tests.campaigns.peer_configs.jobs import FACTS
 from tests.huggingface import vision
 from tests.huggingface.test_config_json import architecture_of
 
@@ -54,6 +55,62 @@ def test_both_spellings_have_the_tensors_of_transformers(report: Any) -> None:
     wanted = {vision.hub_name(name, model): tuple(tensor.shape) for name, tensor in model.named_parameters()}
     assert found == wanted
     report(f"{len(found):,} tensors, {sum(torch.Size(shape).numel() for shape in found.values()):,} parameters")
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL-4B-Thinking", "Qwen3-VL-32B-Thinking", "Qwen3-VL-30B-A3B-Instruct"])
+def test_published_models_have_the_tensors_of_transformers(name: str, report: Any) -> None:
+    """Experts' matrices are transposed in transformers 5."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = FACTS["configs"][f"Qwen/{name}"]
+    architecture, family = architecture_of(config), load_family(config["model_type"])
+    found = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
+    known = {name: value for name, value in config.items() if name != "architectures"}
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**known))
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    wanted = {name: (shape[0], *shape[:0:-1]) if ".experts." in name else shape for name, shape in wanted.items()}
+    assert found == wanted
+    written = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": config["architectures"]}
+    assert architecture_of(written) == architecture
+    report(f"{name}: {len(found):,} tensors, {sum(torch.Size(shape).numel() for shape in found.values()):,} parameters")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("part", "changes", "words"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": [24]}, "must be ascending layers below depth=24"),
+        ("vision_config", {"deepstack_visual_indexes": [5, 3]}, "must be ascending layers"),
+        ("vision_config", {"num_position_embeddings": 2300}, "num_position_embeddings must be a square"),
+        ("vision_config", {"window_size": 112}, "vision_config.window_size: 112 is an unknown field"),
+        ("text_config", {"rope_scaling": {"mrope_interleaved": False}}, "rope_scaling.mrope_interleaved must be true"),
+        ("text_config", {"rope_scaling": {"mrope_section": [24, 24, 16]}}, "height and width take turns with time"),
+        ("text_config", {"num_hidden_layers": 2}, "has outputs for 3 layers, and the model 2"),
+    ],
+)
+def test_refused_fields_of_qwen3_vl(part: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = FACTS["configs"]["Qwen/Qwen3-VL-4B-Thinking"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, part: {**config[part], **changes}}))
+    found = describe_model(str(tmp_path))
+    assert found is not None and words in "; ".join(found.problems), found.problems
+
+
+@pytest.mark.bad_input
+def test_stages_without_the_first_layers_are_refused() -> None:
+    from roll_batching.settings import MegatronConfig
+    from roll_batching.settings.support import ROLE_REFUSALS, Parts, refused_pairs
+
+    architecture = architecture_of(FACTS["configs"]["Qwen/Qwen3-VL-4B-Thinking"])
+
+    def errors(**layout: Any) -> list[str]:
+        parts = Parts(ModelArgs(), architecture, MegatronConfig(**layout), "local")
+        return [row.error(parts) for row in refused_pairs(ROLE_REFUSALS, parts)]
+
+    assert errors(pipeline_model_parallel_size=12) == []
+    (error,) = errors(pipeline_model_parallel_size=18)
+    assert "pipeline_model_parallel_size: leaves the first model chunk fewer layers" in error
+    assert errors(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=2) == [error]
 
 
 @pytest.mark.bad_input

@@ -200,7 +200,6 @@ def vision_settings(**changes: Any) -> dict[str, Any]:
     ("architecture", "message"),
     [
         (settings(mtp_num_layers=1), "mtp_num_layers is not supported with vision"),
-        (settings(moe={"num_experts": 4}), "moe is not supported with vision"),
         (settings(sliding_window=8), "sliding_window is not supported with vision"),
         (settings(hidden_dropout=0.1), "hidden_dropout is not supported with vision"),
         (settings(rotary_percent=0.5), "rotary_percent is not supported with vision"),
@@ -256,14 +255,12 @@ def refused(_: None) -> dict[str, str]:
 
     cases: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         "critic": (MegatronInferStrategy, {}, {"value_head": True}, {}),
-        "adapters": (MegatronTrainStrategy, {}, {"lora_target": "q_proj"}, {}),
         "attention": (
             MegatronTrainStrategy,
             {"attention_backend": "tests.support.own_attention:RotatedByTheModel"},
             {},
             {},
         ),
-        "prefixes": (MegatronTrainStrategy, {}, {}, {"share_prefixes": True}),
         "sizes of context parallelism": (MegatronTrainStrategy, {"context_parallel_size": "auto"}, {}, {}),
     }
     found = {}
@@ -283,10 +280,8 @@ def refused(_: None) -> dict[str, str]:
 
 REFUSED = {
     "critic": "a critic with a vision encoder is not supported",
-    "adapters": "adapters .lora_target. are not supported with a vision encoder",
     "attention": "choose attention_backend dense, varlen or flash_attn",
     "sizes of context parallelism": "max_cp_size=2 gives each pack .* a vision encoder is tested with one",
-    "prefixes": "share_prefixes is true, but the same image tokens",
 }
 
 

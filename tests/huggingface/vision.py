@@ -84,8 +84,9 @@ def write_model(folder: Path, family: str = "qwen2_5_vl", **text: Any) -> Any:
             start = 1.0 if ("norm" in key or "ln_q" in key) and key.endswith("weight") else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15 + start)
     model.save_pretrained(folder)
-    means = {"image_mean": MEAN, "image_std": STD}
-    (folder / "preprocessor_config.json").write_text(json.dumps(means))
+    if family != "qwen2_5_vl":  # whose own numbers are these
+        means = {"image_mean": MEAN, "image_std": STD}
+        (folder / "preprocessor_config.json").write_text(json.dumps(means))
     return model.eval()
 
 
@@ -345,8 +346,12 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
     for number, (directory, layout, wanted) in enumerate(payload):
         meet(number)
         strategy = strategy_of(directory, layout, wanted.get("mode", "packed"), **wanted.get("settings", {}))
-        copies = wanted.get("copies", 1)
+        copies, encoded = wanted.get("copies", 1), list[int]()
+        for module in strategy.chunks[0].modules():
+            if hasattr(module, "image_mean"):
+                module.register_forward_hook(lambda _, arguments, output: encoded.append(len(arguments[1])))
         one: dict[str, Any] = {"dp_rank": strategy.layout.dp_rank, "log_probs": log_probs(strategy, copies)}
+        one["encoded"] = sum(encoded)
         if "new" in wanted:
             one["tokens"], one["gap"] = sampled(strategy, wanted["new"])
         if "steps" in wanted:
