@@ -144,13 +144,14 @@ def test_files_come_back_to_the_bit(older: bool, model: Any, tmp_path: Path) -> 
     if family == "qwen3_vl" and older:
         pytest.skip("both versions write the same")
     if family == "qwen3_vl_moe":
-        layout = Layout(tp=2, sp=True) if older else Layout(dp=2, ep=2)
+        layout = Layout(tp=2, sp=True) if older else Layout(tp=2, sp=True, dp=2, ep=2)
     folder = tmp_path / "model"
     shutil.copytree(model[0], folder)
     if older:
         rewrite_tensors(folder, family)
     before = tensors_of(folder)
-    run_ranks(2, "tests.huggingface.vision:answers", [(str(folder), layout, {"export": str(tmp_path / "new")})])
+    payload = [(str(folder), layout, {"export": str(tmp_path / "new")})]
+    run_ranks(layout.ranks, "tests.huggingface.vision:answers", payload)
     after = tensors_of(tmp_path / "new")
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert (tmp_path / "new" / "config.json").read_bytes() == (folder / "config.json").read_bytes()

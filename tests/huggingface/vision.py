@@ -349,7 +349,7 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
         copies, encoded = wanted.get("copies", 1), list[int]()
         for module in strategy.chunks[0].modules():
             if hasattr(module, "image_mean"):
-                module.register_forward_hook(lambda _, arguments, output: encoded.append(len(arguments[1])))
+                module.register_forward_hook(lambda _, inputs, output, counts=encoded: counts.append(len(inputs[1])))
         one: dict[str, Any] = {"dp_rank": strategy.layout.dp_rank, "log_probs": log_probs(strategy, copies)}
         one["encoded"] = sum(encoded)
         if "new" in wanted:
