@@ -167,7 +167,7 @@ class VisionLanguageModel(GPTModel):
             if not is_sharded and torch.cuda.is_available():
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         if self.config.recompute_granularity == "full":
-            encoder.gradient_checkpointing_enable({"use_reentrant": False})
+            encoder.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         for index in range(len(getattr(encoder.config, "deepstack_visual_indexes", ()))):
             self.decoder.layers[index].register_forward_hook(_add_deepstack(index), with_kwargs=True)
 
