@@ -22,8 +22,9 @@ from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.modeling.transformer_config import transformer_config
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
+from roll_batching.settings.training import LOSS_SCALE_KEYS
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -92,7 +93,7 @@ def build_chunks(
                 from roll_batching.modeling.layer_modules import scale_embedding
 
                 scale_embedding(gpt)
-            chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
+            chunks.append(Float16Module(config, gpt) if config.bf16 or config.fp16 else gpt)
             keep_expert_biases_in_fp32(gpt)
     return chunks
 
@@ -214,7 +215,7 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig, training: TrainingArgs
     if in_fp32 is None:
         in_fp32 = strategy.main_grads_dtype == "fp32"
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.bf16 and in_fp32,
+        grad_reduce_in_fp32=(config.bf16 or config.fp16) and in_fp32,
         use_distributed_optimizer=_has_gradient_shards(training, strategy),
         overlap_grad_reduce=strategy.overlap_grad_reduce,
         overlap_param_gather=strategy.overlap_param_gather,
@@ -259,6 +260,7 @@ def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: to
         clip_grad=training.max_grad_norm,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
+        **_loss_scale_options(training, dtype),
         use_distributed_optimizer=_has_gradient_shards(training, strategy),
         overlap_param_gather=strategy.overlap_param_gather,
         use_precision_aware_optimizer=strategy.use_precision_aware_optimizer,
@@ -286,9 +288,17 @@ def _muon_options(training: TrainingArgs, strategy: MegatronConfig) -> dict[str,
     return {"optimizer": "muon", **switches, **{theirs: getattr(training, ours) for ours, theirs in names.items()}}
 
 
+def _loss_scale_options(training: TrainingArgs, dtype: torch.dtype) -> dict[str, Any]:
+    """Options of Megatron's loss scale. With one, `loss_scale` would scale the loss of bf16 models, too."""
+    if dtype is not torch.float16:
+        return {}
+    return {"fp16": True, **{key: getattr(training, key) for key in LOSS_SCALE_KEYS}}
+
+
 def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype) -> Any:
     """Megatron's optimizer for the wrapped chunks, with gradient clipping, sharded over DP ranks if configured.
 
+    In fp16 the schedules multiply the loss by its loss scale: sets the config's `grad_scale_func`.
     Raises `LayoutError` if the chunks are wrapped for another optimizer.
     """
     from megatron.core.optimizer import get_megatron_optimizer
@@ -305,7 +315,10 @@ def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: Megatro
 
         shards = strategy.use_distributed_optimizer
         return get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=shards)
-    return get_megatron_optimizer(config, chunks)
+    optimizer = get_megatron_optimizer(config, chunks)
+    if dtype is torch.float16:
+        chunks[0].config.grad_scale_func = optimizer.scale_loss
+    return optimizer
 
 
 _DECAY_STYLES = {

@@ -42,6 +42,7 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
         "perform_initialization": initialize,
         "use_cpu_initialization": layout.device.type == "cpu",
         "variable_seq_lengths": layout.pp_size > 1,

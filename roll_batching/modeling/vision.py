@@ -235,7 +235,7 @@ def vision_options(
             deepstack_visual_indexes=list(vision.deepstack_visual_indexes),
         )
     has_flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
-    config._attn_implementation = "flash_attention_2" if has_flash and dtype is torch.bfloat16 else "sdpa"
+    config._attn_implementation = "flash_attention_2" if has_flash and dtype.itemsize == 2 else "sdpa"
     with torch.random.fork_rng([]):  # the same weights on all ranks of the stage
         torch.manual_seed(seed)
         encoder = ENCODERS[vision.type](config, vision)

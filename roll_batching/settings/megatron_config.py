@@ -149,8 +149,8 @@ class MegatronConfig(Settings, read_if=_READ_IF):
     )
     grad_reduce_in_fp32: bool | None = setting(
         None,
-        help="Sum the gradients of a bf16 model in fp32, over micro-batches and data-parallel ranks; false: in bf16. "
-        "Default: true, false where main_grads_dtype is bf16.",
+        help="Sum the gradients of a bf16 or fp16 model in fp32, over micro-batches and data-parallel ranks; false: in "
+        "its own precision. Default: true, false where main_grads_dtype is bf16.",
         roles=TRAINED,
     )
     use_precision_aware_optimizer: bool = setting(

@@ -172,8 +172,10 @@ class ModelArgs(AdapterArgs):
         "has it, and no other role.",
     )
     value_head_std: float = setting(0.0, help="Standard deviation of a value head's random start; 0: it is 0.", ge=0)
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = setting(
-        "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = setting(
+        "auto",
+        help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only. fp16 "
+        "trains with a loss scale (training_args.initial_loss_scale).",
     )
 
     def architecture_to_build(self, heads: int | None) -> ArchitectureConfig:

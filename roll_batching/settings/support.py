@@ -146,7 +146,7 @@ NO_DIRECTORY = Feature(
     "a model without a directory", "model_args.model_name_or_path", lambda parts: parts.model.model_name_or_path is None
 )
 OTHER_DTYPE = Feature(
-    "weights in fp32 or fp64", "model_args.dtype", lambda parts: parts.model.dtype not in ("auto", "bf16")
+    "weights in fp16, fp32 or fp64", "model_args.dtype", lambda parts: parts.model.dtype not in ("auto", "bf16")
 )
 NOT_FP32_OR_BF16 = Feature(
     "weights in another precision than fp32 or bf16",

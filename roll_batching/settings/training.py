@@ -16,7 +16,12 @@ _READ_IF = {
     "muon_num_ns_steps muon_tp_mode muon_fp32_matmul_prec": Switch(
         lambda args: args.uses_muon, "optimizer is {0.optimizer}"
     ),
+    "initial_loss_scale min_loss_scale loss_scale_window hysteresis": Switch(
+        lambda args: args.loss_scale is None, "loss_scale is {0.loss_scale:g}: the scale is constant"
+    ),
 }
+LOSS_SCALE_KEYS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+"""Keys of the loss scale, in Megatron's names. Only models in fp16 have one."""
 
 
 class TrainingArgs(Settings, read_if=_READ_IF):
@@ -80,6 +85,22 @@ class TrainingArgs(Settings, read_if=_READ_IF):
     max_steps: int = setting(
         -1, help="Optimizer steps that the schedule spans; -1: as many as the job will make.", ge=-1
     )
+    loss_scale: float | None = setting(
+        None, help="fp16: constant factor of the loss in backward. Default: one that adapts, as below.", gt=0
+    )
+    initial_loss_scale: float = setting(
+        2.0**16,
+        help="fp16: factor of the loss in backward at the start; gradients are divided by it. A step whose gradients "
+        "overflow is skipped. (Megatron's default of 2^32 skips the first steps.)",
+        gt=0,
+    )
+    min_loss_scale: float = setting(1.0, help="fp16: smallest loss scale.", gt=0)
+    loss_scale_window: int = setting(
+        1000, help="fp16: the loss scale doubles after so many steps without overflow.", ge=1
+    )
+    hysteresis: int = setting(
+        2, help="fp16: overflows before the loss scale is halved, counted from the last time it doubled.", ge=1
+    )
 
     @property
     def uses_muon(self) -> bool:
@@ -102,6 +123,15 @@ class TrainingArgs(Settings, read_if=_READ_IF):
             raise ValueError(
                 f"min_lr is {self.min_lr:g}, above learning_rate {self.learning_rate:g}, from which the schedule falls "
                 "to it: lower min_lr, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scale_falls(self) -> TrainingArgs:
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"min_loss_scale is {self.min_loss_scale:g}, above initial_loss_scale {self.initial_loss_scale:g}, "
+                "from which the loss scale falls to it: lower min_loss_scale, or leave it out"
             )
         return self
 

@@ -178,9 +178,10 @@ def decoding(
     dense_cores: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if cached and model.architecture is not None and _decodes_densely(model):
         dense_cores = dense_decoding(gpt, rotary_settings(model.architecture))
-    # cuBLAS splits products with few rows along the summed dimension, and may add the parts in bf16. Recorded
+    # cuBLAS splits products with few rows along the summed dimension, and may add the parts in 16 bits. Recorded
     # log-probs are compared with those of packs, whose products are not split.
-    unsplit = changed_attributes(torch.backends.cuda.matmul, {"allow_bf16_reduced_precision_reduction": False})
+    flags = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    unsplit = changed_attributes(torch.backends.cuda.matmul, dict.fromkeys(flags, False))
     with hidden_states_of(gpt), dense_cores, unsplit:
         yield (
             lambda rows, images=None: (

@@ -90,6 +90,8 @@ class TrainingState:
     scheduler_unit: SchedulerUnit = "steps"
     skipped_steps: int = 0
     """Steps skipped so far: the gradient norm was not finite, or no token counted."""
+    stuck_steps: int = 0
+    """Last steps in a row whose gradients overflowed at a loss scale that cannot fall; checkpoints leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True)

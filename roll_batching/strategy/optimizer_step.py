@@ -19,6 +19,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LossError
 from roll_batching.losses.contract import HostMetric, as_numbers, join_parts, to_host
 from roll_batching.losses.runner import LossRunner, MicroBatchRecord
+from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import unpack_results
 from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch
@@ -99,6 +100,7 @@ def has_loss_scale(optimizer: Any) -> bool:
 def free_optimizer_memory(chunks: Sequence[Any]) -> None:
     """Frees the memory that a deleted optimizer has left on the parameters of `chunks`."""
     for chunk in chunks:
+        gpt_of(chunk).config.grad_scale_func = None  # a method of the optimizer
         for parameter in chunk.parameters():
             if hasattr(parameter, "main_param"):  # its fp32 copy
                 del parameter.main_param
@@ -154,6 +156,8 @@ class StepResult:
     """Gradient norm before clipping; NaN when it caused a skip, 0 when no token counted."""
     lr: float
     """Learning rate of the step."""
+    loss_scale: float | None
+    """Factor of the loss in backward, by which gradients were divided again; None without one."""
     skipped: bool
     """Whether the optimizer did not step: the gradient norm is not finite, or no mask of the loss counts a token."""
     seconds: float

@@ -32,6 +32,7 @@ from roll_batching.settings import BatchingConfig, RoleSettings, TrainingArgs
 from roll_batching.strategy.compatibility import check_compatibility, scheduler_problems
 from roll_batching.strategy.fault_messages import explain_optimizer_out_of_memory
 from roll_batching.strategy.infer import MegatronInferStrategy
+from roll_batching.strategy.loss_scale import count_step, loss_scale
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, SchedulerUnit, StepSettings, TrainingState
 from roll_batching.strategy.offload import KINDS
@@ -242,14 +243,15 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 grad_square=self._clock.timed("optimizer", lambda: grad_square_sum(self.chunks)),
             )
             training = self._training
-            lr = training.optimizer.param_groups[0]["lr"]
+            lr, scale = training.optimizer.param_groups[0]["lr"], loss_scale(training.optimizer)
             with self._clock.phase("optimizer"), explain_optimizer_out_of_memory():
                 # Without a counted token there is no gradient, but weight decay and momentum would move the weights.
                 grad_norm = step_optimizer(training.optimizer, self.chunks, grad_square) if has_tokens else 0.0
             skipped = grad_norm is None or not has_tokens
+            counted = count_step(training, scale, skipped=skipped, overflowed=grad_norm is None)
+            self.state = replace(self.state, training=counted)
             if skipped:
                 restore_biases()
-                self.state = replace(self.state, training=replace(training, skipped_steps=training.skipped_steps + 1))
             else:
                 self.lr_step(len(plan.lengths))
         if self.device.type == "cuda":
@@ -259,6 +261,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             joined_metrics=metrics,
             grad_norm=math.nan if grad_norm is None else grad_norm,
             lr=lr,
+            loss_scale=scale,
             skipped=skipped,
             seconds=time.perf_counter() - started,
             tokens=plan.report.real_tokens,

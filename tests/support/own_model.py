@@ -33,7 +33,7 @@ class WholeRowAttention(torch.nn.Module):
     def _turn(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         angle = torch.cat([at[:, None] * self.frequencies] * 2, -1)[:, None, None]
         a, b = x.chunk(2, -1)
-        return x * angle.cos() + torch.cat([-b, a], -1) * angle.sin()
+        return (x * angle.cos() + torch.cat([-b, a], -1) * angle.sin()).to(x.dtype)
 
     def forward(self, q: Any, k: Any, v: Any, attention_mask: Any, packed_seq_params: Any = None, **_: Any) -> Any:
         assert packed_seq_params is None, "this model cannot take packs"

@@ -31,7 +31,7 @@ from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 from roll_batching.strategy.checkpoint import RECORD
 from roll_batching.strategy.checkpoint_files import explain_read_errors
 
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _BATCH_SIZE = 32
 """Prompts that are answered together."""
 
