@@ -153,6 +153,7 @@ NOT_FP32_OR_BF16 = Feature(
     "model_args.dtype",
     lambda parts: parts.model.dtype not in ("auto", "fp32", "bf16"),
 )
+HALF = Feature("weights in fp16", "model_args.dtype", lambda parts: parts.model.dtype == "fp16")
 VALUE_HEAD = Feature("the value head of a critic", "model_args.value_head", lambda parts: parts.model.value_head)
 FP8 = _layout("FP8", "fp8", lambda parts: parts.layout.fp8)
 ENGINE_LAYERS = _layout(
@@ -324,6 +325,9 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
         },
         (OTHER_DTYPE, FP8): (
             "is {0.model.dtype}, and strategy_config.fp8 needs weights in bf16; set bf16, or leave it out"
+        ),
+        (PRECISION_AWARE, HALF): (
+            "is not supported with model_args.dtype: fp16 for now, whose loss scale was not tested with it; leave it out"
         ),
         (PRECISION_AWARE, FP8): (
             "fp8 is not supported with use_precision_aware_optimizer for now; set one of them only"

@@ -148,3 +148,129 @@ def test_steps_are_those_of_a_plain_megatron_loop(name: str, report: Any) -> Non
             assert norm is None or norm == pytest.approx(expected_norm, rel=1e-2)
         report(f"fp16, {name}: weights differ by {gap:.1e} of their update ({worst}), skips {sum(skips)}")
         assert gap < 0.1, worst
+
+
+# ---- skipped steps
+
+
+def overflows(layout: dict[str, Any]) -> list[Any]:
+    """(skipped, scale, lr, whether weights stayed) of a good step, one that overflows on rank 1, and a good one."""
+    import math
+
+    from tests.strategy.test_optimizer_step import _Steep
+
+    schedule = {"lr_scheduler_type": "linear", "max_steps": 10, "initial_loss_scale": 2.0**12}
+    strategy, local, plan = _ours(layout, **schedule)
+    found = []
+    for steepness in (1.0, math.inf, 1.0):
+        before = _weights(strategy.chunks)
+        result = strategy.train_step(local, plan, _Steep(steepness, here=torch.distributed.get_rank() == 1))
+        after = _weights(strategy.chunks)
+        kept = all(torch.equal(after[name], value) for name, value in before.items())
+        assert result.skipped is math.isnan(result.grad_norm)
+        found.append((result.skipped, result.loss_scale, result.lr, kept))
+    return [*found, strategy.skipped_steps, strategy.scheduler.num_steps]
+
+
+@pytest.mark.parametrize("name", [name for name, (ranks, _) in LAYOUTS.items() if ranks == 2])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(name: str) -> None:
+    for first, second, third, skipped, schedule in run_ranks(2, HERE + "overflows", LAYOUTS[name][1]):
+        assert first == (False, 2.0**12, pytest.approx(1e-3), False)
+        # The schedule counts steps that were not skipped, as in Megatron's training loop.
+        assert second == (True, 2.0**12, pytest.approx(0.9e-3), True)
+        assert third == (False, 2.0**11, pytest.approx(0.9e-3), False)
+        assert (skipped, schedule) == (1, 2)
+
+
+def stuck(training: dict[str, Any]) -> tuple[list[float], str]:
+    """The scales of steps that all overflow, and the error that ends them."""
+    import math
+
+    from roll_batching.errors import LossError
+    from tests.strategy.test_optimizer_step import _Steep
+
+    strategy, local, plan = _ours({}, **training)
+    scales: list[float] = []
+    try:
+        for _ in range(20):
+            scales.append(float(strategy.optimizer.get_loss_scale()))
+            strategy.train_step(local, plan, _Steep(math.inf, here=torch.distributed.get_rank() == 1))
+    except LossError as error:
+        return scales, str(error)
+    return scales, "nothing"
+
+
+@pytest.mark.parametrize(
+    ("training", "falls"),
+    [({"initial_loss_scale": 4.0, "min_loss_scale": 2.0}, [4.0]), ({"loss_scale": 8.0}, [])],
+)
+def test_training_ends_where_the_scale_cannot_fall(training: dict[str, Any], falls: list[float]) -> None:
+    lowest = training.get("loss_scale", training.get("min_loss_scale"))
+    for scales, error in run_ranks(2, HERE + "stuck", training):
+        assert scales == [*falls, *[lowest] * 10]
+        assert f"10 steps in a row overflow at a loss scale of {lowest:g}, which cannot fall" in error
+
+
+# ---- checkpoints
+
+
+def resumed(payload: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[list[Any], list[Any], bool]:
+    """Steps after a checkpoint inside the window of the scale's growth, those of a strategy that loads it, and
+    whether the weights are equal to the bit."""
+    from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.strategy.test_steps import _mine
+    from tests.support.models import worker_config
+
+    folder, layout, model = payload
+
+    def begin() -> Any:
+        training = {**SCALE, "initial_loss_scale": 2.0**19, "loss_scale_window": 4}
+        config = worker_config("packed", 2 * LENGTH, megatron=layout, training=training, dtype="fp16")
+        model_args = config.model_args.model_validate(config.model_args.model_dump() | model)
+        strategy = MegatronTrainStrategy(config.model_copy(update={"model_args": model_args}))
+        strategy.initialize()
+        local = _mine(strategy, _samples())
+        plan = strategy.plan(gather_lengths(local))
+        return strategy, distribute(local, plan), plan
+
+    def steps(strategy: Any, local: Any, plan: Any, count: int) -> list[Any]:
+        results = [strategy.train_step(local, plan, SFTLoss()) for _ in range(count)]
+        return [
+            (result.loss, result.grad_norm if not result.skipped else None, result.loss_scale) for result in results
+        ]
+
+    strategy, local, plan = begin()
+    before = steps(strategy, local, plan, 6)
+    strategy.save(folder)
+    after, weights = steps(strategy, local, plan, 6), _weights(strategy.chunks)
+    again, local, plan = begin()
+    again.load(folder)
+    assert again.skipped_steps == sum(norm is None for _, norm, _ in before)
+    found = steps(again, local, plan, 6)
+    same = all(torch.equal(value, weights[name]) for name, value in _weights(again.chunks).items())
+    assert len({scale for *_, scale in after}) > 1, "the scale does not move after the checkpoint"
+    return after, found, same
+
+
+LAST_STAGE = "decoder.layers.1,decoder.final_layernorm,output_layer"
+EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
+RESUMED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, {}, {}),
+    "dp2 distopt": (2, {"use_distributed_optimizer": True}, {}),
+    "experts": (2, {"expert_model_parallel_size": 2}, {"architecture": {"moe": EXPERTS}}),
+    "a frozen last stage": (2, LAYOUTS["pp2"][1], {"freeze_module_prefix": LAST_STAGE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_within_the_window_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
+    from tests.support.models import ARCHITECTURE
+
+    ranks, layout, model = RESUMED[name]
+    if "architecture" in model:
+        model = model | {"architecture": ARCHITECTURE | model["architecture"]}
+    for after, found, same in run_ranks(ranks, HERE + "resumed", (str(tmp_path / "saved"), layout, model)):
+        assert found == after
+        assert same

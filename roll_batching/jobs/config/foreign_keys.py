@@ -198,7 +198,7 @@ _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("dataloader_num_workers", "prompts are held in memory and need no loader processes"),
         _no_effect("seed", "one seed serves all roles: the job's"),
         _no_effect("output_dir", "all roles write into one folder: the job's"),
-        _refused("fp16", "fp16 is not supported", False, instead="model_args.dtype: bf16"),
+        _refused("fp16", "the precision belongs to the model", False, instead="model_args.dtype: fp16"),
     ),
 }
 

@@ -12,7 +12,9 @@ from roll_batching.jobs.config.layout_rules import PARALLEL_KEYS, builds_samplin
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.jobs.config.objective_rules import KEYS_OF_FIELDS
 from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.settings.fields import TRAINED
 from roll_batching.settings.megatron_config import ENGINE_STRATEGIES, MegatronConfig
+from roll_batching.settings.training import LOSS_SCALE_KEYS
 
 Unread = Iterator[tuple[KeyPath, str]]
 """Paths of keys, given or not, and why nothing reads them."""
@@ -43,6 +45,7 @@ def unread_keys(job: JobKeys) -> Unread:
     yield from _of_sampling(job)
     for name, role in job.roles.items():
         yield from _of_routers((name, *_LAYOUT), role)
+    yield from _of_loss_scales(job)
     args = job.actor_train.training_args
     if args.is_constant and not args.warmup_ratio:
         text = "lr_scheduler_type is constant, and warmup_ratio 0: no schedule ends"
@@ -125,6 +128,15 @@ def _of_routers(path: KeyPath, role: WorkerConfig) -> Unread:
             yield (*path, key), "the model has no mixture of experts"
     elif model is not None and model.moe is not None and not model.moe.router_expert_bias:
         yield (*path, bias_rate), "the model's routers have no expert biases"
+
+
+def _of_loss_scales(job: JobKeys) -> Unread:
+    """Keys of the loss scale of models in another precision than fp16."""
+    roles = [(name, role.model_args.dtype) for name, role in job.roles.items() if name in TRAINED.names]
+    for name, dtype in [*roles, ("warmup", job.actor_train.model_args.dtype)]:
+        if dtype != "fp16":
+            for key in LOSS_SCALE_KEYS:
+                yield (name, "training_args", key), f"model_args.dtype is {dtype}: only fp16 has a loss scale"
 
 
 def unread_by_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> str | None:

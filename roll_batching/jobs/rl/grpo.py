@@ -177,6 +177,7 @@ class Grpo:
             "reward": metrics["reward"],
             "length": metrics["response_length_mean"],
             "held-out": metrics.get("eval_reward"),
+            "skipped": strategy.skipped_steps or None,
         }
         plan = updates[-1][0] if updates or self.critic is None else self.critic.plan
         assert plan is not None  # in a warm-up step of the critic, that of its last optimizer step

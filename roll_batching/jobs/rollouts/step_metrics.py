@@ -28,7 +28,8 @@ def update_metrics(updates: Sequence[tuple[Plan, StepResult]]) -> Metrics:
     step_metrics = join_parts(_step_metrics(plan, result) for plan, result in updates)
     loss_metrics = join_parts(result.joined_metrics for _, result in updates)
     _, last = updates[-1]
-    return merge_metrics(as_numbers(step_metrics), {"lr": last.lr}, as_numbers(loss_metrics))
+    scale = {} if last.loss_scale is None else {"loss_scale": last.loss_scale}
+    return merge_metrics(as_numbers(step_metrics), {"lr": last.lr}, scale, as_numbers(loss_metrics))
 
 
 def _step_metrics(plan: Plan, result: StepResult) -> dict[str, HostMetric]:

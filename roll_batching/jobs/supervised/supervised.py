@@ -108,6 +108,7 @@ def _train(context: JobContext, phase: _Phase) -> None:
         shown = {
             "loss": metrics["loss"],
             "held-out": metrics.get("eval_loss"),
+            "skipped": strategy.skipped_steps or None,
             "tokens/s": metrics["tokens_per_second"],
             "packing efficiency": 1 - metrics["padding_share"],
             "imbalance": metrics["imbalance"],

@@ -17,6 +17,7 @@ from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.tools.conversion.draft import Draft
 from roll_batching.tools.conversion.foreign_file import section_at
 from roll_batching.tools.conversion.layouts import complete_fp8
+from roll_batching.tools.conversion.precision import convert_roll_precision
 from roll_batching.tools.conversion.roll_defaults import AGENTIC, ROLL, apply_defaults, convert_agentic, pipeline_of
 from roll_batching.tools.conversion.roll_distillation import (
     convert_on_policy,
@@ -45,6 +46,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     data = copy.deepcopy(data)
     draft = Draft(source, framework="ROLL")
     on_policy = rename_students(draft, data)
+    convert_roll_precision(draft, data)
     pipeline = "rlvr" if on_policy else pipeline_of(data)
     if pipeline == "rlvr" and not on_policy and data.get("adv_estimator") == GAE and data.get("critic") is None:
         data["critic"] = {}

@@ -35,6 +35,7 @@ from roll_batching.tools.conversion.foreign_job import (
 )
 from roll_batching.tools.conversion.layouts import convert_slime_layout
 from roll_batching.tools.conversion.optimizers import convert_muon_keys, convert_optimizer
+from roll_batching.tools.conversion.precision import convert_slime_precision
 from roll_batching.tools.conversion.slime_command import PROGRAM, SLIME
 
 _SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
@@ -48,15 +49,13 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
     supervised = file.take("--loss-type") == "sft_loss"
     file.fill_defaults(SLIME.defaults("all_tasks", *(() if supervised else ("rl",))))
     is_async = file.take(PROGRAM) == "train_async.py"
+    convert_slime_precision(file)
     for group in ("model", "layout", "optimizer"):
         file.move_all(group)
     convert_optimizer(file, "--optimizer")
     convert_muon_keys(file, lambda name: f"--{name.replace('_', '-')}")
     if file.take(key := "--muon-no-split-qkv"):
         file.put((*TRAIN, "muon_split_qkv"), False, key)
-    key = "bf16, in which slime trains unless it has --fp16"
-    file.put((ROLE, "model_args", "dtype"), "bf16", key)
-    file.draft.defaults.add(key)
     convert_slime_layout(file)
     devices = _devices(file, supervised, is_async)
     batch, updates = _batch(file, devices.training.value, supervised)

@@ -18,6 +18,7 @@ from roll_batching.tools.conversion.layouts import (
     convert_verl_adapters,
     put_rank_cap,
 )
+from roll_batching.tools.conversion.precision import convert_verl_precision
 from roll_batching.tools.conversion.verl_command import GROUPS, PROGRAM
 from roll_batching.tools.conversion.verl_file import (
     ACTOR,
@@ -51,7 +52,6 @@ _PROGRAMS = (
     *("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
 )
 """Programs of verl whose settings the converter knows; another program may read them differently."""
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
@@ -247,9 +247,7 @@ def _model(file: ForeignFile, model: str) -> None:
 def _layout(file: ForeignFile, section: str, model: str, engine: str) -> None:
     """Converts the engine's settings in `section`, and those of the section `model` that belong to the layout."""
     recomputed = file.take(f"{model}.enable_gradient_checkpointing")
-    dtype = file.take(f"{section}.dtype") or "bfloat16"
-    file.put((ROLE, "model_args", "dtype"), _PRECISIONS.get(str(dtype), dtype), f"{section}.dtype")
-    file.draft.defaults.add(f"{section}.dtype")
+    convert_verl_precision(file, section, "optim" if section == "engine" else f"{ACTOR}.optim", engine)
     if engine != "megatron":
         meaning = "verl's FSDP engine as Megatron-Core, with the same mini-batches"
         for key in (f"{section}.ulysses_sequence_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size"):
