@@ -327,7 +327,7 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
             "is {0.model.dtype}, and strategy_config.fp8 needs weights in bf16; set bf16, or leave it out"
         ),
         (PRECISION_AWARE, HALF): (
-            "is not supported with model_args.dtype: fp16 for now, whose loss scale was not tested with it; leave it out"
+            "is not supported with model_args.dtype: fp16 for now, whose loss scale is not tested with it; leave it out"
         ),
         (PRECISION_AWARE, FP8): (
             "fp8 is not supported with use_precision_aware_optimizer for now; set one of them only"
