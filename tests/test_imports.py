@@ -176,7 +176,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_070
+MOST_FILES, MOST_LINES = 100, 18_190
 LINES = {
     "": 850,
     "commands": 1_450,
@@ -203,12 +203,12 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 5_760,
+    "modeling": 6_050,
     "packing": 1_750,
     "planning": 10_250,
     "samples": 2_300,
-    "settings": 3_330,
-    "strategy": 7_480,
+    "settings": 3_410,
+    "strategy": 7_500,
     "tools": 50,
     "tools.conversion": 6_400,
     "tools.rehearsal": 3_750,

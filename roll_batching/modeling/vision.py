@@ -167,7 +167,7 @@ class VisionLanguageModel(GPTModel):
             if not is_sharded and torch.cuda.is_available():
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         if self.config.recompute_granularity == "full":
-            encoder.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            encoder.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers'
         for index in range(len(getattr(encoder.config, "deepstack_visual_indexes", ()))):
             self.decoder.layers[index].register_forward_hook(_add_deepstack(index), with_kwargs=True)
 
@@ -235,7 +235,7 @@ def vision_options(
             deepstack_visual_indexes=list(vision.deepstack_visual_indexes),
         )
     has_flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
-    config._attn_implementation = "flash_attention_2" if has_flash and dtype.itemsize == 2 else "sdpa"
+    config._attn_implementation = "flash_attention_2" if has_flash and dtype is torch.bfloat16 else "sdpa"
     with torch.random.fork_rng([]):  # the same weights on all ranks of the stage
         torch.manual_seed(seed)
         encoder = ENCODERS[vision.type](config, vision)

@@ -59,7 +59,8 @@ def check(model: tuple[Path, Any], cases: list[tuple[Layout, dict[str, Any]]], r
             gap = max(float((row - expected[i]).abs().max()) for row, i in pairs if len(row))
             assert gap < LIMIT, (layout, gap)
             if copies > 1 and layout.ranks == 1:
-                assert mine["encoded"] == sum(isinstance(one, tuple) for parts in vision.SAMPLES for one in parts)
+                images = sum(isinstance(one, tuple) for parts in vision.SAMPLES for one in parts)
+                assert images <= mine["encoded"] < 1.5 * images  # twice those of the group that two packs share
             if "new" in wanted:
                 with torch.no_grad():
                     tokens = vision.expected_tokens(reference, wanted["new"])
