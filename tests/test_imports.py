@@ -176,7 +176,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_190
+MOST_FILES, MOST_LINES = 100, 18_410
 LINES = {
     "": 850,
     "commands": 1_450,
@@ -184,7 +184,7 @@ LINES = {
     "huggingface": 2_730,
     "integrations": 3_015,
     "jobs": 650,
-    "jobs.config": 6_720,
+    "jobs.config": 6_740,
     "jobs.driver": 700,
     "jobs.engines": 2_500,
     "jobs.launch": 1_650,
@@ -203,14 +203,14 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 6_050,
+    "modeling": 6_150,
     "packing": 1_750,
-    "planning": 10_250,
+    "planning": 10_340,
     "samples": 2_300,
-    "settings": 3_410,
-    "strategy": 7_500,
+    "settings": 3_540,
+    "strategy": 7_600,
     "tools": 50,
-    "tools.conversion": 6_400,
+    "tools.conversion": 6_510,
     "tools.rehearsal": 3_750,
     "tools.report": 1_750,
     "tools.simulation": 1_050,
