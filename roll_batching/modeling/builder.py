@@ -250,7 +250,8 @@ def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: to
     if problems := optimizer_problems(training, strategy, device, dtype):
         raise LayoutError("; ".join(problems))
     return OptimizerConfig(
-        **(_muon_options(training, strategy) if training.uses_muon else {"optimizer": "adam"}),
+        optimizer=training.optimizer,
+        **(_muon_options(training, strategy) if training.uses_muon else {}),
         lr=training.learning_rate,
         min_lr=training.min_lr,
         weight_decay=training.weight_decay,
@@ -278,14 +279,23 @@ def _has_gradient_shards(training: TrainingArgs, strategy: MegatronConfig) -> bo
 
 def _muon_options(training: TrainingArgs, strategy: MegatronConfig) -> dict[str, Any]:
     """Keywords of OptimizerConfig for Muon, by the names of the installed Megatron-Core."""
-    names = {name: name for name in TrainingArgs.model_fields if name.startswith("muon_")}
-    switches: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "muon_momentum": training.muon_momentum,
+        "muon_split_qkv": training.muon_split_qkv,
+        "muon_scale_mode": training.muon_scale_mode,
+        "muon_extra_scale_factor": training.muon_extra_scale_factor,
+        "muon_num_ns_steps": training.muon_num_ns_steps,
+        "muon_tp_mode": training.muon_tp_mode,
+        "muon_fp32_matmul_prec": training.muon_fp32_matmul_prec,
+    }
     if is_muon_of_0_16():
-        names["muon_nesterov"] = "muon_use_nesterov"
-        del names["muon_coefficient_type"]  # always quintic
-    else:
-        switches["use_layer_wise_distributed_optimizer"] = strategy.use_distributed_optimizer
-    return {"optimizer": "muon", **switches, **{theirs: getattr(training, ours) for ours, theirs in names.items()}}
+        return {**options, "muon_use_nesterov": training.muon_nesterov}
+    return {
+        **options,
+        "muon_nesterov": training.muon_nesterov,
+        "muon_coefficient_type": training.muon_coefficient_type,
+        "use_layer_wise_distributed_optimizer": strategy.use_distributed_optimizer,
+    }
 
 
 def _loss_scale_options(training: TrainingArgs, dtype: torch.dtype) -> dict[str, Any]:
@@ -299,15 +309,9 @@ def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: Megatro
     """Megatron's optimizer for the wrapped chunks, with gradient clipping, sharded over DP ranks if configured.
 
     In fp16 the schedules multiply the loss by its loss scale: sets the config's `grad_scale_func`.
-    Raises `LayoutError` if the chunks are wrapped for another optimizer.
     """
     from megatron.core.optimizer import get_megatron_optimizer
 
-    if chunks[0].ddp_config.use_distributed_optimizer != _has_gradient_shards(training, strategy):
-        raise LayoutError(
-            f"training_args.optimizer is {training.optimizer}, and the model was wrapped for the distributed optimizer "
-            "of another one: give all phases the same optimizer, or leave use_distributed_optimizer out"
-        )
     device = next(chunks[0].parameters()).device
     config = optimizer_config(training, strategy, dtype, device)
     if training.uses_muon and is_muon_of_0_16():

@@ -128,9 +128,14 @@ def with_optimizer(state: ModelState, training: TrainingArgs, megatron: Megatron
     return replace(state, training=replace(state.training, optimizer=optimizer, scheduler=scheduler))
 
 
-def check_training_args(state: ModelState, training: TrainingArgs) -> None:
-    """Raises `LossError`, on all ranks, for a schedule that cannot be built. Collective."""
+def check_training_args(state: ModelState, training: TrainingArgs, optimizer: str) -> None:
+    """Raises `LossError`, on all ranks, for another `optimizer` than the model's, or a bad schedule. Collective."""
     with consensus(state.layout.host_group, "start_phase") as facts:
+        if training.optimizer != optimizer:
+            raise LossError(
+                f"training_args.optimizer is {training.optimizer}, and the model was wrapped for {optimizer}, whose "
+                f"gradients may be shards: set {optimizer}, or build another strategy"
+            )
         if training.max_steps < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
             raise LossError(
                 f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer steps "

@@ -164,18 +164,19 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             built, chunks=wrap_ddp(list(built.chunks), megatron, config.training_args), training=TrainingState()
         )
         check_compatibility(state)
-        check_training_args(state, config.training_args)
+        check_training_args(state, config.training_args, config.training_args.optimizer)
         gather_parameters(state.chunks)
         return with_optimizer(state, config.training_args, megatron)
 
     def start_phase(self, training: TrainingArgs) -> None:
         """Replaces optimizer and learning-rate schedule by new ones for the current weights. Collective.
 
-        Raises `LossError` for a decaying schedule without `max_steps`.
+        Raises `LossError` for a decaying schedule without `max_steps`, and for another optimizer.
         """
         self._offload.require(KINDS, "start_phase")
-        check_training_args(self.state, training)
-        megatron = self._require_config().strategy_args.strategy_config
+        config = self._require_config()
+        check_training_args(self.state, training, config.training_args.optimizer)
+        megatron = config.strategy_args.strategy_config
         self.gather_parameters()
         # Before the new one is built: two optimizer states may not fit.
         self.state = replace(self.state, training=replace(self._training, optimizer=None, scheduler=None))

@@ -285,6 +285,59 @@ def test_the_layer_wise_optimizer_is_megatrons_ours_and_a_callers(tmp_path: Path
     assert sum(sizes) == matrices + 2 * others and max(sizes) < 0.7 * sum(sizes)
 
 
+def in_shards(folder: str) -> bool:
+    """Megatron-Core 0.19's default: a chain in a chain, of Muon layer-wise and Adam's distributed optimizer."""
+    from megatron.core.distributed import DistributedDataParallel as DDP
+    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+        tag_params_for_buffer_routing,
+    )
+
+    from roll_batching.losses import SFTLoss
+    from roll_batching.modeling.head import gpt_of
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    meet("shards")
+    config = _settings({"shards": True}, "bf16")
+    plain, norms = _train(config)
+    built, _ = _train(config, 0)
+    model = built.chunks[0].module
+    tag_params_for_buffer_routing([model])
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    layout = LayerWiseDistributedOptimizer.compute_full_param_layout(parameters, None, 2, ddp)
+    chunks = [DDP(gpt_of(model).config, ddp, model, disable_bucketing=True, full_param_layout=layout)]
+    gpt_of(model).config.finalize_model_grads_func = finalize_model_grads
+    optimizer = _megatrons_optimizer(chunks, config, bf16=True)
+    assert [type(link).__name__ for link in optimizer.chained_optimizers][0] == "LayerWiseDistributedOptimizer"
+    strategy = MegatronTrainStrategy.from_parts(
+        chunks, optimizer, config.batching(), vocab_size=62, scheduler=_schedule(optimizer), scheduler_unit="steps"
+    )
+
+    def step(number: int) -> float:
+        local = _samples(list(range(strategy.layout.dp_rank, 8, 2)), number)
+        plan = strategy.plan(gather_lengths(local))
+        return strategy.train_step(distribute(local, plan), plan, SFTLoss()).grad_norm
+
+    assert [step(number) for number in range(3)] == pytest.approx(norms, rel=1e-3)
+    strategy.save(f"{folder}/shards")
+    expected = step(3), _weights(chunks)
+    strategy.load(f"{folder}/shards")
+    assert step(3) == expected[0]
+    assert all(torch.equal(value, expected[1][key]) for key, value in _weights(chunks).items())
+    plain.load(f"{folder}/shards")  # whose optimizer has no shards of gradients
+    part()
+    return True
+
+
+@needs_muon
+@pytest.mark.skipif(IS_OLD, reason="Megatron-Core 0.16 has no layer-wise optimizer beside shards of gradients")
+def test_a_callers_chain_of_chains(tmp_path: Path) -> None:
+    assert run_ranks(2, HERE + "in_shards", str(tmp_path)) == [True, True]
+
+
 # ---- checkpoints
 
 

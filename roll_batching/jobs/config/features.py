@@ -167,6 +167,11 @@ STUDENT = Feature("task: distill with a teacher", "teacher", lambda job: _distil
 
 STREAM = Feature("a stream of texts", "train", lambda job: job.stream is not None)
 WARMUP = Feature("a warm-up phase", "warmup", lambda job: job.warmup is not None)
+OTHER_OPTIMIZER = Feature(
+    "a warm-up with another optimizer",
+    "warmup.training_args.optimizer",
+    lambda job: WARMUP.is_on(job) and job.warmup.training_args.optimizer != job.actor_train.training_args.optimizer,
+)
 BUDGET = Feature("token_budget", "token_budget", lambda job: job.token_budget > 0)
 UNPACKED = Feature(
     "no packing",

@@ -146,6 +146,10 @@ _REFUSED = {
     (f.WARMUP, f.SUPERVISED): (
         "precedes RL, and task: {0.task} has one phase; put its keys into actor_train, or choose task: grpo"
     ),
+    (f.OTHER_OPTIMIZER, f.WARMUP): (
+        "is {0.warmup.training_args.optimizer}, and actor_train's is {0.actor_train.training_args.optimizer}, for "
+        "which the model is wrapped; set the same"
+    ),
     (f.ADAPTERS, f.CRITIC): "is set, and adapters are not supported with a critic (gae) for now; leave it out",
     (f.OWN_REFERENCE, f.ADAPTERS): (
         "differs from actor_train's, and with lora_target the reference is the policy without its adapters; leave it "

@@ -16,7 +16,7 @@ from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.config.loader import load_config
 from roll_batching.jobs.observe.run_files import read_metrics
 from tests.jobs.observe.rows import TIMES
-from tests.jobs.rl.jobs import run_straight_and_resumed
+from tests.jobs.rl.jobs import run_straight_and_resumed, settings
 from tests.strategy.test_muon import needs_muon
 from tests.support.ranks import run_ranks
 from tests.support.tiny_job import ARCHITECTURE, TOKENIZER, with_changes
@@ -92,6 +92,7 @@ def test_a_resumed_job_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 @needs_muon
+@pytest.mark.slow
 @pytest.mark.rehearse
 def test_a_rehearsal_counts_one_state_per_matrix(report: Any) -> None:
     compare_with_real_step("muon", with_changes(job_of(), {"actor_train__training_args__optimizer": "muon"}), 1, report)
@@ -105,6 +106,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "adapters": ({"model_args__lora_target": "all-linear"}, "muon.*whole weight matrices"),
     "frozen modules": ({"model_args__freeze_module_prefix": "embedding"}, "muon.*freeze_module_prefix"),
     "fp64": ({"model_args__dtype": "fp64"}, "muon.*model_args.dtype is fp64"),
+    "fp16": ({"model_args__dtype": "fp16"}, "muon.*model_args.dtype is fp16"),
     "precision-aware": (
         {f"{LAYOUT}use_distributed_optimizer": True, f"{LAYOUT}use_precision_aware_optimizer": True},
         "use_precision_aware_optimizer: .*muon",
@@ -130,6 +132,13 @@ def test_what_muon_does_not_go_with(case: str, tmp_path: Path, report: Any) -> N
     report(f"{case}: {caught.value}")
     given["actor_train"]["training_args"] = {"per_device_train_batch_size": 16}
     config_from_dict(given)
+
+
+def test_a_warm_up_has_the_optimizer_of_the_policy(tmp_path: Path) -> None:
+    changes = {"actor_train__training_args__optimizer": "muon"}
+    with pytest.raises(ConfigFileError, match="warmup.training_args.optimizer: is adam, and actor_train's is muon"):
+        config_from_dict(settings(tmp_path, **changes))
+    config_from_dict(settings(tmp_path, **changes, warmup__training_args__optimizer="muon"))
 
 
 def test_keys_of_muon_under_another_optimizer_are_told(tmp_path: Path) -> None:
