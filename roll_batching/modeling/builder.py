@@ -22,7 +22,6 @@ from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.modeling.transformer_config import transformer_config
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
-from roll_batching.settings.training import LOSS_SCALE_KEYS
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -302,7 +301,14 @@ def _loss_scale_options(training: TrainingArgs, dtype: torch.dtype) -> dict[str,
     """Options of Megatron's loss scale. With one, `loss_scale` would scale the loss of bf16 models, too."""
     if dtype is not torch.float16:
         return {}
-    return {"fp16": True, **{key: getattr(training, key) for key in LOSS_SCALE_KEYS}}
+    return {
+        "fp16": True,
+        "loss_scale": training.loss_scale,
+        "initial_loss_scale": training.initial_loss_scale,
+        "min_loss_scale": training.min_loss_scale,
+        "loss_scale_window": training.loss_scale_window,
+        "hysteresis": training.hysteresis,
+    }
 
 
 def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype) -> Any:
