@@ -176,7 +176,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_410
+MOST_FILES, MOST_LINES = 100, 18_420
 LINES = {
     "": 850,
     "commands": 1_450,
@@ -203,12 +203,12 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 6_150,
+    "modeling": 6_160,
     "packing": 1_750,
     "planning": 10_340,
     "samples": 2_300,
     "settings": 3_540,
-    "strategy": 7_600,
+    "strategy": 7_610,
     "tools": 50,
     "tools.conversion": 6_510,
     "tools.rehearsal": 3_750,

@@ -176,12 +176,11 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self._offload.require(KINDS, "start_phase")
         config = self._require_config()
         check_training_args(self.state, training, config.training_args.optimizer)
-        megatron = config.strategy_args.strategy_config
         self.gather_parameters()
         # Before the new one is built: two optimizer states may not fit.
         self.state = replace(self.state, training=replace(self._training, optimizer=None, scheduler=None))
         free_optimizer_memory(self.chunks)
-        self.state = with_optimizer(self.state, training, megatron)
+        self.state = with_optimizer(self.state, training, config.strategy_args.strategy_config)
 
     def copy_weights_from(self, other: ModelIOMixin) -> Transfer:
         """Copies parameters as the inference strategy does. The optimizer goes on from them and keeps its moments."""
