@@ -211,7 +211,7 @@ LINES = {
     "strategy": 7_610,
     "tools": 50,
     "tools.conversion": 6_510,
-    "tools.rehearsal": 3_750,
+    "tools.rehearsal": 3_770,
     "tools.report": 1_750,
     "tools.simulation": 1_050,
 }

@@ -298,7 +298,7 @@ def _muon_options(training: TrainingArgs, strategy: MegatronConfig) -> dict[str,
 
 
 def _loss_scale_options(training: TrainingArgs, dtype: torch.dtype) -> dict[str, Any]:
-    """Options of Megatron's loss scale. With one, `loss_scale` would scale the loss of bf16 models, too."""
+    """Options of fp16. Without it they are left out: Megatron divides gradients of bf16 by `loss_scale`, too."""
     if dtype is not torch.float16:
         return {}
     return {

@@ -222,3 +222,7 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
                     f"Remove {head} from the files, or set tie_word_embeddings to false"
                 )
     parameter[end:].zero_()  # padding of the vocabulary
+    if parameter.dtype is torch.float16 and not bool(parameter.isfinite().all()):
+        raise CheckpointError(
+            f"{stored.path}: {placed.rule.theirs[0][0]} has values beyond fp16: set model_args.dtype to bf16 or fp32"
+        )

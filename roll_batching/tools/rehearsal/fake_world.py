@@ -92,6 +92,7 @@ def patch_for_fake_tensors() -> None:
     _patch_tensor_reads()
     _check_samples_on_host()
     _answer_grad_norm_groups()
+    _let_no_gradient_overflow()
 
 
 def _answer_grad_norm_groups() -> None:
@@ -108,6 +109,20 @@ def _answer_grad_norm_groups() -> None:
         return any(optimizer._get_param_grad_norm_group(p) == grad_norm_group for p in self.get_parameters())
 
     optimizer.MegatronOptimizer.has_grad_norm_group = has_grad_norm_group
+
+
+def _let_no_gradient_overflow() -> None:
+    """Let Megatron's optimizers in fp16 step: the read of a fake flag would say that gradients overflow."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    kind: Any = MixedPrecisionOptimizer
+    unscale = kind._unscale_main_grads_and_check_for_nan
+
+    def unscale_without_overflow(self: Any) -> bool:
+        unscale(self)
+        return False
+
+    kind._unscale_main_grads_and_check_for_nan = unscale_without_overflow
 
 
 def _check_samples_on_host() -> None:

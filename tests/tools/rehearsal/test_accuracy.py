@@ -202,6 +202,15 @@ def test_a_deep_model_is_extrapolated_from_two_shallow_ones(report):
     }
 
 
+def test_a_model_in_fp16_needs_what_one_in_bf16_does():
+    tasks = (task_of(job_of(train={"model_args": _model(dtype)}), 1, device="cuda") for dtype in ("bf16", "fp16"))
+    bf16, fp16 = (rehearsed(task) for task in tasks)
+    assert fp16.kept == pytest.approx(bf16.kept, rel=1e-3) and fp16.kept["optimizer"] > 0
+    for phase, peak in bf16.peaks.items():
+        assert fp16.peaks[phase].bytes == pytest.approx(peak.bytes, rel=1e-3), phase
+    assert fp16.flops == bf16.flops
+
+
 def test_earlier_micro_batches_leave_nothing():
     job = job_of(train={"model_args": _model("bf16")})
     few, many = (rehearsed(task_of(job, 1, device="cuda", micro_batches=count)) for count in (2, 6))
