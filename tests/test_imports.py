@@ -203,7 +203,7 @@ LINES = {
     "loss_check": 850,
     "losses": 3_750,
     "megatron_patches": 450,
-    "modeling": 6_160,
+    "modeling": 6_170,
     "packing": 1_750,
     "planning": 10_340,
     "samples": 2_300,
