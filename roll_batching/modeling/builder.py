@@ -327,7 +327,9 @@ def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: Megatro
         return get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=shards)
     optimizer = get_megatron_optimizer(config, chunks)
     if dtype is torch.float16:
-        chunks[0].config.grad_scale_func = optimizer.scale_loss
+        # A part without parameters (experts alone are trained) hears of no overflow: its scale never changes.
+        parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+        chunks[0].config.grad_scale_func = (parts[0] if parts else optimizer).scale_loss
     return optimizer
 
 

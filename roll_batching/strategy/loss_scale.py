@@ -24,14 +24,19 @@ MOST_STUCK_STEPS = 10
 
 def loss_scale(optimizer: Any) -> float | None:
     """The factor of the loss in the next backward; None for an optimizer without loss scale."""
-    return float(optimizer.get_loss_scale()) if has_loss_scale(optimizer) else None
+    return float(_scaler(optimizer).scale) if has_loss_scale(optimizer) else None
 
 
 def smallest_loss_scale(optimizer: Any) -> float:
     """The loss scale below which that of `optimizer` does not fall; a constant one is its own."""
-    scalers = (getattr(part, "grad_scaler", None) for part in optimizer_parts(optimizer))
-    scaler: Any = next(scaler for scaler in scalers if scaler is not None)
+    scaler = _scaler(optimizer)
     return float(getattr(scaler, "min_scale", scaler.scale))
+
+
+def _scaler(optimizer: Any) -> Any:
+    """The loss scale of the first part with parameters; that of a stub never changes."""
+    parts = [part for part in optimizer_parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
+    return min(parts, key=lambda part: bool(getattr(part, "is_stub_optimizer", False))).grad_scaler
 
 
 def count_step(training: TrainingState, scale: float | None, *, skipped: bool, overflowed: bool) -> TrainingState:

@@ -158,11 +158,10 @@ def _has_step_per_parameter(part: Any) -> bool:
 
 
 def _grad_scalers(optimizer: Any) -> list[Any]:
-    """The loss scales of all parts. They are equal: a step that one part skips is skipped by all.
-
-    Parts without parameters have one, too: a last stage that is frozen as a whole scales the loss by it.
-    """
-    return [part.grad_scaler for part in optimizer_parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
+    """The loss scales of all parts with parameters. They are equal: a step that one part skips is skipped by all."""
+    return [
+        part.grad_scaler for _, part in _numbered_parts(optimizer) if getattr(part, "grad_scaler", None) is not None
+    ]
 
 
 def _shards_by_parameter(model_state: dict[str, Any]) -> dict[int, Any]:

@@ -256,10 +256,20 @@ def resumed(payload: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[list[A
 
 LAST_STAGE = "decoder.layers.1,decoder.final_layernorm,output_layer"
 EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
+NO_EXPERTS = "embedding,output_layer,decoder.final_layernorm," + ",".join(
+    f"decoder.layers.{layer}.{part}"
+    for layer in (0, 1)
+    for part in ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp.router")
+)
 RESUMED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {}),
     "dp2 distopt": (2, {"use_distributed_optimizer": True}, {}),
     "experts": (2, {"expert_model_parallel_size": 2}, {"architecture": {"moe": EXPERTS}}),
+    "experts alone": (
+        2,
+        {"expert_model_parallel_size": 2},
+        {"architecture": {"moe": EXPERTS}, "freeze_module_prefix": NO_EXPERTS},
+    ),
     "a frozen last stage": (2, LAYOUTS["pp2"][1], {"freeze_module_prefix": LAST_STAGE}),
 }  # fmt: skip
 
