@@ -85,7 +85,7 @@ class _Pieces(NamedTuple):
         for piece in np.unique(parents[parents >= 0]).tolist():
             level[piece] = level[parents[piece]] + 1 if parents[piece] >= 0 else 0
         counts = (level >= 0) & (owner == np.arange(size)[:, None])
-        most = int(counts.sum(1).max())
+        most = max(1, int(counts.sum(1).max()))  # one, of no use, in a pack of filler
         row = owner * most + (counts.cumsum(1) - 1)[owner, np.arange(len(run))]
         return cls(np.diff(edges), parents, owner, level, row, most)
 
@@ -95,22 +95,21 @@ def pieces_of_rank(pieces: _Pieces, layout: PackLayout, rank: int, reach: int, d
     mine = np.flatnonzero(pieces.owner == rank)
     starts = np.concatenate([[0], np.cumsum(pieces.lengths[mine])])
     local = np.flatnonzero(pieces.level[mine] >= 0)
-    sent = np.concatenate([local, np.zeros(max(pieces.most_maps, 1) - len(local), np.int64)])
-    followed = np.flatnonzero(pieces.level >= 0)
-    followed = followed[np.argsort(pieces.level[followed], kind="stable")]
-    place = np.zeros(len(pieces.level) + 1, np.int64)  # among zeros and the states by level; the last: of no parent
-    place[followed] = 1 + np.arange(len(followed))
-    levels, first = [], 0
-    for members in np.split(followed, np.flatnonzero(np.diff(pieces.level[followed])) + 1):
+    sent = np.concatenate([local, np.zeros(pieces.most_maps - len(local), np.int64)])
+    # Places of states among zeros and those of one level after the other; the last entry: of a piece without parent.
+    place, levels, first = np.zeros(len(pieces.level) + 1, np.int64), [], 0
+    for depth in range(int(pieces.level.max()) + 1):
+        members = np.flatnonzero(pieces.level == depth)
         levels.append((pieces.row[members], place[pieces.parents[members]] - first))
-        first = int(place[members[:1]].sum())
+        first = 1 if depth == 0 else first + len(levels[-2][0])
+        place[members] = first + np.arange(len(members))
     rows = layout.cp_size * pieces.most_maps * reach
     before = _tokens_before(pieces, mine, reach, lambda piece, back: pieces.row[piece] * reach + back, rows)
     tails = np.maximum(starts[sent + 1][:, None] - 1 - np.arange(reach), 0)
     exchange = Exchange(
         sent=_to(device, sent),
         tails=_to(device, tails),
-        levels=tuple((_to(device, rows), _to(device, parents)) for rows, parents in levels if len(rows)),
+        levels=tuple((_to(device, maps), _to(device, parents)) for maps, parents in levels),
         entries=_to(device, place[pieces.parents[mine]]),
     )
     chunks, parents = _chunks_of(starts, device)

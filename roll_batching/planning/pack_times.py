@@ -139,7 +139,7 @@ class PackTimes(CheckedFields, error=PlanError):
         return self.num_layers / self.pp_size
 
     @property
-    def _keyed_layers(self) -> float:
+    def _attention_layers(self) -> float:
         """Layers of one pipeline stage with keys and values."""
         return (self.num_layers if self.attention_layers is None else self.attention_layers) / self.pp_size
 
@@ -226,7 +226,7 @@ class PackTimes(CheckedFields, error=PlanError):
 
         What recurrent layers send forward comes back as its gradients.
         """
-        volume = 3 * self._keyed_layers * tokens * (cp_size - 1) / cp_size * self.kv_size * BYTES / self.tp_size
+        volume = 3 * self._attention_layers * tokens * (cp_size - 1) / cp_size * self.kv_size * BYTES / self.tp_size
         seconds: Floats = volume / self._bandwidth(cp_size)
         if self.overlapped_exchange:
             seconds = np.maximum(0.0, seconds - self._attention(tokens, cp_size) * (cp_size - 1) / cp_size)
@@ -239,7 +239,7 @@ class PackTimes(CheckedFields, error=PlanError):
         cluster = self.cluster
         if cp_size == 1:
             return 0.0
-        collectives = 3 * self._keyed_layers
+        collectives = 3 * self._attention_layers
         if self.recurrent is not None:
             collectives += 4 * self.recurrent.layers / self.pp_size  # two, and two for their gradients
         return collectives * (cluster.node_latency if self._within_node(cp_size) else cluster.network_latency)

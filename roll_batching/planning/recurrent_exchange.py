@@ -50,7 +50,10 @@ class RecurrentExchange(CheckedFields, error=PlanError):
         return self.can_divide_heads(cp_size) and tokens * self._of_heads(cp_size) <= self._of_maps(maps, cp_size)
 
     def received(self, tokens: Floats, cp_size: int) -> Floats:
-        """Bytes that a rank receives in the forward pass of a layer, for each of some sequences."""
+        """Bytes that a rank receives in the forward pass of a layer, for each of some sequences.
+
+        "auto" is decided for each sequence here, and for a whole pack in `divides_heads`: so it is a lower bound.
+        """
         # The last rank holds two neighbouring pieces as one; of two ranks each sends one.
         of_states = np.full(len(tokens), self._of_maps(min(cp_size - 1, 2), cp_size))
         of_heads = tokens * self._of_heads(cp_size)

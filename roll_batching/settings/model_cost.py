@@ -150,11 +150,11 @@ def with_parts_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:
             latent=config,
             ranks=ranks,
         )
-    layers = config.linear_attention_freq
+    layers = _delta_layers(config)
     return with_delta_nets(
         cost,
         DeltaNetSizes.of(config) if layers else None,
-        delta_layers=sum(layers or ()),
+        delta_layers=layers,
         output_gate=config.attention_output_gate,
         num_layers=all_layers,
         hidden_size=config.hidden_size,
@@ -192,10 +192,18 @@ def with_exchange(model: ArchitectureConfig, *, tp_size: int, divide: Divided) -
     return {}
 
 
+def _delta_layers(config: Any) -> int:
+    """Number of gated delta nets. Megatron's TransformerConfig has a list of them, or N: all but every N-th layer."""
+    freq = getattr(config, "linear_attention_freq", None)
+    if isinstance(freq, int):
+        return config.num_layers - config.num_layers // freq
+    return sum(freq or ())
+
+
 def config_exchange(config: Any, divide: Divided) -> dict[str, Any]:
     """As `with_exchange`, for Megatron's TransformerConfig."""
     tp_size = config.tensor_model_parallel_size
-    if layers := sum(getattr(config, "linear_attention_freq", None) or ()):
+    if layers := _delta_layers(config):
         recurrent = delta_exchange(DeltaNetSizes.of(config), layers=layers, tp_size=tp_size, divide=divide)
         return {"attention_layers": config.num_layers - layers, "recurrent": recurrent}
     if getattr(config, "layer_kinds", None):

@@ -13,7 +13,7 @@ from roll_batching.planning import FlopsCost, ParallelDims, PlanConstraints, Sha
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings.megatron_config import ClusterConfig
 from roll_batching.settings.model import ArchitectureConfig
-from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
+from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times, config_exchange
 from tests.support.ranks import run_ranks
 
 
@@ -194,3 +194,14 @@ def test_the_cost_of_layers_with_one_part_each_counts_each_by_its_letter() -> No
     halves = hybrid_cost(sizes, ranks=1, chunks=[range(26), range(26, 52)]).chunks
     assert halves is not None and sum(halves.linear) == 2 * parameters and sum(halves.quadratic) == 2 * 6 * 4096
     assert halves.linear[1] - halves.linear[0] > 2688 * 131072  # the head is in the last one
+
+
+def test_gated_delta_nets_by_their_frequency_or_in_a_list() -> None:
+    """Megatron's TransformerConfig takes both: 4 is one layer of attention behind three others."""
+    sizes = {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 6, "value_head_dim": 5, "conv_kernel_dim": 4}
+    config = SimpleNamespace(num_layers=9, tensor_model_parallel_size=1, **{f"linear_{k}": v for k, v in sizes.items()})
+    found = []
+    for freq in (4, [1, 1, 1, 0, 1, 1, 1, 0, 1]):
+        config.linear_attention_freq = freq
+        found.append(config_exchange(config, "auto"))
+    assert found[0] == found[1] and found[0]["attention_layers"] == 2 and found[0]["recurrent"].layers == 7

@@ -22,6 +22,7 @@ from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.strategy.test_cp_per_pack:"
 CAP, LONGEST = 64, 120
+SLOW = pytest.mark.slow
 
 CORE = [Layout(dp=4, distopt=True, per_token=False), Layout(dp=2, pp=2, vpp=2)]
 MORE = [
@@ -221,7 +222,7 @@ def _share(seeds: int, architecture: dict[str, Any]) -> None:
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["gated delta nets", *(pytest.param(name, marks=SLOW) for name in [*MODELS][1:])])
 def test_recurrent_layers_have_as_many_ranks_as_a_pack(model: str) -> None:
     _run([Layout(dp=4)], ["policy"], MODELS[model] | SHAPE)
     _share(1, MODELS[model] | SHAPE)

@@ -15,6 +15,7 @@ from tests.support.layouts import Layout
 from tests.support.ranks import meet, part, run_ranks
 
 HERE = "tests.strategy.test_divided_recurrences:"
+SLOW = (pytest.mark.slow, pytest.mark.layouts)
 TREES = ("three levels", "branches one token apart", "groups")
 
 
@@ -55,7 +56,7 @@ def _check(model: str, ranks: int, layouts: list[Layout], report: Callable[[str]
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("divide", ["sequence", "auto", "heads"])
+@pytest.mark.parametrize("divide", ["sequence", *(pytest.param(way, marks=SLOW) for way in ("auto", "heads"))])
 def test_two_ranks(model: str, divide: str, report: Callable[[str], None]) -> None:
     _check(model, 2, [Layout(cp=2, divide=divide), Layout(cp=2, divide=divide, recompute=True)], report)
 

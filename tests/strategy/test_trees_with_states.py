@@ -29,11 +29,11 @@ MODELS: dict[str, dict[str, Any]] = {
 SHAPE = {"num_layers": 4, "norm_epsilon": 1e-3}
 """Products of queries and keys near zero are normalised with their rounding, so epsilon is large, for fp32."""
 ONE_RANK = [Layout(), Layout(recompute=True)]
-SEVERAL = [Layout(tp=2, sp=True), Layout(pp=2, vpp=2), Layout(cp=2), Layout(dp=2)]
+SEVERAL = [Layout(tp=2, sp=True), Layout(pp=2, vpp=2), Layout(cp=2), Layout(dp=2, cp=2, divide="sequence")]
 MORE = [
     *(Layout(tp=2), Layout(pp=2), Layout(cp=2, recompute=True), Layout(pp=2, vpp=2, recompute=True)),
     *(Layout(tp=2, sp=True, cp=2), Layout(pp=2, cp=2), Layout(cp=4), Layout(tp=2, sp=True, pp=2, vpp=2)),
-    Layout(tp=2, sp=True, recompute=True),
+    *(Layout(tp=2, sp=True, recompute=True), Layout(dp=2)),
 ]
 CASES = [
     *(("three levels", "policy"), ("branches one token apart", "policy"), ("a group above the cap", "sft")),

@@ -149,15 +149,11 @@ def image_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem((*_DATA, "image_min_pixels"), f"is {low}, above image_max_pixels = {high}; lower it")
     model = job.actor_train.model_args
     if model.model_name_or_path is None:
-        text = (
-            "needs the image processor of a model directory: set pretrain to that of a vision-language model, or leave "
-        )
-        text += "it out"
-        yield Problem(path, text)
+        text = "needs the image processor of a model directory: set pretrain to one of Qwen2.5-VL or Qwen3-VL"
+        yield Problem(path, f"{text}, or leave it out")
     elif model.architecture is not None and model.architecture.vision is None:
-        text = f"is given, and {model.model_name_or_path} has no vision encoder that is trained: Qwen2.5-VL's and "
-        text += "Qwen3-VL's are"
-        yield Problem(path, text)
+        text = f"is given, and {model.model_name_or_path} has no vision encoder that is trained"
+        yield Problem(path, f"{text}: Qwen2.5-VL's and Qwen3-VL's are")
 
 
 def image_notices(job: JobKeys) -> Iterator[Notice]:

@@ -104,10 +104,12 @@ def _use_foreach_optimizers() -> None:
 def _patch_kernels() -> None:
     """Replace functions that are one fused kernel on CUDA by ones without intermediate tensors, which would be counted.
 
-    They are torch's RMSNorm and attention, Triton kernels of this package, and functions that Megatron compiles.
+    They are torch's RMSNorm and attention, Triton kernels of this package, and functions that Megatron compiles. Fla's
+    kernels take no fake tensors: gated delta nets are rehearsed in plain torch.
     """
     import megatron.core.fusions.fused_bias_swiglu as swiglu
 
+    from roll_batching.modeling import delta_kernels
     from roll_batching.registry import module_with
 
     functional: Any = torch.nn.functional
@@ -117,7 +119,9 @@ def _patch_kernels() -> None:
     with _triton():
         for kernels in ("roll_batching.losses.tile_kernels", "roll_batching.modeling.rotary_kernel"):
             module_with("triton", kernels)
-    module: Any = swiglu
+    module: Any = delta_kernels
+    module.kernel = lambda: None
+    module = swiglu
     module.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
     module.bias_swiglu = lambda y, bias: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
     module.weighted_swiglu = lambda y, weights: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)

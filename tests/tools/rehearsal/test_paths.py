@@ -23,6 +23,12 @@ CONFIGS = sorted(
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 SUPERVISED = {"task": "sft", "sequence_length": 200}
 PREFERENCES = {"task": "dpo", "sequence_length": 200, "reference": {}, "loss_function": "dpo"}
+
+
+def divided(cp_size: int, what: str) -> dict[str, Any]:
+    return {"context_parallel_size": cp_size, "recurrent_context_parallel": what}
+
+
 MAMBA = {
     "hybrid": {
         "pattern": "M-*M",
@@ -72,11 +78,11 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "CP4 over two groups of Mamba layers": (
-        bf16(megatron={"context_parallel_size": 4}, architecture=MAMBA, **SUPERVISED),
+        bf16(megatron=divided(4, "heads"), architecture=MAMBA, **SUPERVISED),
         4,
     ),
-    "gated delta nets that share prompts, CP2": (
-        bf16(megatron={"context_parallel_size": 2}, architecture=DELTA_NETS | {"moe": None}, **GROUPS),
+    "gated delta nets that share prompts, CP2 over the sequence": (
+        bf16(megatron=divided(2, "sequence"), architecture=DELTA_NETS | {"moe": None}, **GROUPS),
         2,
     ),
     "Mamba layers that share prompts": (bf16(architecture=MAMBA, **GROUPS), 1),
