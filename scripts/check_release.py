@@ -71,6 +71,10 @@ async def use():
         pass
 asyncio.run(use())
 """,
+    "fla": """
+from roll_batching.modeling.delta_kernels import kernel
+assert kernel() is not None
+""",
     "flash-attn": """
 import inspect
 from flash_attn.cute import flash_attn_varlen_func

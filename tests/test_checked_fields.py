@@ -28,6 +28,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "PackTimes": {"linear": 1e9, "quadratic": 1e3, "num_layers": 2, "hidden_size": 8, "kv_size": 8},
     "ParallelLayout": {name: 0 for name in ("tp_rank", "cp_rank", "pp_rank", "dp_rank")},
     "PlanConstraints": {"dp_size": 1, "max_tokens": 64},
+    "RecurrentExchange": {"layers": 1, "units": 1, "channels": 1, "map_elements": 1},
 }
 """Fields without a default, and others that a valid object needs."""
 MADE_BY_US = {"LossCheck", 

@@ -207,7 +207,7 @@ LINES = {
     "packing": 1_750,
     "planning": 10_340,
     "samples": 2_300,
-    "settings": 3_540,
+    "settings": 3_545,
     "strategy": 7_610,
     "tools": 50,
     "tools.conversion": 6_510,

@@ -194,12 +194,6 @@ def test_every_gradient_is_that_of_transformers(
     assert gaps[worst] < 1e-5, gaps
 
 
-@pytest.mark.bad_input
-def test_groups_must_divide(models: Any) -> None:
-    with pytest.raises(AssertionError, match="4 groups of Mamba layers on each of TP = 1 ranks and CP = 3"):
-        _check(models, [("nemotron_h", Layout(cp=3), {})], print)
-
-
 @pytest.mark.parametrize("mode", ["padded", "dynamic"])
 def test_other_modes_are_packed(mode: str, models: Any, report: Callable[[str], None]) -> None:
     folder, model = models("nemotron_h_moe")

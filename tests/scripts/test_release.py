@@ -23,6 +23,7 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "fla": "fla-core",
     "flash_attn": "flash-attn-4",
     "hydra": "hydra-core",
     "math_verify": "math-verify",
@@ -38,8 +39,8 @@ BROUGHT_BY = {
     "triton": "torch",
 }
 """Modules of distributions that a declared one requires."""
-OF_THE_USER = {"nemo_rl", "roll", "slime", "verl"}
-"""A host: imported where the user has it."""
+OF_THE_USER = {"emerging_optimizers", "nemo_rl", "roll", "slime", "verl"}
+"""A host, or a package of GitHub alone: imported where the user has it."""
 
 
 def name_of(requirement: str) -> str:
