@@ -176,7 +176,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_420
+MOST_FILES, MOST_LINES = 100, 18_560
 LINES = {
     "": 850,
     "commands": 1_450,
@@ -201,14 +201,14 @@ LINES = {
     "jobs.supervised": 200,
     "jobs.texts": 2_600,
     "loss_check": 850,
-    "losses": 3_750,
+    "losses": 3_880,
     "megatron_patches": 450,
     "modeling": 6_170,
     "packing": 1_750,
     "planning": 10_340,
     "samples": 2_300,
-    "settings": 3_545,
-    "strategy": 7_610,
+    "settings": 3_550,
+    "strategy": 7_630,
     "tools": 50,
     "tools.conversion": 6_510,
     "tools.rehearsal": 3_770,

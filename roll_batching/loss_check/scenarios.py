@@ -11,6 +11,7 @@ import torch
 from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossSpec
 from roll_batching.samples import FieldKind, FieldSpec, SampleBatch
+from roll_batching.samples.fields import ROLLOUT_IDS
 
 PACKS = 4
 REFERENCE = "reference"
@@ -192,7 +193,7 @@ PAIR_FIELDS = ("pair", "chosen")
 
 
 def random_samples(spec: LossSpec, fields: Mapping[str, FieldKind], seed: int, *, pairs: bool) -> SampleBatch:
-    """Samples of several lengths with the known fields, the loss's masks, sums and candidates, and `fields`.
+    """Samples of several lengths with the known fields, the loss's masks, sums, candidates and rollouts, and `fields`.
 
     One sample has a single token, and one no counted token; not in `pairs`, whose losses refuse them.
     """
@@ -201,6 +202,8 @@ def random_samples(spec: LossSpec, fields: Mapping[str, FieldKind], seed: int, *
     sample_fields = dict(_KNOWN)
     sample_fields |= {name: _Field("sample", lambda n, g: torch.rand(n, generator=g)) for name in spec.sums}
     sample_fields |= {name: _Field("token", lambda n, g: torch.rand(n, generator=g) < 0.7) for name in spec.masks}
+    if spec.rollouts:
+        sample_fields[ROLLOUT_IDS] = _Field("sample", lambda n, g: torch.arange(n) % 4)
     if spec.candidates is not None:
         sample_fields[spec.candidates] = _Field("next_token", _ids)
     for name, kind in fields.items():

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         k2,
         k3,
         mask_overlong,
+        rollout_mean,
+        rollout_token_mean,
         sequence_mean,
         sequence_sum,
         token_mean,
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "covariance": ("ClipCovLoss", "KlCovLoss"),
     "estimators": (
-        *("constant_mean", "constant_sum", "mask_overlong", "sequence_mean", "sequence_sum", "token_mean"),
-        *("k1", "k2", "k3"),
+        *("constant_mean", "constant_sum", "mask_overlong", "rollout_mean", "rollout_token_mean"),
+        *("sequence_mean", "sequence_sum", "token_mean", "k1", "k2", "k3"),
     ),
     "fine_tuning": ("DPOLoss", "IPOLoss", "KTOLoss", "SFTLoss", "mismatched", "reference_point"),
     "host": ("HostLoss",),
@@ -87,6 +89,8 @@ __all__ = [
     "mask_overlong",
     "mismatched",
     "reference_point",
+    "rollout_mean",
+    "rollout_token_mean",
     "sequence_mean",
     "sequence_sum",
     "token_log_probs",

@@ -15,6 +15,7 @@ Optional:
 
 - `candidates`: with "candidate_log_probs" in `needs`, the name of a next_token field [tokens, k] of token ids;
 - `sums`: names of fields whose totals over the step the loss divides by;
+- `rollouts = True`: the loss averages over rollouts, by the sample field `rollout_ids`;
 - `check(batch, micro_batches)`: called before the step with this rank's samples on the host; its errors are raised on
   every rank;
 - `prepare(local_batch, layout, seed)`: called on all ranks with this rank's samples of an RL step after their log-probs
@@ -36,6 +37,7 @@ import torch
 
 from roll_batching.errors import LossError
 from roll_batching.samples import SampleBatch
+from roll_batching.samples.fields import ROLLOUT_IDS
 
 VALUES = "values"
 """The output of a model with a value head (a critic); other models do not compute it."""
@@ -103,6 +105,8 @@ class LossSpec:
     """Name of the loss's class."""
     heads: int = 0
     """Heads of multi-token prediction whose losses the step adds, over the tokens of the first mask."""
+    rollouts: bool = False
+    """Whether the loss averages over rollouts."""
 
     @property
     def prepare_hint(self) -> str:
@@ -116,7 +120,8 @@ class LossSpec:
 
     def require_prepared(self, batch: SampleBatch) -> None:
         """Raises `LossError` where the batch lacks a declared field and `prepare` may not have been called."""
-        names = (*self.masks, *self.sums, *([] if self.candidates is None else [self.candidates]))
+        more = ([] if self.candidates is None else [self.candidates]) + [ROLLOUT_IDS] * self.rollouts
+        names = (*self.masks, *self.sums, *more)
         missing = [name for name in names if name not in batch.schema]
         if missing and self.prepare is not None:
             raise LossError(f"the batch lacks {', '.join(missing)}, which {self.name} declares{self.prepare_hint}")
@@ -125,7 +130,8 @@ class LossSpec:
     def description(self) -> str:
         """The declarations as text, equal on ranks that run the same loss."""
         method = "sequence_loss" if self.by_sequence else "token_loss"
-        return f"{self.name}.{method} of {sorted(self.needs)}, masks {self.masks}, sums {self.sums}"
+        counts = f"masks {self.masks}, sums {self.sums}" + (", by rollout" if self.rollouts else "")
+        return f"{self.name}.{method} of {sorted(self.needs)}, {counts}"
 
 
 def head_count(number: int) -> str:
@@ -176,6 +182,7 @@ def loss_spec(loss: Any, heads: int = 0) -> LossSpec:
         prepare=getattr(loss, "prepare", None),
         name=name,
         heads=heads,
+        rollouts=bool(getattr(loss, "rollouts", False)),
     )
 
 

@@ -2,20 +2,72 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
 
 import numpy as np
 import torch
 
-from roll_batching.errors import LossError
+from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossSpec, head_count
 from roll_batching.planning import Plan
+from roll_batching.planning.arrays import Ints
 from roll_batching.samples import SampleBatch
+from roll_batching.samples.fields import ROLLOUT_IDS
 from roll_batching.samples.flatten import row_indices
 from roll_batching.samples.token_fields import by_prediction, counted_positions, require_field
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutCounts:
+    """Counts of each rollout that has a counted position, however many samples it has, and wherever they lie."""
+
+    ids: Ints
+    """int64 [rollouts], ascending."""
+    tokens: Ints
+    """int64 [rollouts]: counted positions of all samples of the rollout."""
+    sequences: Ints
+    """int64 [rollouts]: samples of the rollout with a counted position."""
+
+    @classmethod
+    def of(cls, ids: Ints, tokens: Ints, sequences: Ints) -> RolloutCounts:
+        """Adds up the entries of each id."""
+        counted = tokens > 0
+        names, places = np.unique(ids[counted], return_inverse=True)
+        totals = np.zeros((2, len(names)), dtype=np.int64)
+        for total, values in zip(totals, (tokens, sequences), strict=True):
+            np.add.at(total, places, values[counted])
+        return cls(names, *totals)
+
+    @classmethod
+    def join(cls, parts: Sequence[RolloutCounts]) -> RolloutCounts:
+        """The counts over several ranks, on which a rollout may have samples."""
+        return cls.of(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__match_args__))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        """Equal where the counts are: ranks compare it."""
+        content = hashlib.blake2b(np.stack([self.ids, self.tokens, self.sequences]).tobytes(), digest_size=8)
+        return f"RolloutCounts({len(self)} rollouts, {int(self.tokens.sum())} tokens, {content.hexdigest()})"
+
+    def of_samples(self, rollout_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, sequences) of the rollouts of `rollout_ids`, alike in shape and device; 1 where none is counted."""
+        ids, tokens, sequences = (values.to(rollout_ids.device) for values in self._tensors)
+        if not len(ids):
+            return torch.ones_like(rollout_ids), torch.ones_like(rollout_ids)
+        places = torch.searchsorted(ids, rollout_ids).clamp(max=len(ids) - 1)
+        found = ids[places] == rollout_ids
+        return torch.where(found, tokens[places], 1), torch.where(found, sequences[places], 1)
+
+    @cached_property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.from_numpy(values) for values in (self.ids, self.tokens, self.sequences))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +81,8 @@ class StepCounts:
     sums: Mapping[str, float]
     """Per field in the loss's `sums`: its total over the counted positions (token fields) or sequences (sample fields)
     of the first mask."""
+    rollouts: Mapping[str, RolloutCounts] = field(default_factory=dict)
+    """Per mask, for losses that average over rollouts."""
 
     @property
     def has_tokens(self) -> bool:
@@ -48,6 +102,7 @@ class StepCounts:
             tokens={name: int(values[i]) for i, name in enumerate(masks)},
             sequences={name: int(values[n + i]) for i, name in enumerate(masks)},
             sums={name: values[2 * n + i] for i, name in enumerate(self.sums)},
+            rollouts=self.rollouts,
         )
 
     def denominator(self, kind: str, mask: str) -> int:
@@ -62,6 +117,12 @@ class StepCounts:
             )
         return max(counts[mask], 1)
 
+    def rollouts_of(self, mask: str) -> RolloutCounts:
+        """The counts of rollouts of `mask`. Raises `LossError` for a loss that does not declare that it reads them."""
+        if mask not in self.rollouts:
+            raise LossError("the loss averages over rollouts, which it does not declare: set its `rollouts` to True")
+        return self.rollouts[mask]
+
 
 def require_counts(counts: StepCounts, spec: LossSpec) -> None:
     """Raises `LossError` unless `counts` has valid numbers for all masks and sums of a loss."""
@@ -71,6 +132,7 @@ def require_counts(counts: StepCounts, spec: LossSpec) -> None:
     missing = [
         *(name for name in [*spec.masks, *heads] if name not in counts.tokens or name not in counts.sequences),
         *(name for name in spec.sums if name not in counts.sums),
+        *(f"rollouts of {name}" for name in spec.masks if spec.rollouts and name not in counts.rollouts),
     ]
     if missing:
         raise LossError(
@@ -95,12 +157,14 @@ def local_counts(
     used_lengths: Mapping[int, int] | None = None,
     rows: torch.Tensor | None = None,
     heads: int = 0,
+    rollouts: bool = False,
 ) -> StepCounts:
     """Counts positions and sequences of `local`, this data-parallel rank's part of the mini-batch.
 
     `rows` selects samples (default: all); `used_lengths` maps ids of truncated samples to their remaining tokens.
     `counted_positions` defines which positions count. Head k has the labels of the first mask except the first k of
-    each sample. Raises `DataError` for fields that are missing or not numeric.
+    each sample. `rollouts` counts by rollout, too, on this rank alone: `RolloutCounts.join` has those of all ranks.
+    Raises `DataError` for fields that are missing or not numeric.
     """
     used = local.lengths.clone()
     for identity, length in (used_lengths or {}).items():
@@ -108,7 +172,8 @@ def local_counts(
     rows = torch.arange(len(local)) if rows is None else rows
     # The last token of a sample is predicted and predicts nothing.
     begins, predicted = local.offsets[:-1][rows], (used[rows] - 1).clamp(min=0)
-    tokens, sequences, totals = {}, {}, {}
+    tokens, sequences, totals, by_rollout = {}, {}, {}, {}
+    ids = _rollout_ids(local)[rows.numpy()] if rollouts else np.zeros(0, np.int64)
     first: torch.Tensor | None = None
     first_counted: torch.Tensor | None = None
     for name in masks:
@@ -118,6 +183,9 @@ def local_counts(
         if first is None:
             first, first_counted = per_sample, counted
         tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
+        if rollouts:
+            counts = per_sample.numpy().astype(np.int64)
+            by_rollout[name] = RolloutCounts.of(ids, counts, (counts > 0).astype(np.int64))
     for head in range(1, heads + 1):
         assert first_counted is not None  # a loss has a mask
         per_sample = _counted(first_counted, begins + predicted.clamp(max=head), begins + predicted)
@@ -132,7 +200,17 @@ def local_counts(
         else:
             values = local.fields[name].cpu().double()[rows]
             totals[name] = float((values if first is None else values[first > 0]).sum())
-    return StepCounts(tokens=tokens, sequences=sequences, sums=totals)
+    return StepCounts(tokens=tokens, sequences=sequences, sums=totals, rollouts=by_rollout)
+
+
+def _rollout_ids(local: SampleBatch) -> Ints:
+    """int64 [samples]. Raises `DataError` without them, and for numbers of another kind."""
+    require_field(local, ROLLOUT_IDS, "a mean over rollouts", "sample")
+    values = local[ROLLOUT_IDS].cpu()
+    if values.dim() != 1 or values.dtype.is_floating_point or values.dtype is torch.bool:
+        raise DataError(f"{ROLLOUT_IDS} has {values.dtype} of shape {tuple(values.shape)}: give one integer per sample")
+    ids: Ints = values.to(torch.int64).numpy()
+    return ids
 
 
 def counted_per_sample(batch: SampleBatch, mask: str) -> torch.Tensor:

@@ -109,6 +109,16 @@ def sequence_sum(view: TokenView, per_token: torch.Tensor) -> torch.Tensor:
     return view.sequence_sum(per_token)
 
 
+def rollout_mean(view: TokenView, per_token: torch.Tensor) -> torch.Tensor:
+    """Mean over rollouts, each the mean of its samples, each the mean of its tokens. Reads `rollout_ids`."""
+    return view.rollout_mean(per_token)
+
+
+def rollout_token_mean(view: TokenView, per_token: torch.Tensor) -> torch.Tensor:
+    """Mean over rollouts, each the mean over the tokens of all its samples (slime, miles). Reads `rollout_ids`."""
+    return view.rollout_token_mean(per_token)
+
+
 def constant_mean(length: int) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:
     """Mean over sequences of the sum over tokens, divided by a constant such as the longest response allowed.
 
@@ -133,7 +143,13 @@ def _check_divisor(name: str, length: float) -> None:
         raise LossError(f"{name}({length}): give a positive number, such as the longest response allowed")
 
 
-_BY_NAME = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}
+_BY_NAME = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "sequence_sum": sequence_sum,
+    "rollout_mean": rollout_mean,
+    "rollout_token_mean": rollout_token_mean,
+}
 
 
 def resolve_aggregation(how: Aggregation) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:

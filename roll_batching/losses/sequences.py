@@ -218,6 +218,15 @@ class SequenceView(View):
         """Share of the mean over sequences of each one's sum over tokens (seq-mean-token-sum)."""
         return self.sum(x, mask) / self.num_sequences(mask)
 
+    def rollout_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean over rollouts of each one's mean over its samples' means over tokens."""
+        parts = self.count(mask).clamp(min=1) * self.of_rollouts(mask)[1]
+        return self.sum(x, mask) / parts / self.num_rollouts(mask)
+
+    def rollout_token_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean over rollouts of each one's mean over the tokens of all its samples."""
+        return self.sum(x, mask) / self.of_rollouts(mask)[0] / self.num_rollouts(mask)
+
     def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:
         """The mean of [positions] values over all counted tokens, as a metric."""
         return Mean(self.sum(x.detach(), mask), self.mask(mask).sum())

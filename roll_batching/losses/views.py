@@ -18,6 +18,7 @@ from roll_batching.losses.contract import Mean
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.pack_layout import BoolArray, IntArray
+from roll_batching.samples.fields import ROLLOUT_IDS
 
 if TYPE_CHECKING:
     from roll_batching.losses.vocabulary import Vocabulary
@@ -44,6 +45,14 @@ class View:
         """Sequences of the whole step on all ranks that have a counted token, at least 1."""
         return self._counts.denominator("sequences", self._mask_name(mask))
 
+    def num_rollouts(self, mask: str | None = None) -> int:
+        """Rollouts of the whole step on all ranks that have a counted token, at least 1."""
+        return max(len(self._counts.rollouts_of(self._mask_name(mask))), 1)
+
+    def of_rollouts(self, mask: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, sequences) that a sample's rollout has in the step on all ranks, each like the field rollout_ids."""
+        return self._counts.rollouts_of(self._mask_name(mask)).of_samples(self[ROLLOUT_IDS])
+
     def total(self, name: str) -> float:
         """Total of a field in the loss's `sums` over the step and all ranks.
 
@@ -67,6 +76,9 @@ class View:
                 f"the loss reduces over {mask!r}, but declares masks {tuple(self._pack.masks)}: add it to `masks`"
             )
         return mask
+
+    def __getitem__(self, name: str) -> Any:
+        raise NotImplementedError
 
     def _field(self, name: str) -> Any:
         try:
@@ -233,6 +245,14 @@ class TokenView(View):
     def sequence_sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Share of the mean over sequences of each one's sum over tokens (seq-mean-token-sum)."""
         return self.sum(x, mask) / self.num_sequences(mask)
+
+    def rollout_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean over rollouts of each one's mean over its samples' means over tokens."""
+        return (self.segment_mean(x, mask) / self.of_rollouts(mask)[1]).sum() / self.num_rollouts(mask)
+
+    def rollout_token_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean over rollouts of each one's mean over the tokens of all its samples."""
+        return (self.segment_sum(x, mask) / self.of_rollouts(mask)[0]).sum() / self.num_rollouts(mask)
 
     def sample_mean(self, per_sample: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Share of the mean of [samples] values over all sequences that have a counted position."""

@@ -13,6 +13,8 @@ from roll_batching.errors import DataError
 
 ROUTED_EXPERTS = "routed_experts"
 """A token field [tokens, layers with experts, top-k]: routers take these experts instead of their own choice."""
+ROLLOUT_IDS = "rollout_ids"
+"""sample, int64: samples of one rollout (turns, sub-agents, branches of a rewritten context) have one number."""
 PIXELS = "pixel_values"
 """rows, uint8 [patches, 3 * patch_size ** 2]: each patch as [channel, y, x], before rescaling and normalisation, in the
 order of transformers' `pixel_values`, and once where a still image has `temporal_patch_size` equal frames there."""

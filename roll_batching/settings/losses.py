@@ -15,7 +15,8 @@ from roll_batching.checked_fields import CheckedFields, NotNegative, OptionalPos
 from roll_batching.errors import LossError
 from roll_batching.settings.fields import InFile
 
-AggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
+OfTokens = Literal["token_mean", "sequence_mean", "sequence_sum"]
+AggregationName = OfTokens | Literal["rollout_mean", "rollout_token_mean"]
 Aggregation = AggregationName | Callable[..., Any]
 """A name, or a function of a `TokenView` and a [tokens] loss."""
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -35,6 +36,12 @@ InnerShare = Annotated[float, Gt(0), Lt(1)]
 
 class LossSettings(CheckedFields, error=LossError):
     """Base of the settings of losses."""
+
+    @property
+    def rollouts(self) -> bool:
+        """Whether the loss averages over rollouts. For an aggregation of your own that does, override it with True."""
+        how = getattr(self, "aggregation", "")
+        return getattr(how, "__name__", how) in ("rollout_mean", "rollout_token_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +174,7 @@ class SFTSettings(LossSettings):
 
     aggregation: Annotated[
         Aggregation,
-        InFile(AggregationName),
+        InFile(OfTokens),
         doc("How tokens are averaged, over the whole mini-batch on all ranks."),
     ] = "token_mean"
 

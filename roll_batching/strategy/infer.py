@@ -36,7 +36,7 @@ from roll_batching.strategy.pack_features import (
 )
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
-from roll_batching.strategy.step_inputs import check_candidates, count_local, pack_inputs
+from roll_batching.strategy.step_inputs import check_candidates, count_all, count_local, pack_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +308,7 @@ class MegatronInferStrategy(ModelIOMixin):
             packs = self._pack_for(facts, local, plan, spec)
             local_counts = count_local(self.layout, local, plan, spec)
             facts.count(local_counts.vector())
-        counts = local_counts.with_vector(facts.total)
+        counts = count_all(self.layout.team, local_counts, facts.total)
         # Without a backward pass nothing reads the scale.
         scaling = Scaling(per_token=True, num_micro_batches=1, dp_size=1)
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=False)

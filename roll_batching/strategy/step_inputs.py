@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from roll_batching.distributed import Facts
 from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.distributed.team import Team
 from roll_batching.errors import DataError, LayoutError
 from roll_batching.losses.contract import LossSpec, head_count
-from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
+from roll_batching.losses.denominators import RolloutCounts, StepCounts, local_counts, truncated_lengths
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.layers import recurrent_layers
 from roll_batching.packing.batch import StepPacks
@@ -231,7 +234,7 @@ def count_local(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, s
     Pipeline stages before the last may lack the loss's fields: they contribute nothing, the last stage counts.
     """
     if plan is None:
-        return local_counts(local, spec.masks, spec.sums, heads=spec.heads)
+        return local_counts(local, spec.masks, spec.sums, heads=spec.heads, rollouts=spec.rollouts)
     if local.origin is not None and not layout.is_last_stage:
         names = [*spec.masks, *map(head_count, range(1, spec.heads + 1))]
         return StepCounts(
@@ -239,6 +242,23 @@ def count_local(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, s
             sequences=dict.fromkeys(names, 0),
             # `Team.agree` takes the maximum of the int64 bits within a replica: those of -0.0 are the lowest.
             sums=dict.fromkeys(spec.sums, -0.0),
+            rollouts=dict.fromkeys(spec.masks if spec.rollouts else (), RolloutCounts(*np.zeros((3, 0), np.int64))),
         )
     rows = local.rows_of(plan.ids[plan.counted_samples(layout.dp_rank)])
-    return local_counts(local, spec.masks, spec.sums, truncated_lengths(plan, layout.dp_rank), rows, spec.heads)
+    used = truncated_lengths(plan, layout.dp_rank)
+    return local_counts(local, spec.masks, spec.sums, used, rows, spec.heads, spec.rollouts)
+
+
+def count_all(team: Team, local: StepCounts, total: torch.Tensor) -> StepCounts:
+    """The counts of all ranks, from this rank's and the reduced vector of all. Collective for counts of rollouts."""
+    counts = local.with_vector(total)
+    if not counts.rollouts:
+        return counts
+    # Ranks of a replica count the same samples, but for early pipeline stages, which may count none.
+    parts = team.join("counts", lambda: counts.rollouts, lambda of_ranks: max(of_ranks, key=_tokens))
+    joined = {name: RolloutCounts.join([part[name] for part in parts]) for name in counts.rollouts}
+    return dataclasses.replace(counts, rollouts=joined)
+
+
+def _tokens(rollouts: Mapping[str, RolloutCounts]) -> int:
+    return sum(int(counts.tokens.sum()) for counts in rollouts.values())

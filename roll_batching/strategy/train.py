@@ -46,7 +46,7 @@ from roll_batching.strategy.optimizer_step import (
     with_optimizer,
 )
 from roll_batching.strategy.step_clock import StepClock
-from roll_batching.strategy.step_inputs import count_local
+from roll_batching.strategy.step_inputs import count_all, count_local
 from roll_batching.strategy.weights import Transfer, gather_parameters
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 spec.check(local, [])
             local_counts = count_local(self.layout, local, None, spec)
             facts.count(local_counts.vector())
-        return local_counts.with_vector(facts.total)
+        return count_all(self.layout.team, local_counts, facts.total)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
         """Plans as the inference strategy does. The time of plans for training is the phase "plan" of the next step."""
@@ -370,7 +370,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                     facts.count(local_counts.vector())
                 if prepare is not None:
                     prepare()
-            counts = local_counts.with_vector(facts.total) if counts is None else counts
+            counts = count_all(self.layout.team, local_counts, facts.total) if counts is None else counts
             config = self.chunks[0].config
             scaling = Scaling(
                 per_token=config.calculate_per_token_loss,

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 LENGTHS = (7, 1, 12, 5, 9, 3, 8, 6)
+ROLLOUTS = (5, 5, -2, 5, 9, -2, 7, 7)
+"""Of those with counted tokens: two samples of 5, two of -2, none of 9, two of 7."""
 
 
 def batch(seed: int = 0) -> Any:
@@ -37,6 +39,7 @@ def batch(seed: int = 0) -> Any:
             "weights": torch.rand(count, generator=g, dtype=torch.float64),
             "pair": torch.tensor([3, 1, 2, 2, 0, 3, 0, 1]),
             "chosen": torch.tensor([True, True, False, True, True, False, False, False]),
+            "rollout_ids": torch.tensor(ROLLOUTS),
         },
         {
             "input_ids": "token",
@@ -45,7 +48,7 @@ def batch(seed: int = 0) -> Any:
             "old_log_probs": "next_token",
             "ref_log_probs": "next_token",
             "rollout_log_probs": "next_token",
-            **dict.fromkeys(("advantages", "weights", "pair", "chosen"), "sample"),
+            **dict.fromkeys(("advantages", "weights", "pair", "chosen", "rollout_ids"), "sample"),
         },
         ids=[10 * i for i in range(count)],
     )
@@ -78,7 +81,7 @@ def run(
     packs = pack_step(data, plan, dp_rank=0, device=torch.device("cpu"), masks=spec.masks)
     if spec.check:
         spec.check(data, [data.rows_of(pack.ids).numpy() for pack in packs if pack.samples])
-    counts = local_counts(data, spec.masks, spec.sums)
+    counts = local_counts(data, spec.masks, spec.sums, rollouts=spec.rollouts)
     leaf = (leaves(data) if rows is None else rows).detach().to(dtype).requires_grad_()
     total, metrics = torch.zeros((), dtype=torch.float64), []
     for pack in packs:
@@ -130,6 +133,14 @@ def sequence_mean(parts: list[Any]) -> Any:
 
 def sequence_sum(parts: list[Any]) -> Any:
     return sum(p.sum() for p in parts) / sum(len(p) > 0 for p in parts)
+
+
+def by_rollout(of_rollout: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def join(parts: list[Any]) -> Any:
+        samples = [(one, part) for one, part in zip(ROLLOUTS, parts, strict=True) if len(part)]
+        return sum(of_rollout([part for one, part in samples if one == rollout]) for rollout in (5, -2, 7)) / 3
+
+    return join
 
 
 def ppo(f: dict[str, Any], lp: Any, low: float = 0.2, high: float = 0.2) -> Any:

@@ -15,6 +15,7 @@ from tests.losses.formulas import (
     BINS,
     LENGTHS,
     batch,
+    by_rollout,
     close,
     formula,
     ppo,
@@ -77,13 +78,15 @@ def weighted(data: Any) -> Callable[[list[Any]], Any]:
 
 
 def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any], Callable[[list[Any]], Any]]]:
-    from roll_batching.losses import constant_mean, constant_sum
+    from roll_batching.losses import constant_mean, constant_sum, rollout_token_mean
 
     p = lambda f, lp, h: ppo(f, lp)  # noqa: E731
     return {
         "token_mean": ({}, p, token_mean),
         "sequence_mean": ({"aggregation": "sequence_mean"}, p, sequence_mean),
         "sequence_sum": ({"aggregation": "sequence_sum"}, p, sequence_sum),
+        "rollout_mean": ({"aggregation": "rollout_mean"}, p, by_rollout(sequence_mean)),
+        "rollout_token_mean": ({"aggregation": rollout_token_mean}, p, by_rollout(token_mean)),
         "Dr. GRPO": ({"aggregation": constant_mean(16)}, p, constant),
         "token sum": ({"aggregation": constant_sum(16)}, p, lambda parts: sum(part.sum() for part in parts) / 16),
         "a user's own": ({"aggregation": own_of_view}, p, own),
@@ -125,9 +128,9 @@ def cases() -> dict[str, tuple[dict[str, Any], Callable[..., Any], Callable[[lis
 
 
 NAMES = [
-    "token_mean", "sequence_mean", "sequence_sum", "Dr. GRPO", "token sum", "a user's own", "clip-higher", "dual clip",
-    "KL k1", "KL k2", "KL k3", "KL k3, unbounded", "entropy bonus", "GSPO", "truncated importance sampling",
-    "sample weights",
+    "token_mean", "sequence_mean", "sequence_sum", "rollout_mean", "rollout_token_mean", "Dr. GRPO", "token sum",
+    "a user's own", "clip-higher", "dual clip", "KL k1", "KL k2", "KL k3", "KL k3, unbounded", "entropy bonus", "GSPO",
+    "truncated importance sampling", "sample weights",
 ]  # fmt: skip
 
 

@@ -70,6 +70,8 @@ def losses() -> dict[str, Any]:
             GMPOLoss(aggregation="sequence_mean", kl_coef=0.1, kl_estimator="abs", kl_gradient="importance"),
         ),
         "GPG, TOPR": Both(GPGLoss(), TOPRLoss(negative_weight=0.5)),
+        "rollout-mean": PolicyLoss(aggregation="rollout_mean"),
+        "rollout-token-mean": SFTLoss(aggregation="rollout_token_mean"),
         "SFT": SFTLoss(),
         "KTO": KTOLoss(undesirable_weight=1.5),
         "DPO": DPOLoss(),
@@ -93,13 +95,14 @@ def batch() -> Any:
         "held_back": torch.rand(data.num_tokens, generator=g) < 0.2,
         "pair": torch.arange(len(data)) // 2,
         "chosen": torch.arange(len(data)) % 2 == 0,
+        "rollout_ids": torch.arange(len(data)) ** 2 % 7,
         "desirable": torch.arange(len(data)) % 3 == 0,
         "reference_point": torch.full((len(data),), 0.7),
         "rollout_log_probs": data["old_log_probs"] + 0.2 * torch.randn(data.num_tokens, generator=g),
         "train_infer_is_weight": 0.9 + 0.2 * torch.rand(data.num_tokens, generator=g),
     }
     samples, predictions = (
-        ("weights", "rewards", "pair", "chosen", "desirable", "reference_point"),
+        ("weights", "rewards", "pair", "chosen", "desirable", "reference_point", "rollout_ids"),
         ("rollout_log_probs", "held_back", "train_infer_is_weight"),
     )
     kinds = dict.fromkeys(samples, "sample") | dict.fromkeys(predictions, "next_token")
