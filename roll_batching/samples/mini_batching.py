@@ -21,6 +21,9 @@ class MiniBatches(Sequence[np.ndarray]):
 
     batches: tuple[np.ndarray, ...]
     size: int
+    """Samples of a full mini-batch; with `rollouts`, rollouts of it."""
+    rollouts: tuple[int, ...] | None = None
+    """Rollouts of each mini-batch, where it is drawn over rollouts."""
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -37,20 +40,24 @@ class MiniBatches(Sequence[np.ndarray]):
 
     @property
     def remainder(self) -> int:
-        """Samples of the last mini-batch when it holds fewer than `size`; else 0."""
-        last = self.batches[-1].size
+        """Samples (or rollouts) of the last mini-batch when it holds fewer than `size`; else 0."""
+        last = self._sizes[-1]
         return last if last != self.size else 0
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.rollouts or tuple(batch.size for batch in self.batches)
 
     @property
     def notice(self) -> str | None:
         """Warning about mini-batches smaller than `size`; None without any."""
-        small = [batch.size for batch in self.batches if batch.size != self.size]
+        small = [size for size in self._sizes if size != self.size]
         if not small:
             return None
-        total = sum(batch.size for batch in self.batches)
         if len(small) == 1 and self.remainder:
+            unit = "samples" if self.rollouts is None else "rollouts"
             return (
-                f"{total} samples do not divide into mini-batches of {self.size}: the last of {len(self)} "
+                f"{sum(self._sizes)} {unit} do not divide into mini-batches of {self.size}: the last of {len(self)} "
                 f"holds {self.remainder}, and its optimizer step averages over those only."
             )
         return (
@@ -60,7 +67,13 @@ class MiniBatches(Sequence[np.ndarray]):
 
 
 def mini_batches(
-    count: int, size: int, *, seed: int, epoch: int = 0, group_ids: ArrayLike | None = None
+    count: int,
+    size: int,
+    *,
+    seed: int,
+    epoch: int = 0,
+    group_ids: ArrayLike | None = None,
+    rollout_ids: ArrayLike | None = None,
 ) -> MiniBatches:
     """Random mini-batches of one epoch over `count` samples, a pure function of its arguments.
 
@@ -71,20 +84,30 @@ def mini_batches(
         epoch: number of the pass over the same samples, from 0.
         group_ids: int `[count]`; samples with one id share a mini-batch, side by side in their given order
             (DPO's pairs, say). A group that would overfill a mini-batch begins the next.
+        rollout_ids: int `[count]`; a mini-batch is `size` rollouts, with all samples of each side by side. Where every
+            rollout has one sample, given in ascending order, the members are those without it.
 
     Raises:
-        DataError: for a count or size below 1, a negative seed or epoch, group ids of another length, a group
-            larger than a mini-batch.
+        DataError: for a count or size below 1, a negative seed or epoch, ids of another length, group ids beside
+            rollout ids, a group larger than a mini-batch.
     """
     if count < 1 or size < 1:
         raise DataError(f"Mini-batches need at least one sample and a size of at least 1: {count=}, {size=}.")
     if seed < 0 or epoch < 0:
         raise DataError(f"Seed and epoch are not negative: {seed=}, {epoch=}.")
+    if rollout_ids is not None:
+        if group_ids is not None:
+            raise DataError("group_ids and rollout_ids both say what stays together: give one of them.")
+        names, rollout_of = np.unique(_one_each("rollout_ids", rollout_ids, count), return_inverse=True)
+        drawn = mini_batches(len(names), size, seed=seed, epoch=epoch)
+        by_rollout = np.split(np.argsort(rollout_of, kind="stable"), np.cumsum(np.bincount(rollout_of))[:-1])
+        batches = tuple(np.concatenate([by_rollout[rollout] for rollout in batch]) for batch in drawn)
+        return MiniBatches(batches, size, tuple(map(len, drawn)))
     random = np.random.default_rng([_MEMBERSHIP_STREAM, seed, epoch])
     if group_ids is None:
         order = random.permutation(count).astype(np.int64)
         return MiniBatches(tuple(order[start : start + size] for start in range(0, count, size)), size)
-    order, cuts = _grouped(np.asarray(group_ids), count, size, random)
+    order, cuts = _grouped(group_ids, count, size, random)
     return MiniBatches(tuple(np.split(order, cuts)), size)
 
 
@@ -112,11 +135,9 @@ def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: i
     return MiniBatches(tuple(order[batch_of[order] == index] for index in range(int(batch_of.max()) + 1)), size)
 
 
-def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Generator) -> tuple[np.ndarray, list[int]]:
+def _grouped(group_ids: ArrayLike, count: int, size: int, random: np.random.Generator) -> tuple[np.ndarray, list[int]]:
     """(samples in random order with groups kept together, boundaries of the mini-batches)."""
-    if group_ids.shape != (count,):
-        raise DataError(f"group_ids needs one id for each of the {count} samples; its shape is {group_ids.shape}.")
-    names, group_of = np.unique(group_ids, return_inverse=True)
+    names, group_of = np.unique(_one_each("group_ids", group_ids, count), return_inverse=True)
     members = np.bincount(group_of)
     if (members > size).any():
         largest = int(members.argmax())
@@ -134,6 +155,13 @@ def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Gen
             used = 0
         used, end = used + group_size, end + group_size
     return order, cuts
+
+
+def _one_each(name: str, ids: ArrayLike, count: int) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.shape != (count,):
+        raise DataError(f"{name} needs one id for each of the {count} samples; its shape is {array.shape}.")
+    return array
 
 
 def rank_slice(count: int, rank: int, size: int) -> slice:

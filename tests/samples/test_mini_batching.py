@@ -44,6 +44,23 @@ def test_groups_share_a_mini_batch():
     assert mini_batches(20, 8, seed=4, group_ids=pairs)[0].tolist() != drawn[0].tolist()
 
 
+def test_a_mini_batch_of_rollouts_has_all_their_samples():
+    random = np.random.default_rng(0)
+    rollouts = random.permutation(np.repeat(np.arange(10) * 3 - 4, random.integers(1, 10, 10)))
+    drawn = mini_batches(len(rollouts), 4, seed=3, rollout_ids=rollouts)
+    members = [np.unique(rollouts[batch]) for batch in drawn]
+    assert [len(names) for names in members] == [4, 4, 2] == list(drawn.rollouts)
+    assert sorted(np.concatenate(members)) == sorted(set(rollouts.tolist()))
+    assert sorted(np.concatenate(list(drawn)).tolist()) == list(range(len(rollouts)))
+    assert drawn.remainder == 2 and drawn.notice.startswith("10 rollouts do not divide into mini-batches of 4")
+    alone = mini_batches(64, 8, seed=1, epoch=2, rollout_ids=np.arange(64) * 5)
+    assert [batch.tolist() for batch in alone] == [batch.tolist() for batch in mini_batches(64, 8, seed=1, epoch=2)]
+    # The same rollouts share a step however many samples each of them has.
+    assert [set(names // 3) for names in np.split(np.concatenate([n + 4 for n in members]), [4, 8])] == [
+        set(batch.tolist()) for batch in mini_batches(10, 4, seed=3)
+    ]
+
+
 def test_uneven_groups_never_overfill():
     random = np.random.default_rng(0)
     for seed in range(20):
@@ -77,6 +94,8 @@ def test_bad_numbers_are_refused():
         mini_batches(4, 2, seed=0, group_ids=[7, 1, 7, 7])
     with pytest.raises(DataError, match=r"each of the 4 samples; its shape is \(3,\)"):
         mini_batches(4, 2, seed=0, group_ids=[1, 2, 3])
+    with pytest.raises(DataError, match="both say what stays together"):
+        mini_batches(2, 2, seed=0, group_ids=[0, 1], rollout_ids=[0, 1])
     with pytest.raises(DataError, match="Rank 3 is not in a group of 3"):
         rank_slice(1, 3, 3)
 
