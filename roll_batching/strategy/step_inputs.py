@@ -79,7 +79,7 @@ def pack_inputs(
         masks=masks,
         attention=state.attention,
         rotation_cp=(layout.cp_size, layout.cp_rank) if state.rotates_rows else None,
-        recurrent=_recurrent_packs(state),
+        recurrent=recurrent_packs_of(state),
         is_first_stage=layout.pp_rank == 0,
         is_last_stage=layout.is_last_stage,
         heads=state.heads,
@@ -97,7 +97,7 @@ def pack_inputs(
     return packs
 
 
-def _recurrent_packs(state: ModelState) -> Any:
+def recurrent_packs_of(state: ModelState) -> Any:
     """`StepPacks`' argument for recurrent layers; None without any."""
     config = gpt_of(state.chunks[0]).config
     if recurrent_layers(config) is None:
