@@ -35,10 +35,10 @@ from roll_batching.huggingface.fields import (
 )
 
 
-def translate(config: Mapping[str, Any], own_family: str | None = None) -> Translation:
+def translate(config: Mapping[str, Any], own_family: str | None = None, *, vision_encoder: bool = False) -> Translation:
     """The architecture that `config`, the content of a `config.json`, describes.
 
-    `own_family` is the dotted path of a family of the caller's (`load_family`). Errors go to `Translation.problems`.
+    `own_family` is `ModelArgs.family`, `vision_encoder` as there. Errors go to `Translation.problems`.
     """
     result = Translation()
     try:
@@ -49,7 +49,7 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     classes = config.get("architectures")
     if classes is not None and classes != [family.architecture]:
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
-    if family.encoder is not None:
+    if family.encoder is not None and (vision_encoder or not family.encoder.on_request):
         from roll_batching.huggingface.vision_families import translate_vision  # few families need it
 
         config = translate_vision(config, family, result)
@@ -108,9 +108,9 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     return result
 
 
-def translate_directory(path: Path, own_family: str | None = None) -> Translation:
+def translate_directory(path: Path, own_family: str | None = None, *, vision_encoder: bool = False) -> Translation:
     """The architecture that a model directory describes, with its image processor's numbers. Raises `ConfigError`."""
-    translation = translate(read_json(path / CONFIG), own_family)
+    translation = translate(read_json(path / CONFIG), own_family, vision_encoder=vision_encoder)
     if "vision" in translation.architecture:
         from roll_batching.huggingface.vision_families import add_preprocessing  # as above
 

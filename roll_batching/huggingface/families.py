@@ -83,9 +83,6 @@ _QWEN3_5_FIELDS = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 _QWEN3_5_USUAL = {**_USUAL, "head_dim": 256, "partial_rotary_factor": 0.25, **_DELTA_NETS}
 _GATED = {"zero_centered_norms": True, "attention_output_gate": True}
 
-_VISION_BEFORE = (("model.", "model.language_model."),)
-_MULTIMODAL = ("model.visual.", "mtp.")
-
 _GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -124,7 +121,7 @@ _GEMMA3 = Family(
     windows=True,
     local_rope=True,
 )
-_QWEN3_5 = Family(
+QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     defaults=_QWEN3_5_USUAL,
@@ -136,8 +133,8 @@ _QWEN3_5 = Family(
     delta_net=SPLIT_DELTA_NET,
     untrained=("mtp.",),
 )
-_QWEN3_5_MOE = dataclasses.replace(
-    _QWEN3_5,
+QWEN3_5_MOE_TEXT = dataclasses.replace(
+    QWEN3_5_TEXT,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     defaults={
@@ -155,13 +152,6 @@ _QWEN3_5_MOE = dataclasses.replace(
     shared_expert=True,
     normalised_experts=True,
 )
-
-
-def _with_vision(family: Family, model_type: str, architecture: str, **changes: Any) -> Family:
-    """The family of directories with a text model of `family` and a vision encoder that is not trained."""
-    return dataclasses.replace(
-        family, model_type=model_type, architecture=architecture, text_model=family.model_type, **changes
-    )
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -269,25 +259,16 @@ FAMILIES: Mapping[str, Family] = {
             untrained=("mtp.",),
         ),
         _GEMMA3,
-        _with_vision(
+        dataclasses.replace(
             _GEMMA3,
-            "gemma3",
-            "Gemma3ForConditionalGeneration",
+            model_type="gemma3",
+            architecture="Gemma3ForConditionalGeneration",
+            text_model="gemma3_text",
             prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
             untrained=("vision_tower.", "multi_modal_projector."),
         ),
-        _QWEN3_5,
-        _QWEN3_5_MOE,
-        _with_vision(
-            _QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", prefixes=_VISION_BEFORE, untrained=_MULTIMODAL
-        ),
-        _with_vision(
-            _QWEN3_5_MOE,
-            "qwen3_5_moe",
-            "Qwen3_5MoeForConditionalGeneration",
-            prefixes=_VISION_BEFORE,
-            untrained=_MULTIMODAL,
-        ),
+        QWEN3_5_TEXT,
+        QWEN3_5_MOE_TEXT,
         _DEEPSEEK_V3,
         dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
         dataclasses.replace(
@@ -299,7 +280,10 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-_MODULES = {"family_layers": "minimax_m2 nemotron_h", "vision_families": "qwen2_5_vl qwen3_vl qwen3_vl_moe"}
+_MODULES = {
+    "family_layers": "minimax_m2 nemotron_h",
+    "vision_families": "qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
+}
 IN_MODULES = {
     name: f"{__package__}.{file}:{name.upper()}" for file, names in _MODULES.items() for name in names.split()
 }
@@ -372,19 +356,19 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
         from roll_batching.huggingface.layer_rules import mtp_layer_rules  # few models have heads
 
         rules += mtp_layer_rules(family, architecture, (*attention, *OUTPUT_PROJECTION))
-    rules += [] if family.encoder is None else family.encoder.rules(architecture)
+    rules += [] if family.encoder is None or architecture.vision is None else family.encoder.rules(architecture)
     return {rule.ours: rule.with_prefixes(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
 
 
 def untrained_tensors(family: Family, architecture: Any, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Names of tensors outside the trained model, among `names`; an export copies them.
 
-    These are vision encoders, and layers of multi-token prediction that `architecture` does not train. Publishers
+    These are a vision encoder and layers of multi-token prediction that `architecture` does not train. Publishers
     number such layers after the model's own, or give them a prefix of `Family.untrained`.
     """
-    prefixes, heads = family.untrained, architecture.mtp_num_layers or 0
-    if heads:
-        prefixes = tuple(prefix for prefix in prefixes if prefix != "mtp.")
+    heads = architecture.mtp_num_layers or 0
+    trained = {"mtp.": heads, "model.visual.": architecture.vision}
+    prefixes = tuple(prefix for prefix in family.untrained if not trained.get(prefix))
     if not family.untrained:
         numbers = (config.get(f"num_{name}") for name in ("nextn_predict_layers", "mtp_layers", "mtp_modules"))
         count = next((number for number in numbers if number), 0)

@@ -21,6 +21,8 @@ class EncoderFields:
     """Other settings of `architecture.vision`: without them, fields of RoPE and of the image processor decide."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `vision_config` with one supported value."""
+    on_request: bool = False
+    """Whether the encoder is built only where `ModelArgs.vision_encoder` asks for it: else the text model alone."""
     rules: Callable[[Any], list[TensorRule]]
     """Rules of the encoder's tensors in a model with an `ArchitectureConfig`."""
 
@@ -67,7 +69,8 @@ class Family:
     hybrid: Mapping[str, tuple[TensorRule, ...]] = field(default_factory=dict)
     """Rules of layers with one part each, by their letters in `HybridConfig.pattern`; empty for other families."""
     untrained: tuple[str, ...] = ()
-    """Beginnings of names of tensors that are not trained, such as layers of multi-token prediction."""
+    """Beginnings of names of tensors that are not trained unless asked for: layers of multi-token prediction,
+    encoders."""
     image_axes: bool = False
     """Whether RoPE may have the fields `IMAGE_AXES`."""
     text_model: str | None = None
@@ -77,7 +80,7 @@ class Family:
     other_prefixes: tuple[tuple[str, str], ...] = ()
     """`prefixes` for files of another version of transformers, where the family has such files."""
     encoder: EncoderFields | None = None
-    """The vision encoder, where one is trained, too."""
+    """The vision encoder, where one can be trained, too."""
     stacks_gated_experts: bool = False
     """Whether `mixture` is `STACKED_GATED_MIXTURE`: matrices of experts are [inputs, outputs] on the hub, and
     [outputs, inputs] in files of transformers 5."""

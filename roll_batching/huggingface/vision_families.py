@@ -1,4 +1,5 @@
-"""Families whose vision encoder is trained, too: Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE.
+"""Families whose vision encoder is trained, too: Qwen2.5-VL, Qwen3-VL and, with images, Qwen3.5; with and without
+experts.
 
 Sources: transformers' configuration and modeling files of these families.
 """
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roll_batching.huggingface.families import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from roll_batching.huggingface.family import EncoderFields, Family
 from roll_batching.huggingface.fields import ALWAYS, BESIDE_TEXT, WITHOUT_EFFECT
 from roll_batching.huggingface.layer_rules import STACKED_GATED_MIXTURE
@@ -124,6 +126,30 @@ QWEN2_5_VL = Family(
 )
 """Files of the hub, and of transformers 5, have `visual.` and `model.`; those of transformers 4.52 and later 4.x
 `model.visual.` and `model.language_model.`."""
+_QWEN3_ENCODER = EncoderFields(
+    sizes={
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": (8, 16, 24),
+    },
+    tokens=_TOKENS,
+    settings={
+        "type": "qwen3_vl",
+        "mrope_section": (24, 20, 20),
+        "mrope_interleaved": True,
+        "image_mean": (0.5, 0.5, 0.5),
+        "image_std": (0.5, 0.5, 0.5),
+    },
+    always={**_ALWAYS, "hidden_act": "gelu_pytorch_tanh"},
+    rules=_qwen3_rules,
+)
+_QWEN3_PREFIXES = (("model.", "model.language_model."), ("visual.", "model.visual."))
 QWEN3_VL = Family(
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
@@ -143,30 +169,8 @@ QWEN3_VL = Family(
         "initializer_range": 0.02,
     },
     qk_layernorm=True,
-    encoder=EncoderFields(
-        sizes={
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "patch_size": 16,
-            "temporal_patch_size": 2,
-            "spatial_merge_size": 2,
-            "num_position_embeddings": 2304,
-            "deepstack_visual_indexes": (8, 16, 24),
-        },
-        tokens=_TOKENS,
-        settings={
-            "type": "qwen3_vl",
-            "mrope_section": (24, 20, 20),
-            "mrope_interleaved": True,
-            "image_mean": (0.5, 0.5, 0.5),
-            "image_std": (0.5, 0.5, 0.5),
-        },
-        always={**_ALWAYS, "hidden_act": "gelu_pytorch_tanh"},
-        rules=_qwen3_rules,
-    ),
-    prefixes=(("model.", "model.language_model."), ("visual.", "model.visual.")),
+    encoder=_QWEN3_ENCODER,
+    prefixes=_QWEN3_PREFIXES,
 )
 QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_VL,
@@ -192,6 +196,37 @@ QWEN3_VL_MOE = dataclasses.replace(
     stacks_gated_experts=True,
     normalised_experts=True,
 )
+QWEN3_5 = dataclasses.replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    text_model="qwen3_5_text",
+    encoder=dataclasses.replace(
+        _QWEN3_ENCODER,
+        on_request=True,
+        sizes={name: size for name, size in _QWEN3_ENCODER.sizes.items() if name != "deepstack_visual_indexes"},
+        tokens={
+            "image_token_id": 248056,
+            "video_token_id": 248057,
+            "vision_start_token_id": 248053,
+            "vision_end_token_id": 248054,
+        },
+        settings={**_QWEN3_ENCODER.settings, "mrope_section": (11, 11, 10)},
+        always={**_QWEN3_ENCODER.always, "deepstack_visual_indexes": []},
+    ),
+    prefixes=_QWEN3_PREFIXES,
+    untrained=("model.visual.", "mtp."),
+)
+"""Its encoder is Qwen3-VL's, without outputs of inner layers."""
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    text_model="qwen3_5_moe_text",
+    encoder=QWEN3_5.encoder,
+    prefixes=QWEN3_5.prefixes,
+    untrained=QWEN3_5.untrained,
+)
 _TOP = {*BESIDE_TEXT, "vision_token_id", "model_type", "architectures", "transformers_version"} - {"initializer_range"}
 """Fields beside the text model's where both are at the top, as on the hub; `vision_token_id` has no effect."""
 _WITHOUT_EFFECT = (*WITHOUT_EFFECT, "tokens_per_second", "spatial_patch_size", "initializer_range")
@@ -212,7 +247,7 @@ def translate_vision(config: Mapping[str, Any], family: Family, result: Any) -> 
     else:
         text_fields = dict(config["text_config"]) if isinstance(config["text_config"], Mapping) else {}
     other_fields.pop("vision_token_id", None)
-    if family.mixture:  # transformers writes its default there, true, and reads the field beside text_config
+    if family.stacks_gated_experts:  # transformers writes its default there, true, and reads that beside text_config
         text_fields.pop("tie_word_embeddings", None)
     settings: dict[str, Any] = dict(fields.settings)
     alternates = settings.get("mrope_interleaved")
@@ -235,10 +270,8 @@ def translate_vision(config: Mapping[str, Any], family: Family, result: Any) -> 
             result.problems.append(f"vision_config.{name}: {value!r} is not supported, only {fields.always[name]!r}")
         elif name not in (*fields.sizes, *fields.always, *_WITHOUT_EFFECT, "out_hidden_size") and value is not None:
             result.problems.append(f"vision_config.{name}: {value!r} is an unknown field of model_type {model_type}")
-    out, hidden = (
-        vision.get("out_hidden_size", 3584),
-        text_fields.get("hidden_size", family.defaults["hidden_size"]),
-    )
+    out = vision.get("out_hidden_size", 3584)
+    hidden = text_fields.get("hidden_size", family.defaults.get("hidden_size"))
     if out != hidden:
         result.problems.append(f"vision_config.out_hidden_size: {out!r} must be hidden_size of the text, {hidden!r}")
     settings |= {name: config.get(name, default) for name, default in fields.tokens.items()}

@@ -81,9 +81,9 @@ def _mamba_misfit(hybrid: Any, tp_size: int, cp_size: int) -> str | None:
 
 
 def _vision_problem(model: Any) -> str | None:
-    pairs = sum(model.vision.mrope_section)
-    if 2 * pairs != model.head_dim:
-        return f"vision.mrope_section has {pairs} pairs of channels, and a head has {model.head_dim} channels"
+    pairs, rotated = sum(model.vision.mrope_section), int(model.head_dim * model.rotary_percent)
+    if 2 * pairs != rotated:
+        return f"vision.mrope_section has {pairs} pairs of channels, and RoPE turns {rotated} channels of a head"
     if (added := len(model.vision.deepstack_visual_indexes)) > model.num_layers:
         return f"vision.deepstack_visual_indexes has outputs for {added} layers, and the model {model.num_layers}"
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

@@ -158,8 +158,10 @@ class ModelArgs(AdapterArgs):
     )
     family: str | None = setting(
         None,
-        help="Your own model family as `package.module:NAME`, for a directory whose `model_type` is not supported "
-        "(docs/architecture.md). Default: the family of `model_type`.",
+        help="Your own model family as `package.module:NAME`, for an unsupported `model_type` (docs/architecture.md).",
+    )
+    vision_encoder: bool = setting(
+        False, help="Whether a model of Qwen3.5 has its vision encoder. Jobs with data_args.images set it."
     )
     architecture: ArchitectureConfig | None = setting(
         None,
@@ -196,7 +198,7 @@ class ModelArgs(AdapterArgs):
         name, family = (data.get("model_name_or_path"), data.get("family")) if isinstance(data, dict) else (None, None)
         described = None
         if isinstance(name, str) and isinstance(family, str | None):
-            described = describe_model(name, family)
+            described = describe_model(name, family, vision_encoder=data.get("vision_encoder") is True)
         if described is None or described.problems:
             return data
         return {**data, "architecture": _over(described.architecture, data.get("architecture"))}
@@ -221,10 +223,10 @@ def _over(below: Any, given: Any) -> Any:
     return given
 
 
-def describe_model(name: str, family: str | None = None) -> Translation | None:
+def describe_model(name: str, family: str | None = None, *, vision_encoder: bool = False) -> Translation | None:
     """The translated `config.json` of the model `name`; None if there is no such directory. Raises nothing.
 
-    Errors of reading and of `ArchitectureConfig` are among the problems. `family` is as in `ModelArgs`.
+    Errors of reading and of `ArchitectureConfig` are among the problems. Other arguments are as in `ModelArgs`.
     """
     # Imported here: most configurations name no model directory.
     from roll_batching.huggingface.config_json import Translation, translate_directory
@@ -234,7 +236,7 @@ def describe_model(name: str, family: str | None = None) -> Translation | None:
     if path is None:
         return None
     try:
-        described = translate_directory(path, family)
+        described = translate_directory(path, family, vision_encoder=vision_encoder)
     except ConfigError as error:
         return Translation(problems=[str(error)])
     if not described.problems:

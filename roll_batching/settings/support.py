@@ -256,9 +256,8 @@ ARCHITECTURE_REFUSALS = refusals_of(
         },
         (
             *_parts(
-                "mtp_num_layers multi_latent_attention hybrid gated_delta_net sliding_window sandwich_norms "
-                "scaled_embedding zero_centered_norms add_bias_linear attention_sinks attention_output_gate "
-                "hidden_dropout rotary_percent"
+                "mtp_num_layers multi_latent_attention hybrid sliding_window sandwich_norms scaled_embedding "
+                "add_bias_linear attention_sinks hidden_dropout"
             ),
             VISION,
         ): "is not supported with vision for now; leave it out",
@@ -384,13 +383,9 @@ ROLE_REFUSALS = ARCHITECTURE_REFUSALS + refusals_of(
 )
 """Pairs of a model's parts, adapters, precision and layout that are refused."""
 ROLE_TESTED = {
-    (SLICES, LATENT): "strategy/test_slices.py",
-    (SLICES, WINDOWS): "strategy/test_slices.py",
-    (SLICES, SINKS): "strategy/test_slices.py",
-    (SLICES, VALUE_HEAD): "strategy/test_slices.py",
+    **{(SLICES, other): "strategy/test_slices.py" for other in (LATENT, WINDOWS, SINKS, VALUE_HEAD)},
     (ADAPTERS, LOCAL_LAYERS): "strategy/test_adapters.py",
-    (ADAPTERS, VISION): "huggingface/test_vision.py",
-    (EXPERTS, VISION): "huggingface/test_vision.py",
+    **{(other, VISION): "huggingface/test_vision.py" for other in (ADAPTERS, EXPERTS, DELTA_NETS, OUTPUT_GATES)},
     (HEADS, LOCAL_LAYERS): "strategy/test_mtp.py",
     (FP8, ENGINE_LAYERS): "te/test_fp8.py",
 }

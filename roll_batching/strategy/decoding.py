@@ -17,7 +17,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import run_schedule
-from roll_batching.strategy.step_inputs import recurrent_packs_of
+from roll_batching.strategy.step_inputs import pack_options
 
 LENGTH_MULTIPLE = 16
 """The number of attended keys is a multiple of this, so that shapes repeat."""
@@ -55,10 +55,7 @@ class RecomputingDecoder:
         plan = plan_step(lengths, PlanConstraints.of(dims, BatchingSpec(max_tokens=cap, algorithm="none")))
         batch = SampleBatch.from_lists({"input_ids": self._rows}, {"input_ids": "token"})
         images = None if self._images is None else self._images.of_sequences(batch)
-        packs = pack_step(
-            batch, plan, dp_rank=0, device=layout.device, attention=model.attention,
-            recurrent=recurrent_packs_of(model), images=images,
-        )  # fmt: skip
+        packs = pack_step(batch, plan, dp_rank=0, images=images, **pack_options(model))
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
             last = torch.from_numpy(pack.layout.cu_seqlens[:-1][: pack.samples] + pack.layout.lengths - 1)

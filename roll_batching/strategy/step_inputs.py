@@ -75,15 +75,13 @@ def pack_inputs(
         plan,
         dp_rank=layout.dp_rank,
         cp_rank=layout.cp_rank,
-        device=state.device,
         masks=masks,
-        attention=state.attention,
         rotation_cp=(layout.cp_size, layout.cp_rank) if state.rotates_rows else None,
-        recurrent=recurrent_packs_of(state),
         is_first_stage=layout.pp_rank == 0,
         is_last_stage=layout.is_last_stage,
         heads=state.heads,
         images=images,
+        **pack_options(state),
         **replayed,
     )
     check_tokens(local, state)
@@ -97,14 +95,14 @@ def pack_inputs(
     return packs
 
 
-def recurrent_packs_of(state: ModelState) -> Any:
-    """`StepPacks`' argument for recurrent layers; None without any."""
-    config = gpt_of(state.chunks[0]).config
+def pack_options(state: ModelState) -> dict[str, Any]:
+    """Arguments of `StepPacks` that are the same in all passes of a model."""
+    config, options = gpt_of(state.chunks[0]).config, {"device": state.device, "attention": state.attention}
     if recurrent_layers(config) is None:
-        return None
+        return options
     from roll_batching.modeling.recurrent_packs import recurrent_packs  # few models need it
 
-    return recurrent_packs(config, state.settings.recurrent_context_parallel)
+    return {**options, "recurrent": recurrent_packs(config, state.settings.recurrent_context_parallel)}
 
 
 def _replay_options(local: SampleBatch, plan: Plan, state: ModelState) -> dict[str, Any]:

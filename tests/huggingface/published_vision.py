@@ -48,7 +48,11 @@ def _qwen3_5(kind: str, layers: int, **sizes: int) -> dict[str, Any]:
         "text_config": text,
         "tie_word_embeddings": False,
         "video_token_id": 248057,
-        "vision_config": {"model_type": f"qwen3_5{beside}"},
+        "vision_config": {
+            "model_type": f"qwen3_5{beside}",
+            "out_hidden_size": sizes["hidden_size"],
+            "deepstack_visual_indexes": [],
+        },
         "vision_end_token_id": 248054,
         "vision_start_token_id": 248053,
     }

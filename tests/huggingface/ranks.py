@@ -14,13 +14,16 @@ from tests.support.ranks import meet, part
 CAP = 64
 
 
-def role(directory: str | Path, layout: Layout | None = None, mode: str = "packed", **settings: Any) -> Any:
-    """A training role for the model in `directory`."""
+def role(
+    directory: str | Path, layout: Layout | None = None, mode: str = "packed", vision: bool = False, **settings: Any
+) -> Any:
+    """A training role for the model in `directory`; `vision`: with its encoder."""
     from tests.support.models import worker_config
 
     config = worker_config(mode, CAP, megatron=(layout or Layout()).megatron(), **settings)
     dumped = config.model_dump(exclude={"model_args"}, exclude_unset=True)
-    return type(config).model_validate(dumped | {"model_args": {"model_name_or_path": str(directory)}})
+    model = {"model_name_or_path": str(directory), "vision_encoder": vision}
+    return type(config).model_validate(dumped | {"model_args": model})
 
 
 def strategy_of(directory: str | Path, layout: Layout | None = None) -> Any:

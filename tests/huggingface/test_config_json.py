@@ -79,8 +79,8 @@ def counted_by_transformers(config):
     return sum(value.numel() for value in (*model.parameters(), *biases))
 
 
-def architecture_of(config):
-    found = translate(config)
+def architecture_of(config, **switches):
+    found = translate(config, **switches)
     assert found.problems == []
     return ArchitectureConfig.model_validate(found.architecture)
 

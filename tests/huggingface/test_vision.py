@@ -142,9 +142,9 @@ def test_files_come_back_to_the_bit(older: bool, model: Any, tmp_path: Path) -> 
     from transformers import AutoModelForImageTextToText
 
     family, layout = model[1].config.model_type, Layout(pp=2)
-    if family == "qwen3_vl" and older:
+    if family in ("qwen3_vl", "qwen3_5", "qwen3_5_moe") and older:
         pytest.skip("both versions write the same")
-    if family == "qwen3_vl_moe":
+    if family.endswith("moe"):
         layout = Layout(tp=2, sp=True) if older else Layout(tp=2, sp=True, dp=2, ep=2)
     folder = tmp_path / "model"
     shutil.copytree(model[0], folder)
@@ -202,6 +202,8 @@ def test_adapters_of_the_text_model(layout: Layout, model: Any, tmp_path: Path, 
     """The export with adapters is what was trained, and the encoder in it what it was."""
     from transformers import AutoModelForImageTextToText
 
+    if model[1].config.model_type.startswith("qwen3_5"):
+        pytest.skip("adapters are refused beside gated delta nets")
     is_mixture = model[1].config.model_type.endswith("moe")
     targets, to = "q_proj,v_proj,o_proj" if is_mixture else "all-linear", tmp_path / "new"
     payload = (str(model[0]), fitting(layout, model), targets, str(to))

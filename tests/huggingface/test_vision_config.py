@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.families import load_family, rules_of
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.models
 @pytest.mark.parametrize("name", WITH_VISION)
 def test_text_models_beside_a_vision_encoder(name, report):
     """All tensors of the text model, by transformers, under the names of the whole directory."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModel
 
     config = WITH_VISION[name]
     architecture, family = architecture_of(config), load_family(config["model_type"])
@@ -29,6 +30,13 @@ def test_text_models_beside_a_vision_encoder(name, report):
     assert not any(name.startswith(("model.layers", "model.embed")) for name in tensors)
     assert architecture == architecture_of(config | {"text_config": {**text, "architectures": None}})
     report(f"{name}: {len(tensors):,} tensors, {count:,} parameters of the text model")
+    if not name.startswith("Qwen3.5"):
+        return
+    architecture = architecture_of(config, vision_encoder=True)
+    with torch.device("meta"):
+        encoder = AutoModel.from_config(AutoConfig.for_model(**config).vision_config)
+    wanted = {f"model.visual.{key}": tuple(tensor.shape) for key, tensor in encoder.named_parameters()}
+    assert expected_tensors(rules_of(family, architecture), Sizes.of(architecture)) == {**tensors, **wanted}
 
 
 @pytest.mark.bad_input
@@ -48,4 +56,22 @@ def test_refused_beside_a_vision_encoder(changes, words):
     config = WITH_VISION["Qwen3.5-27B"]
     text = changes.get("text_config", {})
     inner = None if text is None else {**config["text_config"], "tie_word_embeddings": False, **text}
-    assert words in "; ".join(translate({**config, **changes, "text_config": inner}).problems)
+    for with_encoder in (False, inner is not None):
+        found = translate({**config, **changes, "text_config": inner}, vision_encoder=with_encoder)
+        assert words in "; ".join(found.problems)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("part", "changes", "words"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": [8]}, "vision_config.deepstack_visual_indexes: [8] is not"),
+        ("vision_config", {"out_hidden_size": 3584}, "out_hidden_size: 3584 must be hidden_size of the text, 5120"),
+        ("text_config", {"rope_parameters": {"mrope_interleaved": False}}, "mrope_interleaved must be true"),
+    ],
+)
+def test_fields_of_an_encoder_are_read_on_request(part, changes, words):
+    config = WITH_VISION["Qwen3.5-27B"]
+    config = {**config, part: {**config[part], **changes}}
+    assert translate(config).problems == []
+    assert words in "; ".join(translate(config, vision_encoder=True).problems)

@@ -11,6 +11,7 @@ import torch
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.observe.run_files import read_metrics
+from tests.huggingface.vision import FAMILIES
 from tests.support import vision
 from tests.support.ranks import run_ranks
 from tests.support.tiny_job import with_changes
@@ -25,7 +26,7 @@ def folder(tmp_path_factory):
     return write_job_files(tmp_path_factory.mktemp("vision"), "qwen2_5_vl")
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family_folder(request, tmp_path_factory):
     return write_job_files(tmp_path_factory.mktemp("vision"), request.param)
 
@@ -208,6 +209,25 @@ def test_a_model_that_reads_images_says_that_a_job_has_none(folder):
 
     assert any("this job none" in text for text in texts(actor_train__data_args__images=None))
     assert not any("this job none" in text for text in texts())
+
+
+def test_qwen3_5_has_its_encoder_in_jobs_with_images(tmp_path):
+    """In all roles, also in those that name the directory; a job of texts has the text model."""
+    vision.write_directory(tmp_path / "model", weights=False, family="qwen3_5")
+    named = {"model_args": {"model_name_or_path": str(tmp_path / "model")}}
+    for images in ("images", None):
+        changes = {"actor_train__data_args__images": images, "reference": named}
+        checked = config_from_dict(rl(tmp_path, "encoder", **changes))
+        for one in (checked, config_from_dict(checked.to_dict())):
+            built = [role.model_args.architecture.vision is not None for role in one.roles.values()]
+            assert built == [images is not None] * 3
+        assert not any("this job none" in notice.text for notice in checked.notices)
+    heads = {"actor_train__strategy_args__strategy_config": {"mtp_num_layers": 1}}
+    with pytest.raises(ConfigFileError, match="mtp_num_layers: is not supported with vision for now"):
+        config_from_dict(rl(tmp_path, "heads", **heads))
+    without = {"actor_train__model_args": {"vision_encoder": False}}
+    with pytest.raises(ConfigFileError, match="has no vision encoder that is trained"):
+        config_from_dict(rl(tmp_path, "without", **without))
 
 
 @pytest.mark.bad_input

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from tests.huggingface.ranks import role, streamed
+from tests.huggingface import ranks, tiny
 from tests.huggingface.test_adapters import strategy_of as adapted_strategy
 from tests.support.layouts import Layout
 from tests.support.ranks import meet, part
 
+role = functools.partial(ranks.role, vision=True)
 PATCH, MERGE, FRAMES = 4, 2, 2
 IMAGE, VIDEO, START, END = 57, 58, 59, 60
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -52,7 +56,7 @@ SAMPLES: list[list[int | tuple[int, int]]] = [
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.0}
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow))
 
 
 def write_model(folder: Path, family: str = "qwen2_5_vl", **text: Any) -> Any:
@@ -60,13 +64,17 @@ def write_model(folder: Path, family: str = "qwen2_5_vl", **text: Any) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     values = {"tie_word_embeddings": False, **TEXT, **text}
-    encoder = dict(ENCODER)
+    encoder, recurs = dict(ENCODER), False
     if family != "qwen2_5_vl":
         values = {**values, "head_dim": 8, "num_hidden_layers": 8}
         encoder = {
             name: value for name, value in ENCODER.items() if name not in ("window_size", "fullatt_block_indexes")
         }
-        encoder |= {"depth": 3, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
+        encoder |= {"num_position_embeddings": 36}
+        if recurs := family.startswith("qwen3_5"):
+            values |= {**tiny.MODELS[family][1], "num_hidden_layers": 4}
+        else:
+            encoder |= {"depth": 3, "deepstack_visual_indexes": [0, 1]}
     config = AutoConfig.for_model(
         family,
         text_config=values | (EXPERTS if family.endswith("moe") else {}),
@@ -78,10 +86,14 @@ def write_model(folder: Path, family: str = "qwen2_5_vl", **text: Any) -> Any:
         tie_word_embeddings=values["tie_word_embeddings"],
     )
     model = AutoModelForImageTextToText.from_config(config)
-    generator = torch.Generator().manual_seed(4)  # of which none samples an image token, which transformers refuses
+    generator = torch.Generator().manual_seed(
+        4 + recurs
+    )  # of which none samples an image token, which transformers refuses
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             start = 1.0 if ("norm" in key or "ln_q" in key) and key.endswith("weight") else 0.0
+            if recurs and not ("visual" in key or "linear_attn" in key):
+                start = 0.0  # these norms multiply by 1 + weight
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15 + start)
     model.save_pretrained(folder)
     if family != "qwen2_5_vl":  # whose own numbers are these
@@ -172,9 +184,16 @@ def expected_losses(model: Any, steps: int, rate: float) -> list[float]:
 
 def expected_gradients(model: Any, copies: int = 1) -> dict[str, torch.Tensor]:
     """Gradients of the first of these losses, by the hub's names of tensors."""
+    from safetensors.torch import load_file
+
     model = copy.deepcopy(model)
     (-torch.cat(expected_log_probs(model, copies)).mean()).backward()
-    return {hub_name(name, model): p.grad for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def expected_tokens(model: Any, new: int) -> list[list[int]]:
@@ -358,7 +377,7 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
             one["losses"] = losses(strategy, wanted["steps"], wanted["rate"])
         if "export" in wanted:
             strategy.export(wanted["export"])
-            streamed(strategy, wanted["export"])
+            ranks.streamed(strategy, wanted["export"])
         if "gradients" in wanted:
             losses(strategy, 1, 1e-9, copies)
             write_gradients(strategy, wanted["gradients"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.huggingface.tiny import TEXT
+from tests.huggingface.tiny import MODELS, TEXT
 
 MARKS = ("<s>", "<u>", "<a>", "<?>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 VOCABULARY = 61
@@ -83,9 +83,13 @@ def config(family: str = "qwen2_5_vl", **changes: Any) -> Any:
     if family == "qwen2_5_vl":
         vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
     else:
-        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        vision |= {"num_position_embeddings": 16}
         text["head_dim"] = 8
-    if family == "qwen3_vl_moe":
+    if family.startswith("qwen3_vl"):
+        vision |= {"deepstack_visual_indexes": [0]}
+    if family.startswith("qwen3_5"):
+        text |= {**MODELS[family][1], "layer_types": ["linear_attention", "full_attention"]}
+    if family.endswith("moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.0}
     return AutoConfig.for_model(
         family,

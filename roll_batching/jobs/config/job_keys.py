@@ -49,6 +49,19 @@ def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
     return {**data, "actor_train": {**train, "model_args": {**model, "model_name_or_path": name}}}
 
 
+def _build_encoders(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` with `vision_encoder` in the models of all roles that do not give it, if the job has images."""
+    match data:
+        case {"actor_train": {"data_args": {"images": str()}}}:
+            roles = {name: role for name, role in data.items() if name in ROLES and isinstance(role, dict)}
+            models = {name: role.get("model_args") or {} for name, role in roles.items()}
+            built = {
+                name: {"vision_encoder": True, **model} for name, model in models.items() if isinstance(model, dict)
+            }
+            return data | {name: {**roles[name], "model_args": model} for name, model in built.items()}
+    return data
+
+
 def _has_default_norm(job: JobKeys) -> bool:
     """Whether a role that trains has the `max_grad_norm` of the job."""
     trained = [role.training_args for name, role in job.roles.items() if name in TRAINED.names]
@@ -257,7 +270,7 @@ class JobKeys(
         data = {key: {} if value is None and key in ROLES[:2] else value for key, value in data.items()}
         if isinstance(data.get("train"), dict) and data["train"].get("train_policy", {}) is None:
             data["train"] = {key: value for key, value in data["train"].items() if key != "train_policy"}
-        return _set_model(data, data.get("pretrain"))
+        return _build_encoders(_set_model(data, data.get("pretrain")))
 
     @property
     def is_supervised(self) -> bool:

@@ -134,6 +134,7 @@ def models_that_cannot_sample(job: JobKeys) -> Iterator[Problem]:
 
 
 _DATA = ("actor_train", "data_args")
+_WITH_IMAGES = "Qwen2.5-VL, Qwen3-VL and Qwen3.5"
 
 
 def image_problems(job: JobKeys) -> Iterator[Problem]:
@@ -149,11 +150,11 @@ def image_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem((*_DATA, "image_min_pixels"), f"is {low}, above image_max_pixels = {high}; lower it")
     model = job.actor_train.model_args
     if model.model_name_or_path is None:
-        text = "needs the image processor of a model directory: set pretrain to one of Qwen2.5-VL or Qwen3-VL"
+        text = f"needs the image processor of a model directory: set pretrain to one of {_WITH_IMAGES}"
         yield Problem(path, f"{text}, or leave it out")
     elif model.architecture is not None and model.architecture.vision is None:
         text = f"is given, and {model.model_name_or_path} has no vision encoder that is trained"
-        yield Problem(path, f"{text}: Qwen2.5-VL's and Qwen3-VL's are")
+        yield Problem(path, f"{text}: those of {_WITH_IMAGES} are")
 
 
 def image_notices(job: JobKeys) -> Iterator[Notice]:
@@ -187,7 +188,7 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
                 text = "has no effect without a model directory: set model_name_or_path, or leave it out"
                 yield Problem((role, "model_args", "family"), text)
             continue
-        described = describe_model(name, family)
+        described = describe_model(name, family, vision_encoder=worker.model_args.vision_encoder)
         if described is None:  # reported when the job starts (`missing_model`): another machine may have the directory
             continue
         given = worker.model_args.architecture

@@ -84,7 +84,7 @@ def _teacher(job: JobKeys, train: WorkerConfig, sequence_length: int | None) -> 
     assert job.teacher is not None
     teacher = _derive_batching(job.teacher, sequence_length, job.teacher.infer_batch_size)
     # `_inherit` would take the student's model where the teacher's section leaves one of these out.
-    model = {key: getattr(teacher.model_args, key) for key in ("model_name_or_path", "family", "architecture")}
+    model = {key: getattr(teacher.model_args, key) for key in _MODEL}
     if "dtype" not in teacher.model_args.model_fields_set:
         teacher = _update(teacher, "model_args", dtype=train.model_args.dtype)
     return _update(_inherit(teacher, train), "model_args", **model)
@@ -158,7 +158,7 @@ def _derive_batching(role: WorkerConfig, sequence_length: int | None, rows: int)
 
 def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
     """`role` with actor_train's time limit, and its model and layout keys where `role` gives none."""
-    for key in ("model_name_or_path", "family", "architecture", "dtype"):
+    for key in (*_MODEL, "dtype"):
         if key not in role.model_args.model_fields_set:
             role = _update(role, "model_args", **{key: getattr(train.model_args, key)})
     layout = role.strategy_args.strategy_config
@@ -184,6 +184,7 @@ def _with_adapters(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
     return _update(role, "model_args", **{key: getattr(train.model_args, key) for key in keys})
 
 
+_MODEL = ("model_name_or_path", "family", "vision_encoder", "architecture")
 _PIPELINE_KEYS = ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage", *SPLIT_KEYS)
 
 

@@ -233,7 +233,7 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
             text = f"is {implementation}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
             yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
     sampling, training = job.actor_infer.model_args, job.actor_train.model_args
-    for key in ("model_name_or_path", "family", "architecture", "dtype"):
+    for key in ("model_name_or_path", "family", "vision_encoder", "architecture", "dtype"):
         if getattr(sampling, key) != getattr(training, key):
             text = "differs from actor_train's; rollouts run on actor_train's model; leave it out here"
             yield Problem(("actor_infer", "model_args", key), text)

@@ -10,7 +10,7 @@ import pytest
 from roll_batching.settings.model_parts import VisionConfig
 from roll_batching.tools.rehearsal.fake_data import ImageSizes
 from tests.support.ranks import run_ranks
-from tests.tools.rehearsal.jobs import DYNAMIC, PADDED, job_of, task_of
+from tests.tools.rehearsal.jobs import DELTA_NETS, DYNAMIC, PADDED, job_of, task_of
 from tests.tools.rehearsal.test_accuracy import CP2, FULL, KL, PP2, SHARDED, TP2, of_the_model, rehearsed
 
 pytestmark = pytest.mark.rehearse
@@ -40,11 +40,15 @@ DEEPSTACK = {name: value for name, value in VISION.items() if name not in ("wind
 }
 
 
+RECURRENT = DELTA_NETS | {"vision": DEEPSTACK | {"deepstack_visual_indexes": [], "mrope_section": [2, 1, 1]}}
+
+
 def vision_job(pixels: int = 8192, vision: Any = VISION, **keys: Any) -> dict[str, Any]:
     """A job whose images have at most `pixels`, 64 of them a token."""
     data = {"file_name": "data.jsonl", "messages": "messages", "images": "images", "image_max_pixels": pixels}
     train = {"data_args": data, **keys.pop("train", {})}
-    return job_of(architecture={"vision": vision}, train=train, pretrain="Qwen2.5-VL", **keys)
+    architecture = keys.pop("architecture", {"vision": vision})
+    return job_of(architecture=architecture, train=train, pretrain="Qwen2.5-VL", **keys)
 
 
 SFT: dict[str, Any] = {"task": "sft", "sequence_length": 200}
@@ -57,6 +61,7 @@ RL: dict[str, Any] = {
 JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "RL": (vision_job(**RL), 1),
     "deepstack, PP2, full recompute": (vision_job(vision=DEEPSTACK, megatron=PP2 | FULL, **SFT), 2),
+    "delta nets, PP2, full recompute": (vision_job(architecture=RECURRENT, megatron=PP2 | FULL, **SFT), 2),
     "PP2": (vision_job(megatron=PP2, **SFT), 2),
     "dynamic, DP2": (vision_job(batching=DYNAMIC, megatron=SHARDED, **SFT), 2),
     "padded, CP2": (vision_job(batching=PADDED, megatron=CP2, **SFT), 2),
