@@ -107,7 +107,7 @@ def check_takes_images(batch: SampleBatch, state: ModelState) -> None:
         image_fields = [name for name in IMAGE_SCHEMA if name in batch.schema]
         raise DataError(
             f"the batch has images ({', '.join(image_fields)}), and the model has no vision encoder: leave these "
-            "fields out, or train a model that takes images"
+            "fields out, or train a model that takes images (Qwen3.5: set model_args.vision_encoder)"
         )
 
 
