@@ -176,7 +176,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_560
+MOST_FILES, MOST_LINES = 100, 18_600
 LINES = {
     "": 850,
     "commands": 1_450,
