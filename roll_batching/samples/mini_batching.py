@@ -98,11 +98,8 @@ def mini_batches(
     if rollout_ids is not None:
         if group_ids is not None:
             raise DataError("group_ids and rollout_ids both say what stays together: give one of them.")
-        names, rollout_of = np.unique(_one_each("rollout_ids", rollout_ids, count), return_inverse=True)
-        drawn = mini_batches(len(names), size, seed=seed, epoch=epoch)
-        by_rollout = np.split(np.argsort(rollout_of, kind="stable"), np.cumsum(np.bincount(rollout_of))[:-1])
-        batches = tuple(np.concatenate([by_rollout[rollout] for rollout in batch]) for batch in drawn)
-        return MiniBatches(batches, size, tuple(map(len, drawn)))
+        by_rollout = _samples_of_rollouts(rollout_ids, count)
+        return _of_samples(mini_batches(len(by_rollout), size, seed=seed, epoch=epoch), by_rollout)
     random = np.random.default_rng([_MEMBERSHIP_STREAM, seed, epoch])
     if group_ids is None:
         order = random.permutation(count).astype(np.int64)
@@ -111,7 +108,9 @@ def mini_batches(
     return MiniBatches(tuple(np.split(order, cuts)), size)
 
 
-def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: int, epoch: int = 0) -> MiniBatches:
+def mini_batches_by_rank(
+    home_rank: ArrayLike, ranks: int, size: int, *, seed: int, epoch: int = 0, rollout_ids: ArrayLike | None = None
+) -> MiniBatches:
     """Mini-batches with an equal share of each rank's own samples, as in ROLL.
 
     Args:
@@ -120,11 +119,19 @@ def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: i
         size: samples per mini-batch, over all ranks; a multiple of `ranks`. A rank with fewer samples has a smaller
             share of the last mini-batch.
         seed, epoch: as for `mini_batches`.
+        rollout_ids: as for `mini_batches`; all samples of a rollout stay on one rank, and sizes count rollouts.
 
     Raises:
-        DataError: as `mini_batches`, and for a size that the ranks cannot share.
+        DataError: as `mini_batches`, and for a size that the ranks cannot share, or a rollout on several ranks.
     """
     home = np.asarray(home_rank, dtype=np.int64)
+    if rollout_ids is not None:
+        by_rollout = _samples_of_rollouts(rollout_ids, home.size)
+        spread = [rollout for rollout, samples in enumerate(by_rollout) if len(set(home[samples].tolist())) > 1]
+        if spread:
+            raise DataError(f"Samples {by_rollout[spread[0]].tolist()} are one rollout, and stay on several ranks.")
+        homes = home[[samples[0] for samples in by_rollout]]
+        return _of_samples(mini_batches_by_rank(homes, ranks, size, seed=seed, epoch=epoch), by_rollout)
     order = np.concatenate(list(mini_batches(home.size, size, seed=seed, epoch=epoch)))
     if size % ranks:
         raise DataError(f"Mini-batches of {size} samples must be a multiple of the {ranks} ranks, which share them.")
@@ -133,6 +140,18 @@ def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: i
         local = order[home[order] == rank]
         batch_of[local] = np.arange(local.size) // (size // ranks)
     return MiniBatches(tuple(order[batch_of[order] == index] for index in range(int(batch_of.max()) + 1)), size)
+
+
+def _samples_of_rollouts(rollout_ids: ArrayLike, count: int) -> list[np.ndarray]:
+    """Indices of the samples of each rollout, ascending by its id."""
+    rollout_of = np.unique(_one_each("rollout_ids", rollout_ids, count), return_inverse=True)[1]
+    return np.split(np.argsort(rollout_of, kind="stable"), np.cumsum(np.bincount(rollout_of))[:-1])
+
+
+def _of_samples(drawn: MiniBatches, by_rollout: Sequence[np.ndarray]) -> MiniBatches:
+    """Mini-batches of the samples of the `drawn` rollouts."""
+    batches = tuple(np.concatenate([by_rollout[rollout] for rollout in batch]) for batch in drawn)
+    return MiniBatches(batches, drawn.size, tuple(map(len, drawn)))
 
 
 def _grouped(group_ids: ArrayLike, count: int, size: int, random: np.random.Generator) -> tuple[np.ndarray, list[int]]:

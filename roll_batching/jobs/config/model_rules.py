@@ -179,6 +179,11 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
     """Problems of models' directories: unsupported fields of config.json, settings that differ from it, and heads."""
     yield from mtp_problems(job)
     reported: list[tuple[object, ...]] = []  # models that several roles share are reported once
+    has_images = job.actor_train.data_args.images is not None  # sets the key in all roles, and is refused by itself
+
+    def asks_for_encoder(worker: WorkerConfig) -> bool:
+        return worker.model_args.vision_encoder and not has_images
+
     for role, worker in job.roles.items():
         name = worker.model_args.model_name_or_path
         family = worker.model_args.family
@@ -187,6 +192,9 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
                 reported.append((name, family))
                 text = "has no effect without a model directory: set model_name_or_path, or leave it out"
                 yield Problem((role, "model_args", "family"), text)
+            if asks_for_encoder(worker):
+                text = "has no effect without a model directory: give architecture.vision, or set model_name_or_path"
+                yield Problem((role, "model_args", "vision_encoder"), text)
             continue
         described = describe_model(name, family, vision_encoder=worker.model_args.vision_encoder)
         if described is None:  # reported when the job starts (`missing_model`): another machine may have the directory
@@ -197,6 +205,9 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
         reported.append((name, given))
         if described.problems:
             yield Problem(_place(job, role, name), f"{name}: {'; '.join(described.problems)}")
+        elif asks_for_encoder(worker) and described.family is not None and described.family.encoder is None:
+            text = f"{name} has no vision encoder (model_type {described.family.model_type}): leave it out"
+            yield Problem((role, "model_args", "vision_encoder"), text)
         elif given is not None:
             path = (role, "model_args", "architecture")
             yield from _differences(given, ArchitectureConfig.model_validate(described.architecture), path, name)

@@ -187,12 +187,20 @@ class ObjectiveKeys(Settings, read_if=_READ_IF):
     )
     entropy_loss_coef: NotNegative = setting(0.0, help="Weight of the entropy bonus.")
     loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "token-sum",
+        "rollout-mean",
+        "rollout-token-mean",
     ] = setting(
         "token-mean",
         help="How tokens are averaged, over the whole mini-batch on all ranks. seq-mean-token-sum-norm: the mean over "
         "sequences of their sums over loss_agg_length (Dr. GRPO, verl). token-sum: the sum of all tokens over "
-        "loss_agg_length, whatever their number of sequences (ROLL's seq-mean-token-sum-norm).",
+        "loss_agg_length, whatever their number of sequences (ROLL's seq-mean-token-sum-norm). rollout-mean: every "
+        "rollout counts once, however many samples a rollout_function makes of it, as the mean of its samples' means "
+        "over tokens; rollout-token-mean: as the mean over the tokens of all its samples (slime, miles).",
     )
     loss_agg_length: int | None = setting(
         None,

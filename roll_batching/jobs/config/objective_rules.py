@@ -36,6 +36,8 @@ AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant_mean",
     "token-sum": "constant_sum",
+    "rollout-mean": "rollout_mean",
+    "rollout-token-mean": "rollout_token_mean",
 }
 """By `loss_agg_mode`, the name of `losses.aggregation`; constant_mean and constant_sum take `loss_agg_length`."""
 

@@ -25,12 +25,13 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.advantages import EPSILON
 from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.fields import ROLLOUT_IDS
 from roll_batching.samples.token_fields import counted_positions, sample_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """The turns of one sample: for each turn the state before it, and its reward."""
+    """The turns of one rollout: for each turn the state before it, and its reward."""
 
     states: tuple[str, ...]
     rewards: tuple[float, ...]
@@ -124,22 +125,23 @@ def with_turn_advantages(batch: SampleBatch, advantages: Sequence[np.ndarray]) -
     """Adds the field `advantages` (next_token, float32): each counted token gets the advantage of its turn.
 
     A turn is an unbroken run of counted tokens of one sample; other tokens get 0. `advantages[i]` is float64[turns]:
-    one value per turn of the sample whose id is i. Call it before anything masks tokens: that would split a turn.
+    one value per turn of rollout i, whose samples lie side by side in `batch`, in their order. Call it before anything
+    masks tokens: that would split a turn.
     """
     counted, samples = counted_positions(batch), sample_of(batch)
     follows = torch.zeros_like(counted)  # counted, as is the token before it in the same sample: not a turn's first
     follows[1:] = counted[:-1] & (samples[1:] == samples[:-1])
     begins = counted & ~follows
-    of_sample = [advantages[number] for number in batch.ids.tolist()]
-    turn_counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, samples, begins.long())
-    if turn_counts.tolist() != [len(one) for one in of_sample]:
-        row = next(row for row, one in enumerate(of_sample) if int(turn_counts[row]) != len(one))
-        raise DataError(
-            f"sample {int(batch.ids[row])} has {int(turn_counts[row])} turns, and {len(of_sample[row])} advantages: "
-            "the tokens of each turn must be counted in one run, and the next turn must follow uncounted tokens"
-        )
+    rollouts, rollout_of = torch.unique_consecutive(batch[ROLLOUT_IDS].cpu(), return_inverse=True)
+    turn_counts = torch.zeros(len(rollouts), dtype=torch.int64).index_add_(0, rollout_of[samples], begins.long())
+    for rollout, turns in zip(rollouts.tolist(), turn_counts.tolist(), strict=True):
+        if turns != len(advantages[rollout]):
+            raise DataError(
+                f"rollout {rollout} has {turns} turns, and {len(advantages[rollout])} advantages: the tokens of each "
+                "turn must be counted in one run, and the next turn must follow uncounted tokens"
+            )
     # The last 0 keeps the index below valid when the batch has no turn.
-    flat = torch.from_numpy(np.concatenate([*of_sample, np.zeros(1)]))
+    flat = torch.from_numpy(np.concatenate([*(advantages[rollout] for rollout in rollouts.tolist()), np.zeros(1)]))
     turn = begins.cumsum(0).sub(1).clamp(min=0)
     values = torch.where(counted, flat[turn], 0.0).float()
     return batch.with_fields({"advantages": values}, {"advantages": FieldSpec("next_token")})

@@ -107,6 +107,20 @@ class TokenRewards(CheckedFields, error=DataError):
         return {"reward_kl": mean, "reward_kl_coef": coefficient}
 
 
+def require_single_samples(samples: np.ndarray, estimator: str) -> None:
+    """Raises DataError where a rollout has several of `samples`, int64 [rollouts]: only the last would end at a reward.
+
+    Advantages of tokens follow the tokens of one sample; those of rollouts are the same for each of its samples.
+    """
+    several = np.flatnonzero(samples > 1)
+    if several.size:
+        raise DataError(
+            f"rollout {several[0]} has {samples[several[0]]} samples, and adv_estimator: {estimator} discounts rewards "
+            "along the tokens of one sample: return one sample per rollout, or set adv_estimator to grpo, gigpo or "
+            "another that compares rollouts"
+        )
+
+
 def token_rewards(batch: SampleBatch, counted: torch.Tensor, kl_cost: torch.Tensor | None = None) -> torch.Tensor:
     """Returns a reward for each token: [tokens] float64, next_token.
 

@@ -38,7 +38,7 @@ from roll_batching.jobs.seeds import step_seed
 from roll_batching.jobs.streams.rollout_queue import QueueMetrics
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.samples import FieldSpec, SampleBatch, rank_slice
-from roll_batching.samples.fields import EXPERTS_SPEC, ROUTED_EXPERTS
+from roll_batching.samples.fields import EXPERTS_SPEC, ROLLOUT_IDS, ROUTED_EXPERTS
 
 WEIGHTS = "weights"
 """Folder of the weights that the sampler loads, in the run's folder (or the engine's weights folder)."""
@@ -46,6 +46,7 @@ _SCHEMA = {
     "input_ids": FieldSpec("token"),
     "response_mask": FieldSpec("token"),
     "log_probs": FieldSpec("next_token"),
+    ROLLOUT_IDS: FieldSpec("sample"),
     ROUTED_EXPERTS: EXPERTS_SPEC,
 }
 """Fields that an answer may have."""
@@ -132,8 +133,10 @@ class AsyncRollouts:
             dist.broadcast_object_list(step_rollouts, src=0, group=self.strategy.layout.host_group)
         batch, scores, metrics = step_rollouts[0]
         layout = self.strategy.layout
-        share = np.arange(len(batch))[rank_slice(len(batch), layout.dp_rank, layout.dp_size)]
-        return batch.select(share), scores, metrics
+        # A rank has whole rollouts, as where it makes them itself.
+        rollouts, rollout_of = np.arange(len(scores.ids)), batch[ROLLOUT_IDS].numpy()
+        local = rollouts[rank_slice(len(rollouts), layout.dp_rank, layout.dp_size)]
+        return batch.select(np.flatnonzero(np.isin(rollout_of, local))), scores, metrics
 
     def evaluate(self, step: int, prompts: Sequence[Prompt], seed: int) -> StepScores:
         """Waits for the sampler's responses to held-out `prompts`; returns their scores, the same on all ranks.
@@ -233,14 +236,24 @@ def _concat_batches(answers: Sequence[Answer]) -> SampleBatch:
     lengths = torch.from_numpy(np.concatenate([answer.lengths for answer in answers]))
     schema = {name: _SCHEMA[name] for name in answers[0].fields}
     columns = {name: torch.from_numpy(np.concatenate([answer.fields[name] for answer in answers])) for name in schema}
+    shifts = zip(answers, _first_rollouts(answers), strict=True)
+    columns[ROLLOUT_IDS] = torch.from_numpy(
+        np.concatenate([first + answer.fields[ROLLOUT_IDS] for answer, first in shifts])
+    )
     return SampleBatch(torch.arange(len(lengths)), lengths, columns, schema)
+
+
+def _first_rollouts(answers: Sequence[Answer]) -> list[int]:
+    """The number of rollouts before each of `answers`."""
+    counts = np.array([len(answer.scores.ids) for answer in answers])
+    first: list[int] = (np.cumsum(counts) - counts).tolist()
+    return first
 
 
 def _concat_scores(answers: Sequence[Answer]) -> StepScores:
     """Joins the scores of all answers, with consecutive ids; log lines get the version of their weights."""
-    first_ids = np.cumsum([0, *(len(answer.lengths) for answer in answers)])
     parts = []
-    for answer, first in zip(answers, first_ids.tolist(), strict=False):
+    for answer, first in zip(answers, _first_rollouts(answers), strict=True):
         scores: StepScores = answer.scores
         lines = [{**line, "id": first + line["id"], "version": answer.version} for line in scores.sample_log]
         parts.append(replace(scores, ids=first + scores.ids, sample_log=lines))

@@ -17,7 +17,8 @@ from roll_batching.errors import RankError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.rollouts.rollout import StepScores
-from roll_batching.samples import SampleBatch
+from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.fields import ROLLOUT_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _SUMMED = ("_seconds", "dropped_samples")
 """Endings of metrics that are summed over the batches of a step; of other metrics the last batch's value is taken."""
 
 DrawBatch = Callable[[int], tuple[SampleBatch, StepScores, Metrics]]
-"""Samples generation batch `number`, from 0: this rank's responses, scores of all ranks, metrics. Collective."""
+"""Samples generation batch `number`, from 0: this rank's samples, scores of all ranks, metrics. Collective."""
 
 
 @dataclass
@@ -61,9 +62,9 @@ class _Counts:
 def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[SampleBatch, StepScores, Metrics]:
     """Draws batches until the step is full of groups with different rewards.
 
-    Returns this rank's responses, the scores of all ranks, and metrics. Groups are taken in the order of their prompts.
-    All ranks see all rewards and decide alike. Ids are positions among the responses of the taken groups. A rank's
-    number of responses differs from that of other ranks, and may be 0.
+    Returns this rank's samples, the scores of all ranks, and metrics. Groups are taken in the order of their prompts.
+    All ranks see all rewards and decide alike. Ids are positions among the rollouts, or samples, of the taken groups. A
+    rank's number of samples differs from that of other ranks, and may be 0.
 
     Raises RankError, on all ranks alike, when `dynamic_sampling_max_batches` batches do not fill the step.
     """
@@ -72,7 +73,7 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
     batches: list[SampleBatch] = []
     kept_scores: list[StepScores] = []
     seconds = np.zeros(2)  # of generation and of rewards, means over all samples, summed over batches
-    taken = 0
+    taken = samples = 0
     while taken < wanted:
         if most is not None and counts.batches == most:
             raise RankError(_too_few(config, step, taken, counts))
@@ -85,13 +86,11 @@ def sample_full_step(config: JobConfig, step: int, draw: DrawBatch) -> tuple[Sam
             metrics[name] = metrics.get(name, 0) + value if name.endswith(_SUMMED) else value
         seconds += scores.generate_seconds.mean(), scores.reward_seconds.mean()
         groups = np.flatnonzero(varied)[: wanted - taken]
-        old_ids = (groups[:, None] * size + np.arange(size)).ravel().tolist()
-        new_ids = dict(zip(old_ids, range(taken * size, taken * size + len(old_ids)), strict=True))
-        kept_ids = [old_id for old_id in batch.ids.tolist() if old_id in new_ids]
-        selected = batch.select_ids(torch.tensor(kept_ids, dtype=torch.int64))
-        batches.append(selected.with_ids(torch.tensor([new_ids[old_id] for old_id in kept_ids], dtype=torch.int64)))
+        old_ids = (groups[:, None] * size + np.arange(size)).ravel()
+        new_ids = dict(zip(old_ids.tolist(), range(taken * size, taken * size + len(old_ids)), strict=True))
+        batches.append(_take_samples(batch, scores.samples, old_ids, taken * size, samples))
         kept_scores.append(_take_scores(scores, new_ids))
-        taken += len(groups)
+        taken, samples = taken + len(groups), samples + int(scores.samples[old_ids].sum())
     scores = StepScores.concat(kept_scores)
     count = len(scores.ids)
     scores = replace(scores, generate_seconds=np.full(count, seconds[0]), reward_seconds=np.full(count, seconds[1]))
@@ -104,8 +103,29 @@ def varied_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
     return varied
 
 
+def _take_samples(
+    batch: SampleBatch, counts: np.ndarray, taken: np.ndarray, first_rollout: int, first_sample: int
+) -> SampleBatch:
+    """The samples in `batch` of the rollouts `taken`, int64 [n], with new ids of samples and rollouts.
+
+    `counts`, int64 [rollouts], are the samples of each rollout of the generation batch, on all ranks. New ids go on
+    from `first_rollout` and `first_sample` in the order of `taken`.
+    """
+    new_rollout = np.full(len(counts), -1)
+    new_rollout[taken] = first_rollout + np.arange(len(taken))
+    new_first = np.zeros(len(counts), dtype=np.int64)
+    new_first[taken] = first_sample + np.cumsum(counts[taken]) - counts[taken]
+    old_rollout = batch[ROLLOUT_IDS].cpu().numpy()
+    kept = np.flatnonzero(new_rollout[old_rollout] >= 0)
+    rollout, old_first = old_rollout[kept], np.cumsum(counts) - counts
+    ids = batch.ids.numpy()[kept] - old_first[rollout] + new_first[rollout]
+    rollout_ids = {ROLLOUT_IDS: torch.from_numpy(new_rollout[rollout])}
+    selected = batch.select(kept).with_ids(torch.from_numpy(ids))
+    return selected.with_fields(rollout_ids, {ROLLOUT_IDS: FieldSpec("sample")})
+
+
 def _take_scores(scores: StepScores, new_ids: dict[int, int]) -> StepScores:
-    """The scores of the responses in `new_ids`, under their new ids."""
+    """The scores of the rollouts in `new_ids`, under their new ids."""
     places = np.array(list(new_ids), dtype=np.int64)
     columns = {
         field.name: getattr(scores, field.name)[places]

@@ -20,6 +20,7 @@ from roll_batching.jobs.objectives.advantages import outside_difficulty, shape_r
 from roll_batching.jobs.objectives.from_config import Advantages, sampling_of
 from roll_batching.jobs.objectives.gigpo import with_turn_advantages
 from roll_batching.jobs.objectives.stateful import CompositeState
+from roll_batching.jobs.objectives.token_rewards import require_single_samples
 from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.rl.async_rollouts import AsyncRollouts
 from roll_batching.jobs.rl.critic import Critic
@@ -29,13 +30,7 @@ from roll_batching.jobs.roles.remote_reference import RemoteReference
 from roll_batching.jobs.rollouts.contract import SeparateSampler
 from roll_batching.jobs.rollouts.evaluation import Evaluator, evaluation_metrics
 from roll_batching.jobs.rollouts.prompts import prompt_stream
-from roll_batching.jobs.rollouts.rollout import (
-    Rollouts,
-    StepScores,
-    generate_rollouts,
-    score_rollouts,
-    with_scores,
-)
+from roll_batching.jobs.rollouts.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts, with_scores
 from roll_batching.jobs.rollouts.step_metrics import (
     ModeComparison,
     comparison_metrics,
@@ -54,6 +49,7 @@ from roll_batching.losses import loss_spec, mask_overlong
 from roll_batching.losses.train_infer import with_correction
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch, mini_batches
+from roll_batching.samples.fields import ROLLOUT_IDS
 from roll_batching.strategy import GenerationSettings, StepResult
 from roll_batching.strategy.offload import OffloadStats
 
@@ -248,14 +244,17 @@ class Grpo:
     def _roll_out(self, step: int) -> tuple[SampleBatch, StepScores, np.ndarray | None]:
         """Samples and scores a step; returns this rank's samples, the scores of all ranks, and idle ids.
 
-        The samples have the fields that losses read. Idle samples, of which nothing is computed, are masked samples and
-        groups without advantages; their ids, int64, are the same on every rank. None if there are none.
+        The samples have the fields that losses read. Idle samples, of which nothing is computed, are those of masked
+        rollouts and groups without advantages; their ids, int64, are the same on every rank. None if there are none.
         """
         batch, scores, baselines = self._sample(step)
         self._log_samples("train", step - 1, scores.sample_log)
         if self.config.rollout_function is not None:
             self._metrics["turns_mean"] = float(scores.turns.mean())
-        masked = self._masked_samples(scores)
+            self._metrics["samples_mean"] = float(scores.samples.mean())
+            if self.advantages.of_tokens is not None:
+                require_single_samples(scores.samples, self.advantages.name)
+        masked = self._masked_rollouts(scores)
         shaped = scores
         if self.config.shapes_rewards:
             shaped = replace(scores, rewards=shape_rewards(self.config, scores.rewards, scores.response_tokens))
@@ -270,15 +269,15 @@ class Grpo:
         else:
             advantages = self._compute_advantages(shaped, masked, step, baselines)
             batch = with_scores(batch, shaped, advantages)
-        # The id of a sample is its place among all samples of the step.
-        batch = mask_overlong(batch, torch.from_numpy(masked[batch.ids.numpy()]))
+        batch = mask_overlong(batch, torch.from_numpy(masked[batch[ROLLOUT_IDS].numpy()]))
         idle = masked
         if self.config.drop_zero_advantage_groups:
             idle = idle | zero_groups(advantages, self.config.group_size)
-        return batch, scores, np.flatnonzero(idle) if idle.any() else None
+        # The id of a sample is its place among all samples of the step.
+        return batch, scores, np.flatnonzero(idle.repeat(scores.samples)) if idle.any() else None
 
-    def _masked_samples(self, scores: StepScores) -> np.ndarray:
-        """Marks the samples that neither loss nor whitening counts: bool [n], the same on every rank."""
+    def _masked_rollouts(self, scores: StepScores) -> np.ndarray:
+        """Marks the rollouts that neither loss nor whitening counts: bool [n], the same on every rank."""
         config = self.config
         masked = np.zeros(len(scores.ids), dtype=bool)
         if config.max_len_mask:
@@ -361,6 +360,7 @@ class Grpo:
             self.loss,
             mini_batch_size=self.mini_batch_size,
             epochs=config.ppo_epochs,
+            rollout_ids=np.arange(len(scores.ids)).repeat(scores.samples),
             batch_balance=config.batch_balance,
             seed=seed,
             idle_ids=idle_ids,

@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The scored responses to a request. Sample i is response i % group to prompt i // group."""
+    """The scored rollouts of a request. Rollout i is rollout i % group of prompt i // group."""
 
     number: int
     version: int
@@ -54,9 +54,10 @@ class Answer:
     seconds: float
     """Seconds of generating and scoring."""
     lengths: np.ndarray
-    """int64 `[n]`: tokens of prompt and response."""
+    """int64 `[n]`: tokens of each sample, its prompt included."""
     fields: dict[str, np.ndarray]
-    """`input_ids`, `response_mask`, `log_probs`, under R3 `routed_experts`: flat, as in a `SampleBatch`."""
+    """`input_ids`, `response_mask`, `log_probs`, `rollout_ids`, under R3 `routed_experts`: flat, as in a
+    `SampleBatch`."""
     scores: Any
     """`rollout.StepScores`, ids from 0."""
     figures: dict[str, float]
@@ -64,7 +65,7 @@ class Answer:
 
     @property
     def size(self) -> int:
-        """Number of responses."""
+        """Number of samples."""
         return len(self.lengths)
 
 

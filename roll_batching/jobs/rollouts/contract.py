@@ -1,6 +1,6 @@
 """Interface of rollout functions: the prompt, the client that samples, and the sample that they return.
 
-A rollout function makes one sample. It is `async`, and the YAML names it by dotted path (`rollout_function`):
+A rollout function makes one rollout. It is `async`, and the YAML names it by dotted path (`rollout_function`):
 
     async def rollout(prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer) -> RolloutSample:
         turn = await client.generate(prompt.tokens)
@@ -8,7 +8,8 @@ A rollout function makes one sample. It is `async`, and the YAML names it by dot
             tokens=turn.tokens, loss_mask=[1] * len(turn.tokens), log_probs=turn.log_probs, reward=1.0
         )
 
-All samples of a rank run concurrently in one event loop, in a thread of the rank's process.
+A rollout is one sample, or a list of them: of sub-agents, say, or one before and one after its context was compacted.
+All rollouts of a rank run concurrently in one event loop, in a thread of the rank's process.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from roll_batching.strategy.offload import OffloadStats
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPrompt:
-    """The prompt of one sample; changes of its tokens and record reach neither the sample nor the reward."""
+    """The prompt of one rollout; changes of its tokens and record reach neither the samples nor the reward."""
 
     tokens: list[int]
-    """Token ids; the sample begins with them."""
+    """Token ids; the rollout's samples begin with them, unless they name `prompt_tokens` of their own."""
     text: str
     """The prompt's text, after the chat template where the job uses one."""
     record: Mapping[str, Any]
@@ -41,7 +42,7 @@ class RolloutPrompt:
     answer: Any = None
     """The line's value under `data_args.response`; None without one."""
     sample: int
-    """Index of the sample in the step: index of the prompt x group size + index in the group."""
+    """Index of the rollout in the step: index of the prompt x group size + index in the group."""
     seed: int
     """Seed for the function's own random numbers; a resumed run passes the same."""
 
@@ -61,7 +62,7 @@ class Generation:
 
 
 class RolloutClient(Protocol):
-    """Samples from the policy of the job, for one sample."""
+    """Samples from the policy of the job, for one rollout."""
 
     @property
     def settings(self) -> GenerationSettings:
@@ -95,19 +96,22 @@ class RolloutSample:
     log_probs: Sequence[float | None]
     """Log-prob of each token, as the client returned it; None or 0 where `loss_mask` is 0."""
     reward: float | Sequence[float] | None = None
-    """The reward, or a list with one reward per turn, which are added. None: the job's reward function scores."""
+    """The reward, or a list with one reward per turn, which are added. None: the job's reward function scores, or the
+    sample is one of several and adds nothing to the reward of its rollout, the sum over its samples."""
     states: Sequence[str | int] | None = None
     """A key of the environment's state before each turn, a run of tokens with `loss_mask` 1: equal for equal states.
     Read by `adv_estimator: gigpo`, which needs one reward per turn as well."""
     finished: bool | None = None
-    """Whether the sample ended by itself. None: whether its last token is a stop token."""
+    """Whether the sample ended by itself. None: whether its last token is a stop token. Of a rollout its last sample
+    says it."""
     marks: Mapping[str, bool] = field(default_factory=dict)
     """Booleans by name, whose shares become metrics; only with a `reward`."""
     prompt_tokens: Sequence[int] | None = None
-    """Token ids of the prompt, if a server made them with its own chat template. None: the job's prompt's."""
+    """Token ids before `tokens` that are not trained on: of a server's own chat template, of a sub-agent's task or of a
+    compacted context. None: the job's prompt's."""
 
 
-RolloutFunction = Callable[..., Awaitable[RolloutSample]]
+RolloutFunction = Callable[..., Awaitable[RolloutSample | Sequence[RolloutSample]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +125,18 @@ class LoadedRolloutFunction:
     timeout: float
     """Most seconds between two calls of the client."""
     max_calls: int
-    """Most calls of the client for one sample."""
+    """Most calls of the client for one rollout."""
     sequence_length: int
     """Most tokens of a prompt and all that follows."""
     has_reward: bool
-    """Whether a reward function of the job scores the samples, so that the function returns no reward."""
+    """Whether a reward function of the job scores the rollouts, so that the function returns no reward."""
     needs_states: bool = False
     """Whether the advantage estimator compares states: then the function returns a state and a reward per turn."""
 
-    def __call__(self, prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer) -> Awaitable[RolloutSample]:
-        """Calls the function for one sample, and returns the awaitable."""
+    def __call__(
+        self, prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer
+    ) -> Awaitable[RolloutSample | Sequence[RolloutSample]]:
+        """Calls the function for one rollout, and returns the awaitable."""
         return self.function(prompt, client, tokenizer, **self.arguments)
 
 
@@ -146,7 +152,7 @@ def load_rollout_function(path: str, arguments: Mapping[str, Any]) -> RolloutFun
     called = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
     called = getattr(function, "func", called)  # of functools.partial
     if inspect.isasyncgenfunction(called):
-        raise ConfigError(f"rollout function {path!r} yields: it must return one RolloutSample, without `yield`")
+        raise ConfigError(f"rollout function {path!r} yields: it must return its samples, without `yield`")
     if not inspect.iscoroutinefunction(called):
         kind = "a class" if inspect.isclass(function) else "not async"
         raise ConfigError(

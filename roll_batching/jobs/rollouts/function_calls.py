@@ -1,8 +1,8 @@
-"""Calls a rollout function for many samples at once, in an event loop in a thread, and collects their requests.
+"""Calls a rollout function many times at once, in an event loop in a thread, and collects the calls' requests.
 
-Samples proceed in rounds. A round begins when every unfinished sample waits for its client: then the main thread takes
-all requests (`take`), has the policy sample them together, and answers (`answer`). The requests of a round, their order
-and their seeds depend on the samples only, not on the time that they take.
+Rollouts proceed in rounds. A round begins when every unfinished rollout waits for its client: then the main thread
+takes all requests (`take`), has the policy sample them together, and answers (`answer`). The requests of a round, their
+order and their seeds depend on the rollouts only, not on the time that they take.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.rollouts.contract import Generation, LoadedRolloutFunction, RolloutPrompt
-from roll_batching.jobs.rollouts.sample_checks import CheckedSample, SampleFault, check_sample
+from roll_batching.jobs.rollouts.sample_checks import CheckedRollout, SampleFault, check_rollout
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning.arrays import integer_of
 from roll_batching.registry import describe_error, printable
@@ -45,12 +45,12 @@ _CURE = "Handle errors of tools inside the function"
 
 @dataclass(eq=False)
 class TokenRequest:
-    """Tokens that a sample waits for."""
+    """Tokens that a rollout waits for."""
 
-    sample: int
+    rollout: int
     """Index among this rank's prompts."""
     number: int
-    """Number of the call among the calls of the sample's client, from 1."""
+    """Number of the call among the calls of the rollout's client, from 1."""
     tokens: list[int]
     max_new_tokens: int
     stop_token_ids: frozenset[int]
@@ -59,7 +59,7 @@ class TokenRequest:
 
 
 class FunctionCalls:
-    """Calls of `function` for `prompts`, one per sample, all at once. A context manager.
+    """Calls of `function` for `prompts`, one per rollout, all at once. A context manager.
 
     `settings` has the job's stop tokens, longest response and, if known, vocabulary size.
     """
@@ -76,14 +76,14 @@ class FunctionCalls:
         self.max_new_tokens = settings.max_new_tokens
         self.vocab_size = settings.vocab_size or tokenizer.vocab_size
         self.stop_token_ids = frozenset((settings.eos_token_id, *settings.stop_token_ids))
-        self.samples: list[CheckedSample | None] = [None] * len(self.prompts)
+        self.rollouts: list[CheckedRollout | None] = [None] * len(self.prompts)
         """Results; complete when `take` has returned no requests."""
         self._messages: queue.SimpleQueue[list[TokenRequest] | DataError] = queue.SimpleQueue()
         self._waiting: dict[int, list[TokenRequest]] = {number: [] for number in range(len(self.prompts))}
-        """Requests of unfinished samples. This and the next two are used in the event loop's thread only."""
+        """Requests of unfinished rollouts. This and the next two are used in the event loop's thread only."""
         self._is_sampling = self._closing = False
         self._returned: dict[int, Any] = {}
-        """Returned objects by identity, kept so that no identity is used twice."""
+        """Returned samples by identity, kept so that no identity is used twice."""
         self._loop = asyncio.new_event_loop()
         self._tasks: list[asyncio.Task[None]] = []
         self._since = self._beat = time.monotonic()
@@ -101,7 +101,7 @@ class FunctionCalls:
         self._thread.join(1.0)  # one that blocks is left behind: it ends with the process
 
     def take(self) -> list[TokenRequest]:
-        """Waits for the requests of the next round, by sample and call; returns none when all samples are complete.
+        """Waits for the requests of the next round, by rollout and call; returns none when all are complete.
 
         Raises DataError, with function, sample and cure, when a call fails, takes too long, or returns an invalid
         sample.
@@ -119,7 +119,7 @@ class FunctionCalls:
         return []  # other replicas may go on
 
     def answer(self, requests: Sequence[TokenRequest], results: Sequence[tuple[list[int], list[float]]]) -> None:
-        """Passes the sampled tokens and log-probs to the samples that asked for them, and starts the next round."""
+        """Passes the sampled tokens and log-probs to the rollouts that asked for them, and starts the next round."""
         self._since = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the loop has failed meanwhile: `take` raises its error
             self._loop.call_soon_threadsafe(self._deliver, list(requests), list(results))
@@ -160,15 +160,17 @@ class FunctionCalls:
         self._loop.call_later(_BEAT_SECONDS, self._beat_again)
 
     async def _call(self, number: int) -> None:
-        """Calls the function for one sample, and checks and keeps its result."""
+        """Calls the function for one rollout, and checks and keeps its result."""
         client, prompt = _Client(self, number), self.prompts[number]
         try:
             # Copies, for `context = prompt.tokens` that grows in place would otherwise lengthen the sample's prompt.
             copied = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
             result = await self.function(copied, client, self.tokenizer)
-            if id(result) in self._returned:
-                raise SampleFault("it returned an object that it has returned for another sample: make a new one")
-            sample = check_sample(
+            for item in result if isinstance(result, (list, tuple)) else [result]:
+                if id(item) in self._returned:
+                    raise SampleFault("it returned an object that it has returned for another sample: make a new one")
+                self._returned[id(item)] = item
+            rollout = check_rollout(
                 result,
                 prompt,
                 self.function,
@@ -184,8 +186,7 @@ class FunctionCalls:
                 return
             self._fail(number, f"{describe_error(error)}. {_CURE}")
             return
-        self._returned[id(result)] = result
-        self.samples[number] = sample
+        self.rollouts[number] = rollout
         del self._waiting[number]
         self._check_round()
 
@@ -197,20 +198,20 @@ class FunctionCalls:
 
     def add(self, request: TokenRequest) -> None:
         """Adds a request to the next round."""
-        self._waiting[request.sample].append(request)
+        self._waiting[request.rollout].append(request)
         self._check_round()
 
     def cancel(self, request: TokenRequest) -> None:
-        """Removes a request that its sample no longer waits for."""
-        if request in self._waiting.get(request.sample, ()):
-            self._waiting[request.sample].remove(request)
+        """Removes a request that its rollout no longer waits for."""
+        if request in self._waiting.get(request.rollout, ()):
+            self._waiting[request.rollout].remove(request)
 
-    def is_open(self, sample: int) -> bool:
-        """Whether the sample's call has not returned."""
-        return sample in self._waiting
+    def is_open(self, rollout: int) -> bool:
+        """Whether the rollout's call has not returned."""
+        return rollout in self._waiting
 
     def _check_round(self) -> None:
-        """Hands the requests to the main thread once every unfinished sample has a request."""
+        """Hands the requests to the main thread once every unfinished rollout has a request."""
         if self._is_sampling or not all(self._waiting.values()):
             return
         self._is_sampling = True
@@ -276,7 +277,7 @@ class FunctionCalls:
 
 
 class _Client:
-    """The `RolloutClient` of one sample."""
+    """The `RolloutClient` of one rollout."""
 
     def __init__(self, calls: FunctionCalls, number: int) -> None:
         self._all, self._number = calls, number
@@ -324,7 +325,7 @@ class _Client:
             limit = min(limit, integer_of("max_new_tokens", max_new_tokens, 1, error=DataError))
         self.calls += 1
         request = TokenRequest(
-            sample=self._number,
+            rollout=self._number,
             number=self.calls,
             tokens=context,
             max_new_tokens=limit,

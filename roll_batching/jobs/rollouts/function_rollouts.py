@@ -20,7 +20,7 @@ from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Completion, Scored
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, Sampler, load_rollout_function
 from roll_batching.jobs.rollouts.function_calls import FunctionCalls, TokenRequest
-from roll_batching.jobs.rollouts.sample_checks import CheckedSample
+from roll_batching.jobs.rollouts.sample_checks import CheckedRollout, CheckedSample
 from roll_batching.jobs.seeds import rollout_function_seed, round_seed
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
@@ -49,23 +49,25 @@ class _RoundSize:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSamples:
-    """Samples of this replica, in the order of its prompts."""
+    """Rollouts of this replica, in the order of its prompts, and their samples."""
 
     batch: SampleBatch
-    """As `Rollouts.batch`, ids from 0."""
+    """Samples of all rollouts, one rollout after another, as `Rollouts.batch`; ids from 0."""
+    samples: np.ndarray
+    """int64 `[n]`: number of samples of each rollout."""
     completions: list[Completion]
     scored: Scored | None
     """Rewards that the function returned; None where the job's reward function scores."""
     prompt_tokens: np.ndarray
-    """int64 `[n]`: lengths of the prompts."""
+    """int64 `[n]`: lengths of the prompts, of a rollout's last sample."""
     turns: np.ndarray
-    """int64 `[n]`: number of generations of the model in each sample."""
+    """int64 `[n]`: number of generations of the model in each rollout."""
     episodes: list[Episode | None]
     """States and rewards of turns, where the advantage estimator compares states."""
 
 
 class FunctionRollouts:
-    """Makes samples by a rollout function. Calls are collective.
+    """Makes rollouts by a rollout function. Calls are collective.
 
     Args:
         function: the rollout function, with its limits.
@@ -85,7 +87,7 @@ class FunctionRollouts:
         tokenizer: Tokenizer,
         settings: GenerationSettings,
     ) -> FunctionSamples:
-        """Makes `settings.num_return_sequences` samples for each of this replica's prompts.
+        """Makes `settings.num_return_sequences` rollouts for each of this replica's prompts.
 
         `encoded` holds the tokens of `prompts`; its ids are the indices of the prompts in the step.
 
@@ -101,17 +103,18 @@ class FunctionRollouts:
             round_index = 0
             while self._sample_round(sampler, calls, settings, round_index, replica):
                 round_index += 1
-            samples = [] if calls is None else [sample for sample in calls.samples if sample is not None]
-        samples = _broadcast(samples, replica)
+            rollouts = [] if calls is None else [rollout for rollout in calls.rollouts if rollout is not None]
+        rollouts = _broadcast(rollouts, replica)
         with consensus(layout.host_group, "decoding the responses"):  # a tokenizer may lack a token of the model
-            completions = [_completion(*pair, tokenizer) for pair in zip(rollout_prompts, samples, strict=True)]
+            completions = [_completion(*pair, tokenizer) for pair in zip(rollout_prompts, rollouts, strict=True)]
         return FunctionSamples(
-            batch=_batch(samples),
+            batch=_batch([sample for rollout in rollouts for sample in rollout.samples]),
+            samples=np.array([len(rollout.samples) for rollout in rollouts], dtype=np.int64),
             completions=completions,
-            scored=None if function.has_reward else _scored(samples),
-            prompt_tokens=np.array([len(sample.prompt) for sample in samples], dtype=np.int64),
-            turns=np.array([sample.calls for sample in samples], dtype=np.int64),
-            episodes=[sample.episode for sample in samples],
+            scored=None if function.has_reward else _scored(rollouts),
+            prompt_tokens=np.array([len(rollout.samples[-1].prompt) for rollout in rollouts], dtype=np.int64),
+            turns=np.array([rollout.calls for rollout in rollouts], dtype=np.int64),
+            episodes=[rollout.episode for rollout in rollouts],
         )
 
     def _replica(self, layout: ParallelLayout) -> tuple[Any, int] | None:
@@ -181,7 +184,7 @@ def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:
 
 
 def _prompts(encoded: SampleBatch, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[RolloutPrompt]:
-    """Makes the prompt of each sample, group by group."""
+    """Makes the prompt of each rollout, group by group."""
     group = settings.num_return_sequences
     rows = zip(encoded.ids.tolist(), encoded.to_lists("input_ids"), prompts, strict=True)
     return [
@@ -257,22 +260,26 @@ def _batch(samples: Sequence[CheckedSample]) -> SampleBatch:
     return SampleBatch(torch.arange(len(lengths)), lengths, fields, SCHEMA)
 
 
-def _completion(prompt: RolloutPrompt, sample: CheckedSample, tokenizer: Tokenizer) -> Completion:
-    """Makes the completion: the text of all that followed the prompt, also of tools, and the sampled tokens' number."""
-    tokens = sample.tokens.tolist()
+def _completion(prompt: RolloutPrompt, rollout: CheckedRollout, tokenizer: Tokenizer) -> Completion:
+    """Makes the completion: the last sample's text behind its prompt, also of tools, and the number of sampled tokens.
+
+    Tokens are those of all samples.
+    """
+    last = rollout.samples[-1]
+    tokens = last.tokens.tolist()
     ended = tokens[-1] in tokenizer.stop_token_ids
     return Completion(
         prompt=prompt.text,
         response=tokenizer.decode(tokens[:-1] if ended else tokens),
-        finished=sample.finished,
-        tokens=int(sample.mask.sum()),
+        finished=last.finished,
+        tokens=sum(int(sample.mask.sum()) for sample in rollout.samples),
         answer=prompt.answer,
         record=prompt.record,
     )
 
 
-def _scored(samples: Sequence[CheckedSample]) -> Scored:
-    scores = [sample.score for sample in samples if sample.score is not None]
+def _scored(rollouts: Sequence[CheckedRollout]) -> Scored:
+    scores = [rollout.score for rollout in rollouts if rollout.score is not None]
     names = sorted({name for score in scores for name in score.marks})
     return Scored(
         rewards=np.array([score.reward for score in scores], dtype=np.float64),

@@ -26,6 +26,7 @@ from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning import batch_balance
 from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.fields import ROLLOUT_IDS
 from roll_batching.strategy import GenerationSettings
 
 logger = logging.getLogger(__name__)
@@ -36,34 +37,45 @@ _MARGIN = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """Responses of this data-parallel rank, group by group.
+    """Rollouts of this data-parallel rank, group by group, and their samples: one each, but of rollout functions.
 
-    The id of response j to prompt p of the step is p * group_size + j; `completions[i]` is the text of sample i of
-    `batch`.
+    The id of rollout j of prompt p of the step is p * group_size + j. A sample's id is its place among the samples of
+    all rollouts of the step: the rollout's id, where each has one.
     """
 
+    ids: np.ndarray
+    """int64 `[n]`: ids of the rollouts, ascending."""
     batch: SampleBatch
-    """`input_ids` and `response_mask` (token), `log_probs` of the sampled tokens (next_token)."""
+    """Samples, rollout by rollout: `input_ids` and `response_mask` (token), `log_probs` of the sampled tokens
+    (next_token), `rollout_ids` (sample)."""
+    samples: np.ndarray
+    """int64 `[n]`: number of samples of each rollout."""
     completions: list[Completion]
-    """The responses as text, in the order of the batch."""
+    """The rollouts as text, in the order of `ids`."""
     scored: Scored | None = None
     """Rewards that a rollout function returned; None where the reward function scores."""
     turns: np.ndarray
-    """int64 `[n]`: number of generations of the model in each response."""
+    """int64 `[n]`: number of generations of the model in each rollout."""
     episodes: list[Episode | None]
-    """States and rewards of turns, where the advantage estimator compares states; else None for each response."""
+    """States and rewards of turns, where the advantage estimator compares states; else None for each rollout."""
     prompt_tokens: np.ndarray
-    """int64 `[n]`: tokens of the prompt of each response."""
+    """int64 `[n]`: tokens of the prompt of each rollout; of several samples, of the last one's."""
     seed: int
     """Seed of the step."""
     group_size: int
-    """Responses per prompt."""
-    max_responses: int
-    """Responses of the data-parallel rank that has the most."""
-    total_responses: int
-    """Responses of the step, on all ranks."""
+    """Rollouts per prompt."""
+    max_rollouts: int
+    """Rollouts of the data-parallel rank that has the most."""
+    total_rollouts: int
+    """Rollouts of the step, on all ranks."""
     seconds: float
     """Seconds of sampling on this rank."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 `[n]`: tokens of each rollout, of all its samples with their prompts."""
+        starts = np.cumsum(self.samples) - self.samples
+        return np.add.reduceat(self.batch.lengths.numpy(), starts) if len(starts) else starts
 
 
 def generate_rollouts(
@@ -90,26 +102,30 @@ def generate_rollouts(
     home_rank = batch_balance(encoded.lengths.numpy(), layout.dp_size)
     local_prompts = np.flatnonzero(home_rank == layout.dp_rank)
     group_size = settings.num_return_sequences
-    ids = (torch.from_numpy(local_prompts)[:, None] * group_size + torch.arange(group_size)).flatten()
+    ids = (local_prompts[:, None] * group_size + np.arange(group_size)).ravel()
     prompt_tokens = encoded.lengths.numpy()[local_prompts].repeat(group_size)
     started = time.perf_counter()
     if function is None:
         local = [prompts[i] for i in local_prompts.tolist()]
-        batch = _generate(sampler, encoded.select(local_prompts), local, tokenizer, settings).with_ids(ids)
+        batch = _generate(sampler, encoded.select(local_prompts), local, tokenizer, settings)
         prompt_of_response = [prompts[i] for i in np.repeat(local_prompts, group_size).tolist()]
         with consensus(layout.host_group, "decoding the responses"):  # a tokenizer may lack a token of the model
             completions = completions_of(batch, prompt_of_response, tokenizer)
-        scored, turns = None, np.ones(len(batch), dtype=np.int64)
-        episodes: list[Episode | None] = [None] * len(batch)
+        counts = turns = np.ones(len(ids), dtype=np.int64)
+        scored, episodes = None, list[Episode | None]([None] * len(ids))
     else:
         local = [prompts[i] for i in local_prompts.tolist()]
         samples = function(sampler, encoded.select(local_prompts), local, tokenizer, settings)
-        batch, completions = samples.batch.with_ids(ids), samples.completions
+        batch, counts, completions = samples.batch, samples.samples, samples.completions
         scored, turns, episodes = samples.scored, samples.turns, samples.episodes
         prompt_tokens = samples.prompt_tokens
     seconds = time.perf_counter() - started
+    sample_ids = ids if function is None else _sample_ids(layout, ids, counts, group_size * len(prompts))
+    rollout_ids = {ROLLOUT_IDS: torch.from_numpy(ids.repeat(counts))}
     return Rollouts(
-        batch=batch,
+        ids=ids,
+        batch=batch.with_ids(torch.from_numpy(sample_ids)).with_fields(rollout_ids, {ROLLOUT_IDS: FieldSpec("sample")}),
+        samples=counts,
         completions=completions,
         scored=scored,
         turns=turns,
@@ -117,10 +133,25 @@ def generate_rollouts(
         prompt_tokens=prompt_tokens,
         seed=settings.seed,
         group_size=group_size,
-        max_responses=group_size * int(np.bincount(home_rank).max()),
-        total_responses=group_size * len(prompts),
+        max_rollouts=group_size * int(np.bincount(home_rank).max()),
+        total_rollouts=group_size * len(prompts),
         seconds=seconds,
     )
+
+
+def _sample_ids(layout: ParallelLayout, ids: np.ndarray, counts: np.ndarray, total: int) -> np.ndarray:
+    """Ids of this rank's samples, int64 [samples], of its rollouts `ids`, which have `counts` of them. Collective."""
+    all_counts = np.zeros(total, dtype=np.int64)
+    for of_rank, counts_of_rank in exchange(layout.host_group, "samples of rollouts", lambda: (ids, counts)):
+        all_counts[of_rank] = counts_of_rank
+    first = (np.cumsum(all_counts) - all_counts)[ids]
+    return place_in_rollout(counts) + first.repeat(counts)
+
+
+def place_in_rollout(counts: np.ndarray) -> np.ndarray:
+    """For rollouts of `counts` samples, int64 [n], the place of each sample in its rollout, from 0: int64 [samples]."""
+    result: np.ndarray = np.arange(counts.sum()) - (np.cumsum(counts) - counts).repeat(counts)
+    return result
 
 
 def _generate(
@@ -161,7 +192,7 @@ def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tok
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """Rewards, lengths and times of responses, ascending by id; from `score_rollouts` those of all ranks."""
+    """Rewards, lengths and times of rollouts, ascending by id; from `score_rollouts` those of all ranks."""
 
     ids: np.ndarray
     """int64 `[n]`, ascending."""
@@ -170,29 +201,31 @@ class StepScores:
     marks: dict[str, np.ndarray]
     """bool `[n]` by name."""
     failed: np.ndarray
-    """bool `[n]`: the reward function failed on the response; its reward follows `reward_failure`."""
+    """bool `[n]`: the reward function failed on the rollout; its reward follows `reward_failure`."""
     domains: np.ndarray
     """Text `[n]`: reward domain; empty where the job has one reward."""
     finished: np.ndarray
-    """bool `[n]`: the model ended the response itself."""
+    """bool `[n]`: the model ended the rollout itself."""
     response_tokens: np.ndarray
     """int64 `[n]`: tokens that the model sampled."""
     turns: np.ndarray
-    """int64 `[n]`: generations of the model in the response."""
+    """int64 `[n]`: generations of the model in the rollout."""
+    samples: np.ndarray
+    """int64 `[n]`: samples of the rollout."""
     episodes: np.ndarray
     """`Episode` `[n]`, states and rewards of turns, where the advantage estimator compares states; else None."""
     lengths: np.ndarray
-    """int64 `[n]`: tokens of prompt and response."""
+    """int64 `[n]`: tokens of the rollout's samples, with their prompts."""
     generate_seconds: np.ndarray
-    """float64 `[n]`: seconds in which the response's replica sampled all of the replica's responses."""
+    """float64 `[n]`: seconds in which the rollout's replica sampled all of the replica's rollouts."""
     reward_seconds: np.ndarray
-    """float64 `[n]`: seconds in which the response's replica scored all of the replica's responses."""
+    """float64 `[n]`: seconds in which the rollout's replica scored all of the replica's rollouts."""
     sample_log: list[dict[str, Any]]
-    """Lines of rollouts.jsonl, for the responses selected by `rollout_samples`."""
+    """Lines of rollouts.jsonl, for the rollouts selected by `rollout_samples`."""
 
     @classmethod
     def concat(cls, parts: Sequence[StepScores]) -> StepScores:
-        """Joins the responses of all parts, ascending by id; a mark that a part lacks is False there."""
+        """Joins the rollouts of all parts, ascending by id; a mark that a part lacks is False there."""
         order = np.argsort(np.concatenate([part.ids for part in parts]))
         names = sorted({name for part in parts for name in part.marks})
 
@@ -234,9 +267,9 @@ def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
 
 
 def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0) -> StepScores:
-    """Scores each response on the leader of its replica; returns the scores of all on every rank. Collective.
+    """Scores each rollout on the leader of its replica; returns the scores of all on every rank. Collective.
 
-    `sample_log` holds `shown` responses (-1: all), spread evenly over the step.
+    `sample_log` holds `shown` rollouts (-1: all), spread evenly over the step.
 
     Raises RankError, the same on all ranks, when the reward function fails, exceeds its time limit or returns a number
     that is not finite and `reward_failure` is `error`; it names the samples. DataError where it fails on all samples.
@@ -247,7 +280,7 @@ def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, 
         layout.host_group,
         "scoring",
         lambda: _score_local(rollouts, reward, shown) if layout.is_replica_leader else None,
-        patience=reward.most_seconds(rollouts.max_responses) + _MARGIN,
+        patience=reward.most_seconds(rollouts.max_rollouts) + _MARGIN,
     )
     parts = [part for part in exchanged if part is not None]
     scores = StepScores.concat([local_scores for local_scores, _ in parts])
@@ -288,9 +321,9 @@ def _score_local(rollouts: Rollouts, reward: RewardPool, shown: int) -> tuple[St
     started = time.perf_counter()
     scored = rollouts.scored
     if scored is None:
-        scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
+        scored = reward.score(rollouts.completions, rollouts.ids.tolist(), seed=rollouts.seed)
     scores = StepScores(
-        ids=rollouts.batch.ids.numpy(),
+        ids=rollouts.ids,
         rewards=scored.rewards,
         marks=scored.marks,
         failed=scored.failed,
@@ -298,8 +331,9 @@ def _score_local(rollouts: Rollouts, reward: RewardPool, shown: int) -> tuple[St
         finished=np.array([c.finished for c in rollouts.completions], dtype=bool),
         response_tokens=np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
         turns=rollouts.turns,
+        samples=rollouts.samples,
         episodes=_column(rollouts.episodes),
-        lengths=rollouts.batch.lengths.numpy(),
+        lengths=rollouts.lengths,
         generate_seconds=np.full(len(rollouts.completions), rollouts.seconds),
         reward_seconds=np.full(len(rollouts.completions), time.perf_counter() - started),
         sample_log=_sample_log(rollouts, scored, shown),
@@ -315,11 +349,11 @@ def _column(values: Sequence[Any]) -> np.ndarray:
 
 
 def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]]:
-    """Lines of rollouts.jsonl for those of the step's `shown` responses that this replica has."""
-    total = rollouts.total_responses
+    """Lines of rollouts.jsonl for those of the step's `shown` rollouts that this replica has."""
+    total = rollouts.total_rollouts
     # Ids spread evenly over the step, computed alike on all replicas.
     selected = np.arange(total) if shown < 0 else np.arange(min(shown, total)) * total // max(1, min(shown, total))
-    ids = rollouts.batch.ids.tolist()
+    ids = rollouts.ids.tolist()
     lines = []
     for i in np.flatnonzero(np.isin(ids, selected)).tolist():
         completion = rollouts.completions[i]
@@ -337,14 +371,15 @@ def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str
                 "prompt_tokens": int(rollouts.prompt_tokens[i]),
                 "response_tokens": completion.tokens,
                 "turns": int(rollouts.turns[i]),
+                "samples": int(rollouts.samples[i]),
             }
         )
     return lines
 
 
 def with_scores(batch: SampleBatch, scores: StepScores, advantages: np.ndarray) -> SampleBatch:
-    """Adds `advantages` and `rewards` to `batch`, and renames `log_probs` to `rollout_log_probs`."""
-    local = batch.ids.numpy()
+    """Adds each rollout's `advantages` and `rewards` to its samples; renames `log_probs` to `rollout_log_probs`."""
+    local = batch[ROLLOUT_IDS].cpu().numpy()
     fields = {
         "advantages": torch.from_numpy(advantages[local]).float(),
         "rewards": torch.from_numpy(scores.rewards[local]).float(),

@@ -1,4 +1,4 @@
-"""Checks the samples that rollout functions return."""
+"""Checks the rollouts that rollout functions return."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ class SampleFault(ValueError):
 class CheckedSample:
     """A valid sample, in plain arrays."""
 
-    sample: int
-    """Number of the sample in the step."""
     prompt: np.ndarray
     """int64 `[m]`: tokens of the prompt."""
     tokens: np.ndarray
@@ -44,16 +42,24 @@ class CheckedSample:
     """bool `[n]`: sampled by the policy."""
     log_probs: np.ndarray
     """float64 `[n]`, 0 outside the mask."""
-    score: Score | None
-    """None: the job's reward function scores it."""
-    episode: Episode | None
-    """States and rewards of its turns, where the advantage estimator compares states."""
     finished: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRollout:
+    """A valid rollout: its samples, and what counts once for all of them."""
+
+    samples: tuple[CheckedSample, ...]
+    """In the order of the function's; the last says whether the rollout has finished, and is what a reward reads."""
+    score: Score | None
+    """Rewards of the samples, added; a mark is set if a sample has it. None: the job's reward function scores."""
+    episode: Episode | None
+    """States and rewards of all turns, sample by sample, where the advantage estimator compares states."""
     calls: int
-    """Generations of the model: calls of the client, or runs of the mask where a server made all of them."""
+    """Generations of the model: calls of the client, or runs of the masks where a server made all of them."""
 
 
-def check_sample(
+def check_rollout(
     result: Any,
     prompt: RolloutPrompt,
     function: LoadedRolloutFunction,
@@ -61,12 +67,46 @@ def check_sample(
     vocab_size: int,
     stop_token_ids: Sequence[int],
     calls: int,
-) -> CheckedSample:
+) -> CheckedRollout:
     """Checks `result`, which `function` returned for `prompt`; returns it as plain arrays. Raises SampleFault."""
-    if not isinstance(result, RolloutSample):
-        kind = printable(repr(result), characters=60) if result is None else f"a {type(result).__name__}"
-        more = ": it is called once for each sample" if isinstance(result, (list, tuple, dict)) else ""
-        raise SampleFault(f"it returned {kind}; return one roll_batching.jobs.rollouts.RolloutSample{more}")
+    returned = list(result) if isinstance(result, (list, tuple)) else [result]
+    if not returned:
+        raise SampleFault("it returned no sample: return a RolloutSample, or a list of at least one")
+    samples, scores, episodes = [], [], []
+    for place, item in enumerate(returned):
+        try:
+            if not isinstance(item, RolloutSample):
+                kind = printable(repr(item), characters=60) if item is None else f"a {type(item).__name__}"
+                raise SampleFault(
+                    f"it returned {kind}; return a roll_batching.jobs.rollouts.RolloutSample, or a list of them"
+                )
+            samples.append(_check_sample(item, prompt, function, vocab_size, stop_token_ids))
+            scores.append(_score(item, function))
+            episodes.append(_episode(item, samples[-1].mask) if function.needs_states else None)
+        except SampleFault as fault:
+            if len(returned) == 1:
+                raise
+            raise SampleFault(f"samples[{place}]: {fault}") from None
+    return CheckedRollout(
+        samples=tuple(samples),
+        score=None if function.has_reward else _total(scores),
+        episode=Episode(
+            states=tuple(state for episode in episodes if episode is not None for state in episode.states),
+            rewards=tuple(reward for episode in episodes if episode is not None for reward in episode.rewards),
+        )
+        if function.needs_states
+        else None,
+        calls=calls or sum(_runs(sample.mask) for sample in samples),
+    )
+
+
+def _check_sample(
+    result: RolloutSample,
+    prompt: RolloutPrompt,
+    function: LoadedRolloutFunction,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+) -> CheckedSample:
     tokens = _tokens("tokens", result.tokens, vocab_size)
     is_served = result.prompt_tokens is not None
     before = _tokens("prompt_tokens", result.prompt_tokens if is_served else prompt.tokens, vocab_size)
@@ -91,15 +131,11 @@ def check_sample(
     elif not isinstance(finished, (bool, np.bool_)):
         raise SampleFault(f"finished is {excerpt_of(finished)}: set it to True, False or None")
     return CheckedSample(
-        sample=prompt.sample,
         prompt=before,
         tokens=tokens,
         mask=mask,
         log_probs=log_probs,
-        score=_score(result, function),
-        episode=_episode(result, mask) if function.needs_states else None,
         finished=bool(finished),
-        calls=calls or _runs(mask),
     )
 
 
@@ -166,7 +202,9 @@ def _score(result: RolloutSample, function: LoadedRolloutFunction) -> Score | No
             )
         return None
     if reward is None:
-        raise SampleFault("reward is None, and the job has no reward function: set it, or give the job reward_function")
+        if result.marks:
+            raise SampleFault("marks is set, and reward is None: set a reward as well, such as 0")
+        return None
     turns = [reward] if not _is_sequence(reward) else _as_list("reward", reward)
     if not turns:
         raise SampleFault("reward is empty: give a number, or one per turn")
@@ -181,6 +219,21 @@ def _score(result: RolloutSample, function: LoadedRolloutFunction) -> Score | No
         return check_score(Score(reward=total, marks=result.marks))
     except (TypeError, ValueError) as error:
         raise SampleFault(f"marks: {error}") from None
+
+
+def _total(scores: Sequence[Score | None]) -> Score:
+    """The rollout's score: rewards of its samples added, and the marks of any of them."""
+    known = [score for score in scores if score is not None]
+    if not known:
+        whose = "reward" if len(scores) == 1 else f"the reward of each of its {len(scores)} samples"
+        raise SampleFault(
+            f"{whose} is None, and the job has no reward function: set it, or give the job reward_function"
+        )
+    names = {name for score in known for name in score.marks}
+    return Score(
+        reward=sum(score.reward for score in known),
+        marks={name: any(score.marks.get(name, False) for score in known) for name in names},
+    )
 
 
 def _episode(result: RolloutSample, mask: np.ndarray) -> Episode:

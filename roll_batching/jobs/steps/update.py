@@ -69,12 +69,14 @@ class MiniBatchPlanner:
 
     strategy: MegatronTrainStrategy
     size: int
-    """Sequences of one optimizer step, over all data-parallel ranks."""
+    """Rollouts of one optimizer step, over all data-parallel ranks: samples, where each has one."""
     seed: int
     idle_ids: Ints | None = None
     """Samples without a gradient, which are not computed."""
     home_rank: Ints | None = None
     """int64 [n]: the rank that each sample stays on; a mini-batch takes a share of each rank. None: drawn over all."""
+    rollout_ids: Ints | None = None
+    """int64 [n]: the rollout of each sample, whose samples share a mini-batch. None: every sample is its own."""
 
     def plan(self, table: LengthTable, epochs: range) -> Generator[MiniBatch]:
         """Yields the mini-batches of `epochs` over `table`; each is made while the one before it is used."""
@@ -85,7 +87,8 @@ class MiniBatchPlanner:
         return model.plan(table, forward=True, home_rank=self.home_rank)
 
     def _plan_epoch(self, table: LengthTable, epoch: int) -> Iterator[MiniBatch]:
-        strategy, home_rank, drawing = self.strategy, self.home_rank, {"seed": self.seed, "epoch": epoch}
+        strategy, home_rank = self.strategy, self.home_rank
+        drawing: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "rollout_ids": self.rollout_ids}
         has_gradient = ~np.isin(table.ids, () if self.idle_ids is None else self.idle_ids)
         if home_rank is None:
             members_of = mini_batches(len(table), self.size, **drawing)
@@ -107,6 +110,7 @@ def train_on_rollouts(
     mini_batch_size: int,
     seed: int,
     epochs: int = 1,
+    rollout_ids: Ints | None = None,
     batch_balance: bool = False,
     idle_ids: Ints | None = None,
     reference: MegatronInferStrategy | None = None,
@@ -122,9 +126,11 @@ def train_on_rollouts(
         local_batch: this rank's samples: `input_ids` and the fields that `loss` reads, such as `response_mask` and
             `advantages`. Old and reference log-probs are added here.
         loss: a loss object.
-        mini_batch_size: sequences of one optimizer step, over all data-parallel ranks.
+        mini_batch_size: rollouts of one optimizer step, over all data-parallel ranks.
         seed: of the mini-batches' members, another one in each RL step.
         epochs: passes over the samples.
+        rollout_ids: int64 `[samples of all ranks]`, ascending by id of the samples: the rollout of each, whose samples
+            share a mini-batch. None: each sample is a rollout.
         batch_balance: place the samples of the whole step on ranks first, as ROLL does, then draw each rank's share
             of a mini-batch among its own.
         idle_ids: int64 ids of the samples without a gradient, the same on all ranks: they are not computed, and count
@@ -138,13 +144,14 @@ def train_on_rollouts(
     spec, table = loss_spec(loss), ordered_table(strategy, local_batch)
     # Distillation has no old policy; otherwise several optimizer steps need old log-probs.
     if strategy.batching.logprob_plan == "none" and CANDIDATES not in spec.needs:
-        problem = refuse_without_old_log_probs(len(table), mini_batch_size, epochs)
+        count = len(table) if rollout_ids is None else len(np.unique(rollout_ids))
+        problem = refuse_without_old_log_probs(count, mini_batch_size, epochs)
         if problem is not None:
             raise DataError(f"logprob_plan: {problem}.")
     home_rank = None
     if batch_balance:
-        home_rank = place_on_ranks(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
-    planner = MiniBatchPlanner(strategy, mini_batch_size, seed, idle_ids, home_rank)
+        home_rank = _home_ranks(strategy, table, rollout_ids)
+    planner = MiniBatchPlanner(strategy, mini_batch_size, seed, idle_ids, home_rank, rollout_ids)
     if remote_reference is not None:
         remote_reference.ask(local_batch, spec.masks)
     # Recorded experts decide which samples share a prefix: only the epoch that records them is planned before that.
@@ -161,6 +168,13 @@ def train_on_rollouts(
         later = planner.plan(ordered_table(strategy, complete), range(len(first_epochs), epochs))
         batches = itertools.chain(batches, agree_on_each(strategy, later))
     yield from _train(planner, complete, loss, batches)
+
+
+def _home_ranks(strategy: MegatronTrainStrategy, table: LengthTable, rollout_ids: Ints | None) -> Ints:
+    """The rank that each sample stays on, by the cost of its rollout: that of one sequence of all its tokens."""
+    rollout_of = np.arange(len(table)) if rollout_ids is None else np.unique(rollout_ids, return_inverse=True)[1]
+    tokens = np.bincount(rollout_of, weights=table.lengths).astype(np.int64)
+    return place_on_ranks(tokens, strategy.layout.dp_size, cost=strategy.state.cost)[rollout_of]
 
 
 def train_on_values(

@@ -18,7 +18,7 @@ from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.prefetch import map_tensors
 from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS, FieldKind
+from roll_batching.samples.fields import GRIDS, IMAGES, PATCHES, PIXELS, ROLLOUT_IDS, FieldKind
 from roll_batching.samples.image_fields import IMAGE_SCHEMA
 from roll_batching.settings.model_parts import VisionConfig
 from roll_batching.tools.rehearsal.recorder import set_attention_pairs
@@ -44,6 +44,7 @@ def samples_of(plan: Plan, dp_rank: int, top_k: int = 0, *, token_advantages: bo
         "pair": ids // 2,
         "chosen": ids % 2 == 0,
         "desirable": ids % 2 == 0,
+        ROLLOUT_IDS: ids,
     }
     kinds: dict[str, FieldKind] = {
         "input_ids": "token",
@@ -53,6 +54,7 @@ def samples_of(plan: Plan, dp_rank: int, top_k: int = 0, *, token_advantages: bo
         "pair": "sample",
         "chosen": "sample",
         "desirable": "sample",
+        ROLLOUT_IDS: "sample",
     }
     if top_k:
         fields[TEACHER_LOG_PROBS] = torch.zeros(tokens, top_k)

@@ -37,8 +37,9 @@ CHECKS = {
 
 DECIDED_BY_RULES = {("StrategyArgs", "strategy_name")}
 """Every role runs on the one strategy that it can run on; rules and notices say which names it may give."""
-SHORT_FORMS = {("JobKeys", "pretrain")}
-"""Written where they belong before anything is read (`tests/huggingface/test_job.py`)."""
+SHORT_FORMS = {("JobKeys", "pretrain"), ("ModelArgs", "vision_encoder")}
+"""Read before settings are made: the first is written where it belongs (`tests/huggingface/test_job.py`), the second
+decides the architecture that a model directory gives (`tests/huggingface/test_vision_config.py`)."""
 
 
 def reads_of(package):

@@ -91,14 +91,18 @@ def test_groups_of_one_are_refused() -> None:
 
 def test_tokens_have_the_advantage_of_their_turn() -> None:
     masks = [[0, 0, 1, 1, 0, 1], [0, 1, 0, 0, 1]]
-    rows = {"input_ids": [[1] * 6, [1] * 5], "response_mask": [[bool(x) for x in one] for one in masks]}
-    batch = SampleBatch.from_lists(rows, {"input_ids": "token", "response_mask": "token"}, ids=[1, 0])
+    rows: dict[str, Any] = {"input_ids": [[1] * 6, [1] * 5], "response_mask": [[bool(x) for x in one] for one in masks]}
+    kinds = {"input_ids": "token", "response_mask": "token", "rollout_ids": "sample"}
+    batch = SampleBatch.from_lists(rows | {"rollout_ids": torch.tensor([1, 0])}, kinds, ids=[1, 0])
     found = with_turn_advantages(batch, [np.array([7.0, 8.0]), np.array([3.0, 4.0])])
     assert found.schema["advantages"].kind == "next_token"
     own = [one.tolist() for one in found.to_lists("advantages")]
     assert own == [[0, 3, 3, 0, 4, 0], [7, 0, 0, 8, 0]]
-    with pytest.raises(DataError, match="sample 1 has 2 turns, and 1 advantages"):
+    with pytest.raises(DataError, match="rollout 1 has 2 turns, and 1 advantages"):
         with_turn_advantages(batch, [np.array([7.0, 8.0]), np.array([3.0])])
+    together = SampleBatch.from_lists(rows | {"rollout_ids": torch.tensor([5, 5])}, kinds)
+    found = with_turn_advantages(together, [np.zeros(0)] * 5 + [np.array([3.0, 4.0, 7.0, 8.0])])
+    assert [one.tolist() for one in found.to_lists("advantages")] == own, "one rollout of two samples"
 
 
 def test_the_control_gives_the_same_advantages_to_other_turns() -> None:

@@ -187,17 +187,24 @@ def test_keys_without_effect_are_noticed(tmp_path):
 
 
 def drawn(
-    rewards: list[list[float]], first: int, rows: list[int] | None = None
+    rewards: list[list[float]], first: int, rows: list[int] | None = None, samples: list[int] | None = None
 ) -> tuple[SampleBatch, StepScores, dict]:
-    """A generation batch of these groups, of which this rank has `rows`; response i has token i + `first`."""
+    """A generation batch of these groups, of which this rank has the rollouts `rows`.
+
+    Rollout i has `samples[i]` samples (None: one), each of token i + `first`.
+    """
     flat = np.array(rewards).ravel()
-    count = len(flat)
-    ids = torch.arange(count)
-    fields = {"input_ids": ids + first, "response_mask": torch.ones(count, dtype=torch.bool)}
+    number = np.arange(len(flat))
+    counts = np.ones(len(flat), dtype=np.int64) if samples is None else np.array(samples)
+    rollout_ids = torch.from_numpy(number.repeat(counts))
+    count = len(rollout_ids)
+    fields = {"input_ids": rollout_ids + first, "response_mask": torch.ones(count, dtype=torch.bool)}
+    schema = {name: FieldSpec("token") for name in fields} | {"rollout_ids": FieldSpec("sample")}
     batch = SampleBatch(
-        ids, torch.ones(count, dtype=torch.int64), fields, {name: FieldSpec("token") for name in fields}
+        torch.arange(count), torch.ones(count, dtype=torch.int64), fields | {"rollout_ids": rollout_ids}, schema
     )
-    number = np.arange(count)
+    local = [i for row in (number.tolist() if rows is None else rows) for i in np.flatnonzero(rollout_ids == row)]
+    count = len(flat)
     scores = StepScores(
         ids=number,
         rewards=flat,
@@ -207,6 +214,7 @@ def drawn(
         finished=number % 3 == 0,
         response_tokens=number + first,
         turns=np.ones(count, dtype=np.int64),
+        samples=counts,
         episodes=np.full(count, None),
         lengths=np.ones(count, dtype=np.int64),
         generate_seconds=np.full(count, 2.0),
@@ -214,7 +222,7 @@ def drawn(
         sample_log=[{"id": int(i), "reward": float(flat[i])} for i in number],
     )
     figures = {"queue_wait_seconds": 1.5, "dropped_samples": 2, "staleness_max": first}
-    return batch.select(torch.tensor(range(count) if rows is None else rows)), scores, figures
+    return batch.select(torch.tensor(local)), scores, figures
 
 
 def test_groups_keep_their_order_and_all_that_belongs_to_them():
@@ -237,6 +245,18 @@ def test_groups_keep_their_order_and_all_that_belongs_to_them():
         "dynamic_sampling/groups": 10, "dynamic_sampling/equal_groups": 6, "dynamic_sampling/surplus_groups": 1,
         "dynamic_sampling/sampled_reward": pytest.approx((3 + 14.6 + 45) / 20),
     }  # fmt: skip
+
+
+def test_rollouts_keep_all_their_samples():
+    config = JobConfig.model_validate({"rollout_batch_size": 2, "num_return_sequences_in_group": 2, **MINIMAL})
+    batches = [
+        drawn([[1, 1], [0, 1], [0, 0]], 100, rows=[0, 3], samples=[2, 1, 1, 3, 1, 1]),
+        drawn([[2, 3], [4, 5]], 200, rows=[1, 2], samples=[1, 4, 2, 2]),
+    ]
+    batch, scores, _ = sample_full_step(config, 1, batches.__getitem__)
+    assert scores.samples.tolist() == [1, 3, 1, 4] and scores.ids.tolist() == [0, 1, 2, 3]
+    assert batch["input_ids"].tolist() == [103] * 3 + [201] * 4, "all samples of the rollouts of this rank"
+    assert batch.ids.tolist() == [1, 2, 3, 5, 6, 7, 8] and batch["rollout_ids"].tolist() == [1] * 3 + [3] * 4
 
 
 def test_without_a_limit_it_goes_on_and_says_so(caplog):

@@ -125,6 +125,6 @@ def test_every_extra_holds_what_is_imported_or_called():
     for extra, packages in PROJECT["optional-dependencies"].items():
         names = {re.split(r"[\[><=]", package)[0].lower().replace("-", "_") for package in packages} - tools
         for name in names:
-            module = {"megatron_core": "megatron.core", "hydra_core": "hydra"}.get(name, name)
+            module = {"megatron_core": "megatron.core", "hydra_core": "hydra", "fla_core": "fla"}.get(name, name)
             pattern = re.compile(rf"^\s*(import|from) {re.escape(module)}\b|\"{re.escape(module)}[\".]", re.MULTILINE)
             assert any(pattern.search(text) for text in sources), f"{extra}: {name} is used nowhere"

@@ -36,6 +36,26 @@ async def three_turns(prompt: Any, client: Any, tokenizer: Any, reward: bool = T
     return RolloutSample(tokens=tokens, loss_mask=mask, log_probs=log_probs, reward=rewards, marks=marks)
 
 
+async def turns_as_samples(prompt: Any, client: Any, tokenizer: Any, reward: bool = True, pause: float = 0.0) -> Any:
+    """`three_turns` with each turn as a sample, whose prompt is all that was before it; the last has the reward."""
+    whole = await three_turns(prompt, client, tokenizer, reward, pause)
+    mask = [*whole.loss_mask, 0]
+    starts = [place for place in range(len(mask)) if mask[place] and not (place and mask[place - 1])]
+    ends = [place + 1 for place in range(len(mask) - 1) if mask[place] and not mask[place + 1]]
+    return [
+        RolloutSample(
+            tokens=whole.tokens[start:end],
+            loss_mask=[1] * (end - start),
+            log_probs=whole.log_probs[start:end],
+            prompt_tokens=[*prompt.tokens, *whole.tokens[:start]],
+            reward=whole.reward if end == ends[-1] else None,
+            marks=whole.marks if end == ends[-1] else {},
+            finished=whole.finished,
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
 async def one_turn(prompt: Any, client: Any, tokenizer: Any) -> Any:
     """What the job does without a rollout function."""
     made = await client.generate(prompt.tokens)
@@ -100,7 +120,12 @@ def _last_log_prob(value: Any) -> Any:
 
 FAULTS = {
     "nothing": lambda right, prompt: None,
-    "a list": lambda right, prompt: [right, right],
+    "no samples": lambda right, prompt: [],
+    "a list": lambda right, prompt: [right, {"tokens": right.tokens}],
+    "one sample twice": lambda right, prompt: [right, right],
+    "a fault in the second sample": lambda right, prompt: [right, replace(right, loss_mask=[0] * len(right.tokens))],
+    "no reward in any sample": lambda right, prompt: [replace(right, reward=None), replace(right, reward=None)],
+    "marks without a reward": lambda right, prompt: [right, replace(right, reward=None, marks={"x": True})],
     "a dict": lambda right, prompt: {"tokens": right.tokens},
     "text": _with(tokens="abc"),
     "no tokens": _with(tokens=[], loss_mask=[], log_probs=[]),

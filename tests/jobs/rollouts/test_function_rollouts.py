@@ -208,3 +208,63 @@ def test_a_rollout_of_one_turn_trains_as_the_job_without_one(tmp_path):
     )
     assert all(row.pop("turns_mean") == 1 for row in ours)
     assert {frozenset(row) for row in ours} == {frozenset(row) for row in theirs}
+
+
+# ---- rollouts of several samples
+
+
+@pytest.mark.equality
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (1, {}),
+        (2, {"batch_balance": True}),
+        (
+            2,
+            {
+                "dynamic_sampling": True,
+                "actor_train__strategy_args__strategy_config": {"tensor_model_parallel_size": 2},
+            },
+        ),
+        (1, {"async_generation_ratio": 0.5}),
+        pytest.param(
+            4,
+            {
+                "actor_train__strategy_args__strategy_config": {"context_parallel_size": 2},
+                "actor_infer__strategy_args__strategy_config": {"context_parallel_size": 1},
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["one rank", "balanced by rank", "dynamic sampling, TP", "asynchronous", "DP and CP"],
+)
+def test_turns_as_samples_train_as_the_whole_rollout(world, changes, tmp_path):
+    """One sample per turn, behind all that was before it: every loss is that of a sample of all turns."""
+    write_data(tmp_path)
+    base = {"warmup": None, "rollout_samples": -1, "eval_samples": 0, "loss_agg_mode": "rollout-token-mean", **changes}
+    base |= {"actor_train__training_args__per_device_train_batch_size": 2}  # several optimizer steps of each step
+    for name in ("three_turns", "turns_as_samples"):
+        job = settings(tmp_path, exp_name=name, rollout_function=HERE + name, **base)
+        del job["reward_function"]
+        run_ranks(world, "tests.jobs.rl.jobs:run", job)
+    whole, apart = rows_of(tmp_path, "three_turns"), rows_of(tmp_path, "turns_as_samples")
+    assert [row["samples_mean"] for row in apart] == [row["turns_mean"] for row in apart] == [2.5, 2.5]
+    assert [row["samples_mean"] for row in whole] == [1, 1]
+    for name in ("loss", "grad_norm", "reward"):
+        ours, theirs = ([row[name] for row in rows] for rows in (apart, whole))
+        assert ours == pytest.approx(theirs, abs=2e-6), name
+    assert whole[0]["grad_norm"] > 0
+    texts = [line["response"] for line in lines_of(tmp_path, "three_turns")]
+    assert all(
+        text.endswith(line["response"])
+        for text, line in zip(texts, lines_of(tmp_path, "turns_as_samples"), strict=True)
+    )
+
+
+@pytest.mark.bad_input
+def test_advantages_of_tokens_need_one_sample(tmp_path):
+    write_data(tmp_path)
+    job = settings(tmp_path, warmup=None, eval_samples=0, rollout_function=HERE + "turns_as_samples", gamma=0.9)
+    del job["reward_function"]
+    for said in run_ranks(2, "tests.jobs.rl.jobs:refusal", job):
+        assert "rollout 0 has 2 samples, and adv_estimator: grpo discounts rewards along the tokens" in said

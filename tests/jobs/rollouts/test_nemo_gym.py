@@ -46,7 +46,7 @@ TWO_TURNS = reply(
 
 
 def samples(answer: Any, line: Any = LINE, *, url: str | None = None, count: int = 2, **settings: Any) -> Any:
-    """The checked samples of `count` calls, and the server."""
+    """The checked rollouts of `count` calls, and the server."""
     sampling = GenerationSettings(**{"max_new_tokens": 8, "eos_token_id": END, "vocab_size": 43, **settings})
     prompts = [
         RolloutPrompt(tokens=TOKENIZER.encode("1+2="), text="1+2=", record=line, sample=i, seed=i) for i in range(count)
@@ -64,25 +64,26 @@ def samples(answer: Any, line: Any = LINE, *, url: str | None = None, count: int
         )
         with FunctionCalls(function, prompts, TOKENIZER, sampling) as calls:
             assert not calls.take(), "Gym's agents call the engine, and not the client"
-            return calls.samples, server
+            return calls.rollouts, server
 
 
 def test_samples_are_the_tokens_that_the_server_sampled():
     """Two turns with a tool: ids, mask, log-probs, reward and the engine's prompt, in every sample."""
     made, server = samples(TWO_TURNS)
     assert server.configurations == 1 and len(server.requests) == len(made) == 2
-    for sample in made:
+    for rollout in made:
+        (sample,) = rollout.samples
         assert sample.prompt.tolist() == [3, 4, 5], "as the engine's chat template made it, not as the job's"
         assert sample.tokens.tolist() == [6, END, 7, 8, 9, 10, END]
         assert sample.mask.tolist() == [True, True, False, False, True, True, True]
         assert sample.log_probs.tolist() == [-0.5, -0.75, 0, 0, -1.0, -1.25, -1.5]
-        assert (sample.score.reward, sample.finished, sample.calls) == (0.75, True, 2)
-    batch = _batch(made)
+        assert (rollout.score.reward, sample.finished, rollout.calls) == (0.75, True, 2)
+    batch = _batch([rollout.samples[0] for rollout in made])
     assert batch.lengths.tolist() == [10, 10]
     assert batch.to_lists("input_ids")[1].tolist() == [3, 4, 5, 6, END, 7, 8, 9, 10, END]
-    assert batch.to_lists("response_mask")[1].tolist() == [False] * 3 + made[1].mask.tolist()
+    assert batch.to_lists("response_mask")[1].tolist() == [False] * 3 + sample.mask.tolist()
     # Row i belongs to token i + 1.
-    assert batch.to_lists("log_probs")[1].tolist() == [0, 0, *made[1].log_probs.tolist(), 0]
+    assert batch.to_lists("log_probs")[1].tolist() == [0, 0, *sample.log_probs.tolist(), 0]
 
 
 def test_the_request_is_the_line_with_the_jobs_sampling():
@@ -103,8 +104,8 @@ def test_a_line_that_has_only_messages():
 def test_an_incomplete_response_and_a_flag():
     answer = reply(item([3], [4, 5]), mask_sample=True)
     answer["response"]["incomplete_details"] = {"reason": "max_output_tokens"}
-    (sample,), _ = samples(answer, count=1)
-    assert not sample.finished and sample.score.marks == {"flagged": True}
+    (rollout,), _ = samples(answer, count=1)
+    assert not rollout.samples[0].finished and rollout.score.marks == {"flagged": True}
 
 
 BROKEN: dict[str, tuple[Any, str]] = {

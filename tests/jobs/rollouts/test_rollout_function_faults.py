@@ -66,12 +66,17 @@ def run_calls(
             if slow_sampling:
                 calls._thread.join(20)
             calls.answer(requests, [(made[:limit], [-0.5, -0.25, -1.0][:limit]) for limit in limits])
-        return calls.samples
+        return calls.rollouts
 
 
 WORDS = {
-    "nothing": "it returned None; return one roll_batching.jobs.rollouts.RolloutSample",
-    "a list": "it returned a list; .*it is called once for each sample",
+    "nothing": "it returned None; return a roll_batching.jobs.rollouts.RolloutSample, or a list of them",
+    "no samples": "it returned no sample",
+    "a list": r"samples\[1\]: it returned a dict; return a roll_batching",
+    "one sample twice": "it returned an object that it has returned for another sample",
+    "a fault in the second sample": r"samples\[1\]: loss_mask counts no token",
+    "no reward in any sample": "the reward of each of its 2 samples is None",
+    "marks without a reward": r"samples\[1\]: marks is set, and reward is None",
     "a dict": "it returned a dict",
     "text": "tokens is a str, 'abc'",
     "no tokens": "tokens is empty",
@@ -122,7 +127,15 @@ def test_an_invalid_sample_is_named(fault):
 def test_a_reward_beside_a_reward_function_is_refused():
     with pytest.raises(DataError, match=r"sample \d .*reward is set, and the job has a reward function as well"):
         run_calls("three_turns", has_reward=True)
-    assert all(sample.score is None for sample in run_calls("one_turn", has_reward=True))
+    assert all(rollout.score is None for rollout in run_calls("one_turn", has_reward=True))
+
+
+def test_rewards_marks_and_turns_of_a_rollout_are_those_of_its_samples():
+    first, second = run_calls("turns_as_samples")[:2]
+    assert [len(rollout.samples) for rollout in (first, second)] == [2, 3]
+    assert second.score.reward == pytest.approx(1 + 0.01) and second.score.marks == {"odd": True}
+    assert second.calls == 3 and first.score.marks == {"odd": False}
+    assert run_calls("turns_as_samples", has_reward=True, reward=False)[0].score is None
 
 
 def test_states_and_rewards_of_turns_are_checked():
@@ -146,15 +159,17 @@ def test_states_and_rewards_of_turns_are_checked():
     ):
         with pytest.raises(DataError, match=words):
             made(states, reward)
-    assert all(sample.episode is None for sample in run_calls("two_states", states=None, reward=1.0))
+    assert all(rollout.episode is None for rollout in run_calls("two_states", states=None, reward=1.0))
 
 
 def test_changes_of_a_prompt_reach_neither_its_sample_nor_its_reward():
     prompts: list[Any] = []
-    samples = run_calls("lengthens", prompts=prompts)
+    rollouts = run_calls("lengthens", prompts=prompts)
     assert [prompt.tokens for prompt in prompts] == [TOKENIZER.encode(prompt.text) for prompt in prompts]
     assert [prompt.record for prompt in prompts] == [{"level": i} for i in range(4)]
-    assert {len(sample.tokens) for sample in samples} == {6}, "two turns of three tokens, without the prompt"
+    assert {len(rollout.samples[0].tokens) for rollout in rollouts} == {6}, (
+        "two turns of three tokens, without the prompt"
+    )
 
 
 def test_one_object_for_two_samples_is_refused():
@@ -243,7 +258,7 @@ def test_a_call_that_blocks_is_reported(caplog):
     ("path", "words"),
     [
         (HERE + "not_async", "is not async: write it as `async def`"),
-        (HERE + "yields", "yields: it must return one RolloutSample"),
+        (HERE + "yields", "yields: it must return its samples"),
         (HERE + "Callable_", "is a class"),
         (HERE + "NUMBER", "it is a int, not a function"),
         (HERE + "two_arguments", "cannot be called with a prompt, a client, a tokenizer"),
