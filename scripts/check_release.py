@@ -71,6 +71,10 @@ async def use():
         pass
 asyncio.run(use())
 """,
+    "environments": """
+from roll_batching.jobs.rollouts.environments import FrozenLake
+assert FrozenLake().reset(seed=1, options={})[0].startswith("P")
+""",
     "fla": """
 from roll_batching.modeling.delta_kernels import kernel
 assert kernel() is not None

@@ -1,0 +1,191 @@
+"""A rollout function for environments with texts as observations and actions, in the habit of gymnasium.
+
+    rollout_function: roll_batching.jobs.rollouts.environments:rollout
+    rollout_args: {environment: "my_game:Game", environment_args: {size: 4}, max_turns: 8}
+
+Each rollout makes an environment of its own and plays one episode: the model reads the observation, its answer is the
+action, and the environment answers with the next observation and a reward of the turn. Environments run in threads, so
+one that takes its time delays no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from roll_batching.errors import DataError
+from roll_batching.jobs.rollouts.contract import Generation, RolloutClient, RolloutPrompt, RolloutSample
+from roll_batching.jobs.texts import Tokenizer
+from roll_batching.registry import load_dotted, printable
+
+LINE = "{observation}"
+"""The observation as it stands; chat models need the marks of their template around it."""
+
+
+class Environment(Protocol):
+    """One episode. Methods are called in one thread at a time, and not in the event loop's."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Begins the episode; returns the first observation and what is known of it.
+
+        `seed` is the same for all rollouts of a prompt; `options` is the prompt's line of the data file.
+        """
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        """Acts by the model's text; returns observation, reward, whether it ended, whether it was cut off, and facts.
+
+        Of the facts `state` is a key of the state for `adv_estimator: gigpo` (default: the observation), and booleans
+        of the last turn become marks, whose shares are metrics.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """An observation, the model's answer, and what came of it."""
+
+    seen: list[int]
+    """Tokens of the observation."""
+    made: Generation
+    reward: float
+    state: str | int
+
+
+async def rollout(
+    prompt: RolloutPrompt,
+    client: RolloutClient,
+    tokenizer: Tokenizer,
+    *,
+    environment: str,
+    environment_args: Mapping[str, Any] | None = None,
+    max_turns: int = 8,
+    history: int | None = None,
+    observation_format: str = LINE,
+) -> RolloutSample | list[RolloutSample]:
+    """Plays one episode. Raises DataError where the first observation does not fit or has no place in its format.
+
+    Args:
+        environment: `package.module:name` of what makes an `Environment`, a class or function.
+        environment_args: its keyword arguments.
+        max_turns: most turns; an episode that is not over then is not finished.
+        history: each turn is a sample of its own, which reads the prompt, this many turns before it and its
+            observation. None: the episode is one sample, in which each turn reads all before it.
+        observation_format: text around `{observation}`, such as the marks of a chat template between two turns.
+    """
+    if LINE not in observation_format:
+        raise DataError(f"observation_format is {observation_format!r}: it must contain {LINE}")
+    game: Environment = await asyncio.to_thread(load_dotted("environment", environment), **(environment_args or {}))
+    try:
+        observation, facts = await asyncio.to_thread(game.reset, seed=seed_of(prompt), options=prompt.record)
+        turns: list[_Turn] = []
+        is_over = is_cut = False
+        while not (is_over or is_cut) and len(turns) < max_turns:
+            seen = tokenizer.encode(observation_format.replace(LINE, observation))
+            context = [*prompt.tokens, *_tokens(turns if history is None else _last(turns, history)), *seen]
+            if not client.room(context):
+                break
+            made = await client.generate(context)
+            state = facts.get("state", observation)
+            observation, reward, is_over, is_cut, facts = await asyncio.to_thread(game.step, made.text)
+            turns.append(_Turn(seen=seen, made=made, reward=float(reward), state=state))
+    finally:
+        if hasattr(game, "close"):
+            await asyncio.to_thread(game.close)
+    if not turns:
+        raise DataError(
+            f"the environment's first observation, {printable(repr(observation), characters=60)}, leaves no room "
+            "within sequence_length: raise it"
+        )
+    marks = {name: bool(value) for name, value in facts.items() if isinstance(value, bool)}
+    if history is None:
+        return _sample(prompt.tokens, turns, finished=is_over, marks=marks)
+    return [
+        _sample([*prompt.tokens, *_tokens(_last(turns[:number], history))], [turn], finished=is_over, marks=marks)
+        for number, turn in enumerate(turns)
+    ]
+
+
+def seed_of(prompt: RolloutPrompt) -> int:
+    """The episode's seed: the line's `seed`, or one of the prompt's text; the same for all rollouts of a prompt.
+
+    Raises DataError for a seed that is no whole number, at least 0.
+    """
+    seed = prompt.record.get("seed")
+    if seed is None:
+        return zlib.crc32(prompt.text.encode())
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise DataError(f"seed is {printable(repr(seed), characters=60)}: give a whole number, at least 0, in the line")
+    return seed
+
+
+def _last(turns: Sequence[_Turn], count: int) -> Sequence[_Turn]:
+    return turns[max(0, len(turns) - count) :]
+
+
+def _tokens(turns: Sequence[_Turn]) -> list[int]:
+    return [token for turn in turns for token in (*turn.seen, *turn.made.tokens)]
+
+
+def _sample(before: list[int], turns: Sequence[_Turn], *, finished: bool, marks: Mapping[str, bool]) -> RolloutSample:
+    """The sample of `turns` behind the tokens `before`; observations are masked."""
+    return RolloutSample(
+        prompt_tokens=before,
+        tokens=_tokens(turns),
+        loss_mask=[bit for turn in turns for bit in (*[0] * len(turn.seen), *[1] * len(turn.made.tokens))],
+        log_probs=[value for turn in turns for value in (*[None] * len(turn.seen), *turn.made.log_probs)],
+        reward=[turn.reward for turn in turns],
+        states=[turn.state for turn in turns],
+        finished=finished,
+        marks=marks,
+    )
+
+
+class FrozenLake:
+    """gymnasium's FrozenLake (toy text) as text: `S` start, `F` ice, `H` hole, `G` goal, `P` the player's place.
+
+    An observation is the map, row by row, with the player in it. Actions are `l`, `d`, `r` and `u`; another text leaves
+    the player where it is. The reward is 1 at the goal.
+
+    Args:
+        size: rows and columns; the map is drawn by the episode's seed, and has a way to the goal.
+        ice: share of places that are no holes.
+        is_slippery: moves go astray, two times out of three.
+        shows_map: False: the observation is the place alone, a letter from `a`.
+    """
+
+    MOVES = "ldru"
+
+    def __init__(self, size: int = 4, ice: float = 0.8, is_slippery: bool = False, shows_map: bool = True) -> None:
+        self.size, self.ice, self.is_slippery, self.shows_map = size, ice, is_slippery, shows_map
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Draws the map by `seed`, and begins at its start."""
+        try:
+            import gymnasium
+            from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+        except ImportError as error:
+            raise DataError("FrozenLake needs gymnasium: pip install 'roll-batching[environments]'") from error
+        self.seed, self.rows = seed, generate_random_map(size=self.size, p=self.ice, seed=seed)
+        self.game = gymnasium.make("FrozenLake-v1", desc=self.rows, is_slippery=self.is_slippery)
+        self.place = int(self.game.reset(seed=seed)[0])
+        return self._observed(False)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        """Moves by the action's first letter."""
+        move = self.MOVES.find(action[:1]) if action else -1
+        reward, is_over, is_cut = 0.0, False, False
+        if move >= 0:
+            place, reward, is_over, is_cut, _ = self.game.step(move)
+            self.place = int(place)
+        text, facts = self._observed(reward > 0)
+        return text, float(reward), bool(is_over), bool(is_cut), facts
+
+    def _observed(self, arrived: bool) -> tuple[str, Mapping[str, Any]]:
+        facts = {"state": f"{self.seed} {self.place}", "arrived": arrived}
+        if not self.shows_map:
+            return chr(ord("a") + self.place), facts
+        flat = "".join(self.rows)
+        flat = flat[: self.place] + "P" + flat[self.place + 1 :]
+        return "/".join(flat[row * self.size : (row + 1) * self.size] for row in range(self.size)) + "=", facts

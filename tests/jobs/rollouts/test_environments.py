@@ -1,0 +1,164 @@
+"""Environments: what the model reads of them, their seeds and faults, and that FrozenLake is learned."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_batching.jobs.observe.run_files import read_metrics
+from roll_batching.jobs.rollouts.environments import FrozenLake
+from tests.jobs.rl.jobs import settings
+from tests.jobs.rollouts.examples import run_example
+from tests.support.ranks import run_ranks
+
+HERE = "tests.jobs.rollouts.test_environments:"
+ENVIRONMENTS = "roll_batching.jobs.rollouts.environments:"
+
+
+# ---- environments, named by path
+
+
+class Counter:
+    """Says how many turns it has had; ends after three, with a reward for each. Its seed and line are in the first."""
+
+    def __init__(self, turns: int = 3, folder: str | None = None) -> None:
+        self.turns, self.count, self.folder = turns, 0, folder
+
+    def reset(self, *, seed: int, options: Any) -> tuple[str, dict[str, Any]]:
+        return f"{seed % 10}+{options['level']}=", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return f"+{self.count}", self.count / 10, self.count == self.turns, False, {"long": self.turns > 2, "seed": 3}
+
+    def close(self) -> None:
+        if self.folder is not None:
+            (Path(self.folder) / f"{uuid.uuid4()}.closed").write_text(str(self.count))
+
+
+class Talks(Counter):
+    def reset(self, *, seed: int, options: Any) -> tuple[str, dict[str, Any]]:
+        return "+" * 80, {}
+
+
+def write_lines(folder: Path, **more: Any) -> None:
+    lines = [{"prompt": f"a+{i}=", "level": i, "seed": i, **more} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def job_of(folder: Path, name: str = "tiny", environment: str = "Counter", **arguments: Any) -> dict[str, Any]:
+    job = settings(
+        folder,
+        exp_name=name,
+        warmup=None,
+        eval_samples=0,
+        rollout_samples=-1,
+        loss_agg_mode="rollout-token-mean",
+        rollout_function=ENVIRONMENTS + "rollout",
+        rollout_args={"environment": HERE + environment, **arguments},
+        response_length=3,
+    )
+    del job["reward_function"], job["actor_train"]["data_args"]["eval_file_name"]
+    return job
+
+
+# ---- rollouts
+
+
+@pytest.mark.equality
+def test_turns_with_their_whole_history_train_as_the_episode(tmp_path):
+    """`history: 9` gives each turn as a sample, behind all that was before it."""
+    write_lines(tmp_path)
+    found = {}
+    for name, history in (("episode", {}), ("turns", {"history": 9})):
+        run_ranks(1, "tests.jobs.rl.jobs:run", job_of(tmp_path, name, **history))
+        found[name] = read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+    for ours, theirs in zip(found["turns"], found["episode"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6) and ours["turns_mean"] == 3
+        assert (ours["samples_mean"], theirs["samples_mean"], ours["mark/long"]) == (3, 1, 1)
+        assert ours["reward"] == theirs["reward"] == pytest.approx(0.6)
+
+
+def test_a_short_history_is_what_each_turn_reads(tmp_path):
+    write_lines(tmp_path)
+    run_ranks(
+        1,
+        "tests.jobs.rl.jobs:run",
+        job_of(tmp_path, history=1, observation_format=";{observation};", environment_args={"folder": str(tmp_path)}),
+    )
+    assert [file.read_text() for file in tmp_path.glob("*.closed")] == ["3"] * 24, "every environment is closed"
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "rollouts.jsonl").read_text().splitlines()]
+    for line in lines:  # the last sample: prompt, second turn (";+1;" and at most 3 tokens), then ";+2;" and the answer
+        assert line["response"].startswith(";+2;") and line["samples"] == 3
+        assert len("a+0=;+1;") < line["prompt_tokens"] <= len("a+0=;+1;") + 3
+
+
+def test_rollouts_of_a_prompt_have_one_seed(tmp_path):
+    write_lines(tmp_path, seed=None)
+    run_ranks(1, "tests.jobs.rl.jobs:run", job_of(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "rollouts.jsonl").read_text().splitlines()]
+    starts: dict[str, set[str]] = {}
+    for line in lines:
+        starts.setdefault(line["prompt"], set()).add(line["response"][:4])
+    assert all(len(found) == 1 for found in starts.values()) and len({s[0] for f in starts.values() for s in f}) > 1
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("more", "line", "words"),
+    [
+        ({"environment": "Talks"}, {}, "leaves no room within sequence_length"),
+        ({"observation_format": "{text}"}, {}, "observation_format is '{text}': it must contain {observation}"),
+        ({"environment_args": {"rounds": 3}}, {}, "unexpected keyword argument 'rounds'"),
+        ({"environment": "Missing"}, {}, "Missing"),
+        ({}, {"seed": -1}, "seed is -1: give a whole number, at least 0"),
+    ],
+)
+def test_faults_name_their_cure(tmp_path, more, line, words):
+    write_lines(tmp_path, **line)
+    (said,) = run_ranks(1, "tests.jobs.rl.jobs:refusal", job_of(tmp_path, **more))
+    assert words in said and "sample 0" in said
+
+
+# ---- FrozenLake
+
+
+def test_the_lake_is_gymnasiums():
+    """The shortest way through the drawn map arrives, a hole ends the episode, and other texts move nobody."""
+    lake = FrozenLake(size=3)
+    text, facts = lake.reset(seed=4, options={})
+    rows = text.rstrip("=").split("/")
+    assert rows[0][0] == "P" and rows[2][2] == "G" and facts["state"] == "4 0"
+    assert lake.step("x")[:4] == (text, 0.0, False, False)
+    ways: dict[tuple[int, int], str] = {(0, 0): ""}
+    while (2, 2) not in ways:
+        for (row, column), way in list(ways.items()):
+            for move, to in zip("ldru", ((0, -1), (1, 0), (0, 1), (-1, 0)), strict=True):
+                place = row + to[0], column + to[1]
+                if set(place) <= {0, 1, 2} and rows[place[0]][place[1]] != "H":
+                    ways.setdefault(place, way + move)
+    *before, last = ways[2, 2]
+    assert all(lake.step(move)[1:4] == (0.0, False, False) for move in before)
+    _, reward, is_over, _, facts = lake.step(last)
+    assert reward == 1 and is_over and facts["arrived"]
+
+
+def shares(folder: Path, *overrides: str) -> list[float]:
+    """Shares of episodes of the example that arrive, step by step."""
+    run_example("frozen_lake", folder, *overrides)
+    name = next((one.split("=")[1] for one in overrides if one.startswith("exp_name=")), "frozen_lake")
+    return [row["mark/arrived"] for row in read_metrics(folder / "runs" / name / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["adv_estimator=grpo", "adv_estimator=gigpo", "async_generation_ratio=1"])
+def test_the_lake_is_learned_and_the_control_learns_nothing(how, tmp_path, report):
+    learned = shares(tmp_path, how)
+    control = shares(tmp_path, how, "control=shuffled", "exp_name=control", "max_steps=15")
+    last, random = sum(learned[-5:]) / 5, sum(control[-5:]) / 5
+    report(f"{how}: share of episodes that arrive {learned[0]:.2f} -> {last:.2f}, control {random:.2f}")
+    assert last > 0.5 and random < 0.2
