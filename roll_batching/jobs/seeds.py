@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_EVALUATION, _ANSWERS, _REWARD, _ROUND, _FUNCTION = range(1, 6)
+_EVALUATION, _ANSWERS, _REWARD, _ROUND, _FUNCTION, _CALL = range(1, 7)
 """Spawn keys, one per purpose. They start at 1 and must not change: a resumed run would draw other numbers."""
 
 
@@ -31,6 +31,11 @@ def reward_seed(step_seed: int, response: int) -> int:
 def round_seed(step_seed: int, number: int) -> int:
     """Seed of round `number` of a rollout function's samples."""
     return _seed_from(step_seed, number, purpose=_ROUND)
+
+
+def call_seed(step_seed: int, rollout: int, number: int) -> int:
+    """Seed of call `number` of a rollout's client, from 1, where an engine samples it; 31 bits."""
+    return _seed_from(step_seed, rollout, number, purpose=_CALL) >> 1  # of 32 bits
 
 
 def rollout_function_seed(step_seed: int, sample: int) -> int:

@@ -15,6 +15,7 @@ from roll_batching.errors import EngineError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import reads_engine_log_probs, wrong_log_probs
 from roll_batching.jobs.config.worker import ENGINES
+from roll_batching.jobs.engines.free_requests import FreeRequests
 from roll_batching.jobs.engines.probe import Probe
 from roll_batching.jobs.engines.protocol import (
     Engine,
@@ -24,6 +25,7 @@ from roll_batching.jobs.engines.protocol import (
     PromptImages,
     ServerProcess,
 )
+from roll_batching.jobs.engines.replicas import Replicas
 from roll_batching.jobs.engines.routed_experts import mixture_of, with_experts
 from roll_batching.jobs.seeds import response_seed
 from roll_batching.samples import SampleBatch
@@ -139,6 +141,10 @@ class EngineClient:
         ]
         batch = responses_to_batch([prompt.cpu() for prompt in prompt_tokens], responses)
         return batch if self._mixture is None else with_experts(batch, results, self._mixture)
+
+    def free_requests(self) -> FreeRequests | None:
+        """Sends requests one by one, on the leaders of replicas. None: the engine takes whole batches alone."""
+        return FreeRequests(self.engine) if isinstance(self.engine, Replicas) else None
 
     def request_metrics(self) -> dict[str, float]:
         """Metrics of this rank's requests since the last call. Not collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,15 @@ def limits_of(settings: EngineArgs) -> EngineLimits:
     return EngineLimits(seconds=settings.request_timeout, in_flight=settings.max_in_flight, retries=settings.retries)
 
 
-class _Server:
-    """One server during one `generate` call."""
+class Server:
+    """One server, while requests are sent in one event loop."""
 
     def __init__(self, url: str, in_flight: int) -> None:
         self.url, self.slots, self.groups = url, asyncio.Semaphore(in_flight), 0
 
 
-class _Attempts:
-    """One request during one `generate` call: its failed attempts, and its result."""
+class Attempts:
+    """One request: its failed attempts, and its result."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -227,14 +227,16 @@ class Replicas:
     async def _generate(
         self, requests: Sequence[GenerationRequest], settings: GenerationSettings
     ) -> list[GenerationResult]:
-        servers = {url: _Server(url, self.limits.in_flight) for url in self._live}
-        group_servers: dict[int, _Server] = {}
-        attempts = [_Attempts(request) for request in requests]
+        servers = {url: Server(url, self.limits.in_flight) for url in self._live}
+        group_servers: dict[int, Server] = {}
+        attempts = [Attempts(request) for request in requests]
         async with open_session(self.limits.seconds) as session:
-            await self._drop_restarted(session, servers)
+            await self.drop_restarted(session, servers)
             while pending := [request_attempts for request_attempts in attempts if request_attempts.result is None]:
                 tasks = [
-                    asyncio.ensure_future(self._request(session, request_attempts, settings, servers, group_servers))
+                    asyncio.ensure_future(
+                        self.send_request(session, request_attempts, settings, servers, group_servers)
+                    )
                     for request_attempts in pending
                 ]
                 try:
@@ -243,20 +245,20 @@ class Replicas:
                     for task in tasks:
                         task.cancel()
                 # Results of a server that restarted in between are of its first weights: they are requested again.
-                restarted = await self._drop_restarted(session, servers, drop_unreachable=False)
+                restarted = await self.drop_restarted(session, servers, drop_unreachable=False)
                 for request_attempts in attempts:
                     if request_attempts.url in restarted:
                         self._count_failure(request_attempts, request_attempts.url, _RESTARTED)
                         request_attempts.result, request_attempts.url = None, ""
         return [request_attempts.result for request_attempts in attempts if request_attempts.result is not None]
 
-    async def _request(
+    async def send_request(
         self,
         session: Any,
-        attempts: _Attempts,
+        attempts: Attempts,
         settings: GenerationSettings,
-        servers: dict[str, _Server],
-        group_servers: dict[int, _Server],
+        servers: dict[str, Server],
+        group_servers: dict[int, Server],
     ) -> None:
         """Sends one request until it succeeds, to other servers after failures; raises EngineError after the last."""
         call = self.api.generation_call(attempts.request, settings)
@@ -292,7 +294,7 @@ class Replicas:
         raw = self.api.parse_experts(reply)
         return replace(result, experts=checked_experts(raw, request.mixture, len(request.tokens), result))
 
-    def _count_failure(self, attempts: _Attempts, url: str, reason: str) -> None:
+    def _count_failure(self, attempts: Attempts, url: str, reason: str) -> None:
         attempts.failures.append(f"{url}: {reason}")
         attempts.failed_urls.add(url)
         self._counts["failed_attempts"] += 1
@@ -309,12 +311,17 @@ class Replicas:
             raise RequestFailed(f"it does not identify its process, so a restart would go unnoticed: {error}") from None
         return self.api.parse_process(reply)
 
-    async def _drop_restarted(
-        self, session: Any, servers: dict[str, _Server], *, drop_unreachable: bool = True
+    async def drop_restarted(
+        self,
+        session: Any,
+        servers: dict[str, Server],
+        *,
+        drop_unreachable: bool = True,
+        among: Collection[str] | None = None,
     ) -> set[str]:
         """Drops servers that restarted since their last weights; returns the URLs of these.
 
-        `drop_unreachable`: also drops servers that do not identify their process.
+        `drop_unreachable`: also drops servers that do not identify their process. `among`: looks at these URLs only.
         """
 
         async def check(url: str) -> str | None:
@@ -323,20 +330,20 @@ class Replicas:
             except (RequestFailed, MalformedReply) as error:
                 return str(error) if drop_unreachable else None
 
-        urls = list(servers)
+        urls = [url for url in servers if among is None or url in among]
         reasons = dict(zip(urls, await asyncio.gather(*map(check, urls)), strict=True))
         for url, reason in reasons.items():
             if reason is not None:
                 self._drop_one(servers, url, f"{url}: {reason}")
         return {url for url, reason in reasons.items() if reason == _RESTARTED}
 
-    def _drop_one(self, servers: dict[str, _Server], url: str, reason: str) -> None:
+    def _drop_one(self, servers: dict[str, Server], url: str, reason: str) -> None:
         if servers.pop(url, None) is not None:
             self._drop({url: reason})
 
     def _choose_server(
-        self, group: int, servers: dict[str, _Server], group_servers: dict[int, _Server], failed_urls: set[str]
-    ) -> _Server:
+        self, group: int, servers: dict[str, Server], group_servers: dict[int, Server], failed_urls: set[str]
+    ) -> Server:
         """Chooses the server of the request's group, whose cache has the prompt; else that with the fewest groups."""
         if not servers:
             reasons = "; ".join(self._drop_reasons.values())

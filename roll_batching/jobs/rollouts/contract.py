@@ -14,8 +14,9 @@ All rollouts of a rank run concurrently in one event loop, in a thread of the ra
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -171,6 +172,37 @@ def load_rollout_function(path: str, arguments: Mapping[str, Any]) -> RolloutFun
 
 
 # ---- sampler
+
+
+@dataclass(eq=False)
+class TokenRequest:
+    """Tokens that a rollout waits for."""
+
+    rollout: int
+    """Index among this rank's prompts."""
+    number: int
+    """Number of the call among the calls of the rollout's client, from 1."""
+    tokens: list[int]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    """Stop tokens in addition to the job's."""
+    future: asyncio.Future[tuple[list[int], list[float]]]
+
+
+class Sender(Protocol):
+    """Samples the tokens of single requests, in the event loop of the calls."""
+
+    async def open(self) -> None:
+        """Called before the first request. Raises EngineError."""
+
+    async def close(self) -> None:
+        """Called after the last."""
+
+    async def sample(self, request: TokenRequest, /) -> tuple[list[int], list[float], str]:
+        """Tokens, log-probs, and the name of the server that sampled them. Raises EngineError."""
+
+    async def has_restarted(self, servers: Collection[str], /) -> bool:
+        """Whether one of these servers may have sampled with other weights, so that its rollouts begin again."""
 
 
 class Sampler(Protocol):

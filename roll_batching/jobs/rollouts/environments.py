@@ -177,10 +177,10 @@ class FrozenLake:
         move = self.MOVES.find(action[:1]) if action else -1
         reward, is_over, is_cut = 0.0, False, False
         if move >= 0:
-            place, reward, is_over, is_cut, _ = self.game.step(move)
-            self.place = int(place)
+            place, given, is_over, is_cut, _ = self.game.step(move)
+            self.place, reward = int(place), float(given)
         text, facts = self._observed(reward > 0)
-        return text, float(reward), bool(is_over), bool(is_cut), facts
+        return text, reward, bool(is_over), bool(is_cut), facts
 
     def _observed(self, arrived: bool) -> tuple[str, Mapping[str, Any]]:
         facts = {"state": f"{self.seed} {self.place}", "arrived": arrived}

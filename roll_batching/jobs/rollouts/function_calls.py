@@ -1,14 +1,14 @@
 """Calls a rollout function many times at once, in an event loop in a thread, and collects the calls' requests.
 
-Rollouts proceed in rounds. A round begins when every unfinished rollout waits for its client: then the main thread
-takes all requests (`take`), has the policy sample them together, and answers (`answer`). The requests of a round, their
-order and their seeds depend on the rollouts only, not on the time that they take.
+Where the model in training samples, rollouts proceed in rounds. A round begins when every unfinished rollout waits for
+its client: then the main thread takes all requests (`take`), has the policy sample them together, and answers
+(`answer`). Where a `Sender` samples, an engine, every request is sent at once, and no rollout waits for another.
+Requests and their seeds depend on the rollouts only, not on the time that they take.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import copy
 import logging
@@ -16,16 +16,22 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from roll_batching.errors import DataError
-from roll_batching.jobs.rollouts.contract import Generation, LoadedRolloutFunction, RolloutPrompt
+from roll_batching.errors import DataError, EngineError, RollBatchingError
+from roll_batching.jobs.rollouts.contract import (
+    Generation,
+    LoadedRolloutFunction,
+    RolloutPrompt,
+    Sender,
+    TokenRequest,
+)
+from roll_batching.jobs.rollouts.event_loop import DaemonThreads, place_of
 from roll_batching.jobs.rollouts.sample_checks import CheckedRollout, SampleFault, check_rollout
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning.arrays import integer_of
@@ -34,7 +40,6 @@ from roll_batching.strategy.sampling import GenerationSettings
 
 logger = logging.getLogger(__name__)
 
-_ASYNCIO = str(Path(asyncio.__file__).parent)
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 0.2
 """Interval of the event loop's sign of life."""
@@ -43,25 +48,11 @@ _BLOCKED_SECONDS = 5.0
 _CURE = "Handle errors of tools inside the function"
 
 
-@dataclass(eq=False)
-class TokenRequest:
-    """Tokens that a rollout waits for."""
-
-    rollout: int
-    """Index among this rank's prompts."""
-    number: int
-    """Number of the call among the calls of the rollout's client, from 1."""
-    tokens: list[int]
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
-    """Stop tokens in addition to the job's."""
-    future: asyncio.Future[tuple[list[int], list[float]]]
-
-
 class FunctionCalls:
     """Calls of `function` for `prompts`, one per rollout, all at once. A context manager.
 
-    `settings` has the job's stop tokens, longest response and, if known, vocabulary size.
+    `settings` has the job's stop tokens, longest response and, if known, vocabulary size. `sender`: samples each
+    request at once, instead of in rounds.
     """
 
     def __init__(
@@ -70,7 +61,9 @@ class FunctionCalls:
         prompts: Sequence[RolloutPrompt],
         tokenizer: Tokenizer,
         settings: GenerationSettings,
+        sender: Sender | None = None,
     ) -> None:
+        self.sender = sender
         self.function, self.prompts, self.tokenizer = function, list(prompts), tokenizer
         self.settings = settings
         self.max_new_tokens = settings.max_new_tokens
@@ -78,15 +71,17 @@ class FunctionCalls:
         self.stop_token_ids = frozenset((settings.eos_token_id, *settings.stop_token_ids))
         self.rollouts: list[CheckedRollout | None] = [None] * len(self.prompts)
         """Results; complete when `take` has returned no requests."""
-        self._messages: queue.SimpleQueue[list[TokenRequest] | DataError] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[list[TokenRequest] | RollBatchingError] = queue.SimpleQueue()
         self._waiting: dict[int, list[TokenRequest]] = {number: [] for number in range(len(self.prompts))}
-        """Requests of unfinished rollouts. This and the next two are used in the event loop's thread only."""
+        """Requests of unfinished rollouts. This and the next three are used in the event loop's thread only."""
+        self._working_since: dict[int, float] = {}
+        """When those rollouts began to work that wait for no request."""
         self._is_sampling = self._closing = False
         self._returned: dict[int, Any] = {}
         """Returned samples by identity, kept so that no identity is used twice."""
         self._loop = asyncio.new_event_loop()
         self._tasks: list[asyncio.Task[None]] = []
-        self._since = self._beat = time.monotonic()
+        self._beat = time.monotonic()
         self._is_reported = self._is_complete = False
         self._thread = threading.Thread(target=self._run, name="rollout function", daemon=True)
 
@@ -103,8 +98,8 @@ class FunctionCalls:
     def take(self) -> list[TokenRequest]:
         """Waits for the requests of the next round, by rollout and call; returns none when all are complete.
 
-        Raises DataError, with function, sample and cure, when a call fails, takes too long, or returns an invalid
-        sample.
+        With a sender it returns when all are complete. Raises DataError, with function, sample and cure, when a call
+        fails, takes too long, or returns an invalid sample; EngineError when the sender fails.
         """
         while not self._is_complete:
             try:
@@ -112,7 +107,7 @@ class FunctionCalls:
             except queue.Empty:
                 self._check_time()
                 continue
-            if isinstance(message, DataError):
+            if isinstance(message, RollBatchingError):
                 raise message
             self._is_complete = not message
             return message
@@ -120,7 +115,6 @@ class FunctionCalls:
 
     def answer(self, requests: Sequence[TokenRequest], results: Sequence[tuple[list[int], list[float]]]) -> None:
         """Passes the sampled tokens and log-probs to the rollouts that asked for them, and starts the next round."""
-        self._since = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the loop has failed meanwhile: `take` raises its error
             self._loop.call_soon_threadsafe(self._deliver, list(requests), list(results))
 
@@ -128,9 +122,9 @@ class FunctionCalls:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.set_default_executor(_DaemonThreads())
+        self._loop.set_default_executor(DaemonThreads())
         self._beat_again()
-        self._loop.call_soon(self._start)
+        self._starting = self._loop.create_task(self._start())
         ended: BaseException | None = None
         try:
             try:
@@ -145,13 +139,25 @@ class FunctionCalls:
             while waiting is not None and not waiting.done():
                 with contextlib.suppress(BaseException):  # further ones that end the loop
                     self._loop.run_until_complete(waiting)
+            if self.sender is not None:
+                with contextlib.suppress(BaseException):
+                    self._loop.run_until_complete(self.sender.close())
         finally:
             self._loop.close()
             if ended is not None:
                 message = f"rollout function {self.function.path} failed in a task or callback that it started"
                 self._messages.put(DataError(f"{message}: {describe_error(ended)}. {_CURE}"))
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
+        if self.sender is not None:
+            try:
+                await self.sender.open()
+            except Exception as error:
+                self._messages.put(
+                    error if isinstance(error, RollBatchingError) else EngineError(describe_error(error))
+                )
+                return
+        self._working_since = dict.fromkeys(range(len(self.prompts)), time.monotonic())
         self._tasks = [self._loop.create_task(self._call(number)) for number in range(len(self.prompts))]
         self._check_round()
 
@@ -161,11 +167,15 @@ class FunctionCalls:
 
     async def _call(self, number: int) -> None:
         """Calls the function for one rollout, and checks and keeps its result."""
-        client, prompt = _Client(self, number), self.prompts[number]
+        prompt = self.prompts[number]
         try:
-            # Copies, for `context = prompt.tokens` that grows in place would otherwise lengthen the sample's prompt.
-            copied = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
-            result = await self.function(copied, client, self.tokenizer)
+            while True:
+                client = _Client(self, number)
+                # Copies, for `context = prompt.tokens` that grows in place would lengthen the sample's prompt.
+                copied = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
+                result = await self.function(copied, client, self.tokenizer)
+                if self.sender is None or not await self.sender.has_restarted(client.servers):
+                    break
             for item in result if isinstance(result, (list, tuple)) else [result]:
                 if id(item) in self._returned:
                     raise SampleFault("it returned an object that it has returned for another sample: make a new one")
@@ -187,7 +197,7 @@ class FunctionCalls:
             self._fail(number, f"{describe_error(error)}. {_CURE}")
             return
         self.rollouts[number] = rollout
-        del self._waiting[number]
+        del self._waiting[number], self._working_since[number]
         self._check_round()
 
     def _fail(self, number: int, message: str) -> None:
@@ -196,23 +206,37 @@ class FunctionCalls:
         where = f"rollout function {self.function.path} failed on sample {prompt.sample} (prompt {text})"
         self._messages.put(DataError(f"{where}: {message}"))
 
-    def add(self, request: TokenRequest) -> None:
-        """Adds a request to the next round."""
+    async def sample(self, request: TokenRequest) -> tuple[list[int], list[float], str]:
+        """Returns tokens, log-probs and server of a request: in the next round, or at once where a sender samples."""
         self._waiting[request.rollout].append(request)
-        self._check_round()
+        self._working_since.pop(request.rollout, None)
+        try:
+            if self.sender is not None:
+                return await self.sender.sample(request)
+            self._check_round()
+            return *(await request.future), ""
+        except EngineError as error:
+            self._closing = True  # not the function's to handle
+            self._messages.put(error)
+            raise
+        finally:
+            self._cancel(request)
 
-    def cancel(self, request: TokenRequest) -> None:
+    def _cancel(self, request: TokenRequest) -> None:
         """Removes a request that its rollout no longer waits for."""
-        if request in self._waiting.get(request.rollout, ()):
-            self._waiting[request.rollout].remove(request)
+        waiting = self._waiting.get(request.rollout, [])
+        if request in waiting:
+            waiting.remove(request)
+            if not waiting:
+                self._working_since[request.rollout] = time.monotonic()
 
     def is_open(self, rollout: int) -> bool:
         """Whether the rollout's call has not returned."""
         return rollout in self._waiting
 
     def _check_round(self) -> None:
-        """Hands the requests to the main thread once every unfinished rollout has a request."""
-        if self._is_sampling or not all(self._waiting.values()):
+        """Hands over the requests once every unfinished rollout has one; with a sender, none when all are complete."""
+        if self._is_sampling or not all(self._waiting.values()) or (self.sender is not None and self._waiting):
             return
         self._is_sampling = True
         self._messages.put([request for number in sorted(self._waiting) for request in self._waiting[number]])
@@ -220,7 +244,7 @@ class FunctionCalls:
     def _deliver(self, requests: list[TokenRequest], results: list[tuple[list[int], list[float]]]) -> None:
         self._is_sampling = False
         for request, result in zip(requests, results, strict=True):
-            self.cancel(request)
+            self._cancel(request)
             if not request.future.done():
                 request.future.set_result(result)
         self._loop.call_soon(self._check_round)
@@ -231,7 +255,7 @@ class FunctionCalls:
         """Raises DataError after the time limit; reports a function that blocks the event loop."""
         now = time.monotonic()
         blocked = now - self._beat
-        if now - self._since > self.function.timeout:
+        if now - min(self._working_since.copy().values(), default=now) > self.function.timeout:
             raise DataError(self._describe_wait(blocked > max(1.0, 5 * _BEAT_SECONDS)))
         if blocked > _BLOCKED_SECONDS and not self._is_reported:
             self._is_reported = True
@@ -250,10 +274,11 @@ class FunctionCalls:
                 f"rollout function {self.function.path} has blocked its event loop at {place} in sample {number}, and "
                 f"did not go on within {limit}: await what takes time, or run it with await asyncio.to_thread(...)"
             )
-        unfinished = [number for number, requests in self._waiting.copy().items() if not requests]
+        working = self._working_since.copy()
+        unfinished = sorted(working, key=lambda number: working[number])
         shown = ", ".join(
             f"sample {self.prompts[number].sample}"
-            + (f" (at {place})" if (place := _place_of(self._tasks[number])) else "")
+            + (f" (at {place})" if (place := place_of(self._tasks[number])) else "")
             for number in unfinished[:3]
         )
         rest = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
@@ -283,6 +308,8 @@ class _Client:
         self._all, self._number = calls, number
         self.calls = 0
         """Number of calls so far."""
+        self.servers: set[str] = set()
+        """Servers that sampled for it."""
 
     @property
     def settings(self) -> GenerationSettings:
@@ -332,11 +359,8 @@ class _Client:
             stop_token_ids=frozenset(self._token_ids("stop_token_ids", stop_token_ids)),
             future=calls._loop.create_future(),
         )
-        calls.add(request)
-        try:
-            sampled, log_probs = await request.future
-        finally:
-            calls.cancel(request)
+        sampled, log_probs, server = await calls.sample(request)
+        self.servers.add(server)
         finished = sampled[-1] in calls.stop_token_ids | request.stop_token_ids
         text = calls.tokenizer.decode(sampled[:-1] if sampled[-1] in calls.stop_token_ids else sampled)
         return Generation(tokens=sampled, log_probs=log_probs, text=text, finished=finished)
@@ -355,40 +379,3 @@ class _Client:
                     f"the model, 0 to {self._all.vocab_size - 1}"
                 )
         return [int(token) for token in ids]
-
-
-class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
-    """Threads of `asyncio.to_thread`, one per call, which end with the process.
-
-    The threads of concurrent.futures are joined when the interpreter exits, so one tool that hangs would keep a failed
-    job alive.
-    """
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except StopIteration as error:  # asyncio passes on none, so that its caller would wait for ever
-                future.set_exception(RuntimeError(f"a function in a thread raised {describe_error(error)}"))
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        threading.Thread(target=run, name="rollout function's tool", daemon=True).start()
-        return future
-
-
-def _place_of(task: asyncio.Task[None]) -> str:
-    """File and line where the innermost coroutine of a suspended task waits; empty if it is unknown."""
-    place, coroutine = "", getattr(task.get_coro(), "cr_await", None)
-    while isinstance(coroutine, Coroutine):
-        frame = getattr(coroutine, "cr_frame", None)
-        if frame is not None and not frame.f_code.co_filename.startswith(_ASYNCIO):
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        coroutine = getattr(coroutine, "cr_await", None)
-    return place

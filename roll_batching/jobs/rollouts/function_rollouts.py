@@ -1,4 +1,7 @@
-"""Makes rollouts by a rollout function: leaders of replicas call it, and all ranks sample the tokens it asks for."""
+"""Makes rollouts by a rollout function: leaders of replicas call it.
+
+An engine's servers sample the tokens that it asks for, each rollout for itself; or else all ranks do, in rounds.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.advantages import compares_states
-from roll_batching.jobs.engines.client import replica_group
+from roll_batching.jobs.engines.client import EngineClient, replica_group
+from roll_batching.jobs.engines.free_requests import FreeRequests
+from roll_batching.jobs.engines.protocol import Engine, GenerationRequest
 from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Completion, Scored
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, Sampler, load_rollout_function
 from roll_batching.jobs.rollouts.function_calls import FunctionCalls, TokenRequest
 from roll_batching.jobs.rollouts.sample_checks import CheckedRollout, CheckedSample
-from roll_batching.jobs.seeds import rollout_function_seed, round_seed
+from roll_batching.jobs.seeds import call_seed, rollout_function_seed, round_seed
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.samples import FieldSpec, SampleBatch
@@ -98,10 +103,13 @@ class FunctionRollouts:
         rollout_prompts = _prompts(encoded, prompts, settings)
         with contextlib.ExitStack() as stack:
             calls: FunctionCalls | None = None
+            sender = _sender_of(sampler, rollout_prompts, settings)
             if layout.is_replica_leader:
-                calls = stack.enter_context(FunctionCalls(function, rollout_prompts, tokenizer, settings))
+                calls = stack.enter_context(FunctionCalls(function, rollout_prompts, tokenizer, settings, sender))
+            if sender is not None:
+                self._wait_for_all(layout, calls, sender, len(rollout_prompts))
             round_index = 0
-            while self._sample_round(sampler, calls, settings, round_index, replica):
+            while sender is None and self._sample_round(sampler, calls, settings, round_index, replica):
                 round_index += 1
             rollouts = [] if calls is None else [rollout for rollout in calls.rollouts if rollout is not None]
         rollouts = _broadcast(rollouts, replica)
@@ -116,6 +124,16 @@ class FunctionRollouts:
             turns=np.array([rollout.calls for rollout in rollouts], dtype=np.int64),
             episodes=[rollout.episode for rollout in rollouts],
         )
+
+    def _wait_for_all(
+        self, layout: ParallelLayout, calls: FunctionCalls | None, sender: _EngineSender, count: int
+    ) -> None:
+        """Waits until the `count` rollouts of each replica are complete. Collective."""
+        most = self.function.max_calls
+        patience = sender.engine.generation_timeout(count * most) + most * self.function.timeout + self._patience
+        with consensus(layout.host_group, "rollout function", patience=patience):
+            if calls is not None:
+                calls.take()
 
     def _replica(self, layout: ParallelLayout) -> tuple[Any, int] | None:
         key = id(layout.host_group)
@@ -163,6 +181,40 @@ class FunctionRollouts:
         if calls is not None and requests:
             calls.answer(requests, _results(generated, requests, calls.stop_token_ids))
         return True
+
+
+class _EngineSender:
+    """Sends the requests of rollouts of `prompts` to an engine; see `function_calls.Sender`."""
+
+    def __init__(
+        self, requests: FreeRequests, engine: Engine, prompts: Sequence[RolloutPrompt], settings: GenerationSettings
+    ) -> None:
+        self.engine, self._requests, self._prompts, self._settings = engine, requests, prompts, settings
+        self.open, self.close, self.has_restarted = requests.open, requests.close, requests.has_restarted
+
+    async def sample(self, request: TokenRequest, /) -> tuple[list[int], list[float], str]:
+        settings, rollout = self._settings, self._prompts[request.rollout].sample
+        sent = GenerationRequest(
+            tokens=request.tokens,
+            seed=call_seed(settings.seed, rollout, request.number),
+            group=rollout // settings.num_return_sequences,
+        )
+        limits = replace(
+            settings,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=tuple(sorted({*settings.stop_token_ids, *request.stop_token_ids})),
+        )
+        result, url = await self._requests.generate(sent, limits)
+        return result.tokens, result.log_probs, url
+
+
+def _sender_of(
+    sampler: Sampler, prompts: Sequence[RolloutPrompt], settings: GenerationSettings
+) -> _EngineSender | None:
+    """Sends single requests to the sampler's engine; None where all ranks sample together. The same on all ranks."""
+    if not isinstance(sampler, EngineClient) or (requests := sampler.free_requests()) is None:
+        return None
+    return _EngineSender(requests, sampler.engine, prompts, settings)
 
 
 def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:

@@ -56,6 +56,26 @@ async def turns_as_samples(prompt: Any, client: Any, tokenizer: Any, reward: boo
     ]
 
 
+async def slow_tool(prompt: Any, client: Any, tokenizer: Any, seconds: float) -> Any:
+    """Three turns of one token, before one of which a tool takes its time: each of three rollouts waits elsewhere."""
+    tokens: list[int] = []
+    log_probs: list[float] = []
+    for turn in range(3):
+        await asyncio.sleep(seconds if turn == prompt.sample % 3 else 0)
+        made = await client.generate(prompt.tokens + tokens, max_new_tokens=1)
+        tokens, log_probs = tokens + made.tokens, log_probs + made.log_probs
+    return RolloutSample(tokens=tokens, loss_mask=[1] * len(tokens), log_probs=log_probs, reward=prompt.sample / 10)
+
+
+async def swallows(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    """Goes on whatever its client raises."""
+    while True:
+        try:
+            await client.generate(prompt.tokens)
+        except Exception:
+            await asyncio.sleep(0.01)
+
+
 async def one_turn(prompt: Any, client: Any, tokenizer: Any) -> Any:
     """What the job does without a rollout function."""
     made = await client.generate(prompt.tokens)
