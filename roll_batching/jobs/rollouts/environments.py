@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from roll_batching.errors import DataError
 from roll_batching.jobs.rollouts.contract import Generation, RolloutClient, RolloutPrompt, RolloutSample
 from roll_batching.jobs.texts import Tokenizer
+from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.registry import load_dotted, printable
 
 LINE = "{observation}"
@@ -46,8 +47,12 @@ class Environment(Protocol):
 class _Turn:
     """An observation, the model's answer, and what came of it."""
 
+    text: str
+    """The observation, in its format."""
+    before: list[int]
+    """Tokens that the model read before the observation."""
     seen: list[int]
-    """Tokens of the observation."""
+    """Tokens of the observation; of the first in a chat they are in `before`."""
     made: Generation
     reward: float
     state: str | int
@@ -63,6 +68,7 @@ async def rollout(
     max_turns: int = 8,
     history: int | None = None,
     observation_format: str = LINE,
+    chat: bool = False,
 ) -> RolloutSample | list[RolloutSample]:
     """Plays one episode. Raises DataError where the first observation does not fit or has no place in its format.
 
@@ -72,24 +78,27 @@ async def rollout(
         max_turns: most turns; an episode that is not over then is not finished.
         history: each turn is a sample of its own, which reads the prompt, this many turns before it and its
             observation. None: the episode is one sample, in which each turn reads all before it.
-        observation_format: text around `{observation}`, such as the marks of a chat template between two turns.
+        observation_format: text around `{observation}`.
+        chat: an observation is a user's message, rendered by the tokenizer's chat template; the first comes after the
+            messages of the prompt's line under `messages`, if it has any.
     """
     if LINE not in observation_format:
         raise DataError(f"observation_format is {observation_format!r}: it must contain {LINE}")
+    speaker = _Chat(tokenizer, prompt) if chat else _Plain(tokenizer, prompt)
     game: Environment = await asyncio.to_thread(load_dotted("environment", environment), **(environment_args or {}))
     try:
         observation, facts = await asyncio.to_thread(game.reset, seed=seed_of(prompt), options=prompt.record)
         turns: list[_Turn] = []
         is_over = is_cut = False
         while not (is_over or is_cut) and len(turns) < max_turns:
-            seen = tokenizer.encode(observation_format.replace(LINE, observation))
-            context = [*prompt.tokens, *_tokens(turns if history is None else _last(turns, history)), *seen]
-            if not client.room(context):
+            text = observation_format.replace(LINE, observation)
+            before, seen = speaker.read(turns if history is None else turns[max(0, len(turns) - history) :], text)
+            if not client.room([*before, *seen]):
                 break
-            made = await client.generate(context)
+            made = await client.generate([*before, *seen])
             state = facts.get("state", observation)
             observation, reward, is_over, is_cut, facts = await asyncio.to_thread(game.step, made.text)
-            turns.append(_Turn(seen=seen, made=made, reward=float(reward), state=state))
+            turns.append(_Turn(text=text, before=before, seen=seen, made=made, reward=float(reward), state=state))
     finally:
         if hasattr(game, "close"):
             await asyncio.to_thread(game.close)
@@ -100,11 +109,41 @@ async def rollout(
         )
     marks = {name: bool(value) for name, value in facts.items() if isinstance(value, bool)}
     if history is None:
-        return _sample(prompt.tokens, turns, finished=is_over, marks=marks)
-    return [
-        _sample([*prompt.tokens, *_tokens(_last(turns[:number], history))], [turn], finished=is_over, marks=marks)
-        for number, turn in enumerate(turns)
-    ]
+        return _sample(turns, finished=is_over, marks=marks)
+    return [_sample([turn], finished=is_over, marks=marks) for turn in turns]
+
+
+class _Plain:
+    """Observations as texts behind the prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: RolloutPrompt) -> None:
+        self._tokenizer, self._prompt = tokenizer, prompt.tokens
+
+    def read(self, turns: Sequence[_Turn], text: str) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt and `turns`, and those of the observation `text` after them."""
+        past = [token for turn in turns for token in (*self._tokenizer.encode(turn.text), *turn.made.tokens)]
+        return [*self._prompt, *past], self._tokenizer.encode(text)
+
+
+class _Chat:
+    """Observations as a user's messages, by the chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: RolloutPrompt) -> None:
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
+        self._first = list(prompt.record.get("messages") or ())
+
+    def read(self, turns: Sequence[_Turn], text: str) -> tuple[list[int], list[int]]:
+        """Tokens of the first messages and `turns`, and those of the observation `text`; together where it is first."""
+        if not turns:
+            message = {"role": "user", "content": text}
+            return self._tokenizer.encode(self._template.prompt([*self._first, message])), []
+        before, seen = self.read(turns[:-1], turns[-1].text)
+        return [*before, *seen, *turns[-1].made.tokens], self._between(turns[-1].made, text)
+
+    def _between(self, made: Generation, text: str) -> list[int]:
+        """What follows a turn of the model, whose own end token is not repeated."""
+        tokens = self._tokenizer.encode(self._template.between({"role": "user", "content": text}))
+        return tokens[1:] if made.finished and tokens[:1] == made.tokens[-1:] else tokens
 
 
 def seed_of(prompt: RolloutPrompt) -> int:
@@ -120,19 +159,11 @@ def seed_of(prompt: RolloutPrompt) -> int:
     return seed
 
 
-def _last(turns: Sequence[_Turn], count: int) -> Sequence[_Turn]:
-    return turns[max(0, len(turns) - count) :]
-
-
-def _tokens(turns: Sequence[_Turn]) -> list[int]:
-    return [token for turn in turns for token in (*turn.seen, *turn.made.tokens)]
-
-
-def _sample(before: list[int], turns: Sequence[_Turn], *, finished: bool, marks: Mapping[str, bool]) -> RolloutSample:
-    """The sample of `turns` behind the tokens `before`; observations are masked."""
+def _sample(turns: Sequence[_Turn], *, finished: bool, marks: Mapping[str, bool]) -> RolloutSample:
+    """The sample of `turns`; observations are masked."""
     return RolloutSample(
-        prompt_tokens=before,
-        tokens=_tokens(turns),
+        prompt_tokens=turns[0].before,
+        tokens=[token for turn in turns for token in (*turn.seen, *turn.made.tokens)],
         loss_mask=[bit for turn in turns for bit in (*[0] * len(turn.seen), *[1] * len(turn.made.tokens))],
         log_probs=[value for turn in turns for value in (*[None] * len(turn.seen), *turn.made.log_probs)],
         reward=[turn.reward for turn in turns],

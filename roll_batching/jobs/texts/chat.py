@@ -212,6 +212,20 @@ class ChatTemplate:
             return tokens + opening, mask + [True] * len(opening)
         return tokens, mask
 
+    def between(self, message: Message) -> str:
+        """Renders what stands between a text of the assistant and its next turn, with `message` in between.
+
+        It begins with the token that ends a turn. Raises DataError where the template changes or drops that text.
+        """
+        said = "assistant said"
+        before: list[Message] = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": said}, message]
+        _, found, following = self._text(before, _NONE, open_turn=True).rpartition(said)
+        if not found:
+            raise DataError(
+                "the chat template does not show an earlier turn of the assistant, which several turns need"
+            )
+        return following
+
     def lacks_stops(self, messages: Sequence[Message], tokens: Sequence[int], mask: Sequence[bool]) -> bool:
         """Whether a turn of a `conversation` trains no stop token."""
         stops = [marked and token in self._stops for token, marked in zip(tokens, mask, strict=True)]

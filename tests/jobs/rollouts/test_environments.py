@@ -11,6 +11,7 @@ import pytest
 
 from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.rollouts.environments import FrozenLake
+from tests.huggingface import tiny
 from tests.jobs.rl.jobs import settings
 from tests.jobs.rollouts.examples import run_example
 from tests.support.ranks import run_ranks
@@ -105,6 +106,37 @@ def test_rollouts_of_a_prompt_have_one_seed(tmp_path):
     for line in lines:
         starts.setdefault(line["prompt"], set()).add(line["response"][:4])
     assert all(len(found) == 1 for found in starts.values()) and len({s[0] for f in starts.values() for s in f}) > 1
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("history", [None, 1])
+def test_a_chat_is_what_the_template_renders(history, tmp_path):
+    """Two turns by transformers' own rendering of the conversation, ended by a stop token and by the limit."""
+    folder = tmp_path / "model"
+    tiny.write_model(folder, "qwen3")
+    tokenizer = tiny.write_tokenizer(folder)
+    messages = [{"role": "system", "content": "be brief"}]
+    write_lines(tmp_path, messages=messages)
+    made = job_of(tmp_path, chat=True, history=history, observation_format="now {observation}")
+    made["rollout_args"]["environment_args"] = {"turns": 2}
+    del made["tokenizer"], made["actor_train"]["model_args"]["architecture"]
+    run_ranks(1, "tests.jobs.rl.jobs:run", made | {"pretrain": str(folder)})
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "rollouts.jsonl").read_text().splitlines()]
+    ends = set()
+    for line in lines:
+        level = int(line["prompt"][2])
+        chat = [*messages, {"role": "user", "content": f"now {level}+{level}="}]
+        start = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        if history is None:
+            first, found, _ = line["response"].partition("<u>now +1$<a>")
+            assert found and line["prompt_tokens"] == len(tokenizer.encode(start))
+            count = len(tokenizer.encode(first))
+            assert first.endswith("$") and count <= 4, "at most three tokens, and an end token if it had none"
+            ends.add(count == 4)
+        else:
+            assert line["samples"] == 2 and 1 <= line["prompt_tokens"] - len(tokenizer.encode(start)) <= 3, "one turn"
+            assert line["response"].removeprefix("$").startswith("<u>now +1$<a>")
+    assert history == 1 or ends == {True, False}
 
 
 @pytest.mark.bad_input
