@@ -192,8 +192,9 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
                 reported.append((name, family))
                 text = "has no effect without a model directory: set model_name_or_path, or leave it out"
                 yield Problem((role, "model_args", "family"), text)
-            if asks_for_encoder(worker):
-                text = "has no effect without a model directory: give architecture.vision, or set model_name_or_path"
+            if asks_for_encoder(worker) and (name, "encoder") not in reported:
+                reported.append((name, "encoder"))
+                text = "has no effect without a model directory: give architecture.vision in its place"
                 yield Problem((role, "model_args", "vision_encoder"), text)
             continue
         described = describe_model(name, family, vision_encoder=worker.model_args.vision_encoder)

@@ -23,18 +23,18 @@ class RolloutKeys(Settings, read_if={"*": ROLLOUTS}):
 
     rollout_function: str | None = setting(
         None,
-        help="Your own async function of one sample's rollout, as package.module:function: several turns, tools and "
+        help="Your own async function of one rollout, as package.module:function: several turns, tools and "
         "environments (docs/rollouts.md). Default: the model answers each prompt once.",
     )
     rollout_args: dict[str, Any] = setting(default_factory=dict, help="Keyword arguments for the rollout function.")
     rollout_function_timeout: float = setting(
         300.0,
-        help="Most seconds that a sample's rollout function may take between two calls of its client, before the "
+        help="Most seconds that a rollout function may take between two calls of its client, before the "
         "first and after the last: the time of tools and environments, not of sampling.",
         gt=0,
     )
     rollout_max_calls: int = setting(
-        64, help="Most calls of the client for one sample: a rollout function that exceeds it is an error.", ge=1
+        64, help="Most calls of the client for one rollout: a rollout function that exceeds it is an error.", ge=1
     )
 
     @field_validator("rollout_function")

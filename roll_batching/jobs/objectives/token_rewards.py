@@ -115,9 +115,9 @@ def require_single_samples(samples: np.ndarray, estimator: str) -> None:
     several = np.flatnonzero(samples > 1)
     if several.size:
         raise DataError(
-            f"rollout {several[0]} has {samples[several[0]]} samples, and adv_estimator: {estimator} discounts rewards "
-            "along the tokens of one sample: return one sample per rollout, or set adv_estimator to grpo, gigpo or "
-            "another that compares rollouts"
+            f"rollout {several[0]} has {samples[several[0]]} samples, and the job makes advantages of tokens "
+            f"(adv_estimator: {estimator}), along one sample: return one sample per rollout, or leave out gamma, "
+            "add_token_level_kl and adv_estimator: gae"
         )
 
 

@@ -12,13 +12,14 @@ from roll_batching.jobs.steps.passes import prefix_errors
 from roll_batching.jobs.steps.update import train_on_values, with_values
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
+from roll_batching.samples.fields import ROLLOUT_IDS
 from roll_batching.settings.model import ModelArgs
 from roll_batching.strategy import MegatronTrainStrategy
 from roll_batching.strategy.roles import copy_trunk
 
 OLD_VALUES = "old_values"
 """The field of the values before the step's first update."""
-_READ = ("input_ids", "response_mask", "returns", OLD_VALUES)
+_READ = ("input_ids", "response_mask", "returns", OLD_VALUES, ROLLOUT_IDS)
 
 _RECORDED = ("loss", "grad_norm", "lr", "tokens", "padding_share", "imbalance", "micro_batches", "train_seconds")
 """Metrics of the critic's optimizer steps that a row has, in addition to the metrics of its loss."""

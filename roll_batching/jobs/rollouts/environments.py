@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from roll_batching.errors import DataError
 from roll_batching.jobs.rollouts.contract import Generation, RolloutClient, RolloutPrompt, RolloutSample
 from roll_batching.jobs.texts import Tokenizer
-from roll_batching.jobs.texts.chat import ChatTemplate
+from roll_batching.jobs.texts.chat import ChatTemplate, TemplateArguments
 from roll_batching.registry import load_dotted, printable
 
 LINE = "{observation}"
@@ -69,6 +71,7 @@ async def rollout(
     history: int | None = None,
     observation_format: str = LINE,
     chat: bool = False,
+    template_args: Mapping[str, Any] | None = None,
 ) -> RolloutSample | list[RolloutSample]:
     """Plays one episode. Raises DataError where the first observation does not fit or has no place in its format.
 
@@ -81,13 +84,15 @@ async def rollout(
         observation_format: text around `{observation}`.
         chat: an observation is a user's message, rendered by the tokenizer's chat template; the first comes after the
             messages of the prompt's line under `messages`, if it has any.
+        template_args: variables of the chat template; a line's `chat_template_kwargs` adds to them.
     """
     if LINE not in observation_format:
         raise DataError(f"observation_format is {observation_format!r}: it must contain {LINE}")
-    speaker = _Chat(tokenizer, prompt) if chat else _Plain(tokenizer, prompt)
+    speaker = _Chat(tokenizer, prompt, template_args or {}) if chat else _Plain(tokenizer, prompt)
     game: Environment = await asyncio.to_thread(load_dotted("environment", environment), **(environment_args or {}))
     try:
         observation, facts = await asyncio.to_thread(game.reset, seed=seed_of(prompt), options=prompt.record)
+        _check_text("reset", observation)
         turns: list[_Turn] = []
         is_over = is_cut = False
         while not (is_over or is_cut) and len(turns) < max_turns:
@@ -98,6 +103,7 @@ async def rollout(
             made = await client.generate([*before, *seen])
             state = facts.get("state", observation)
             observation, reward, is_over, is_cut, facts = await asyncio.to_thread(game.step, made.text)
+            _check_text("step", observation)
             turns.append(_Turn(text=text, before=before, seen=seen, made=made, reward=float(reward), state=state))
     finally:
         if hasattr(game, "close"):
@@ -107,10 +113,16 @@ async def rollout(
             f"the environment's first observation, {printable(repr(observation), characters=60)}, leaves no room "
             "within sequence_length: raise it"
         )
-    marks = {name: bool(value) for name, value in facts.items() if isinstance(value, bool)}
+    marks = {name: bool(value) for name, value in facts.items() if isinstance(value, (bool, np.bool_))}
     if history is None:
         return _sample(turns, finished=is_over, marks=marks)
     return [_sample([turn], finished=is_over, marks=marks) for turn in turns]
+
+
+def _check_text(method: str, observation: Any) -> None:
+    if not isinstance(observation, str):
+        kind = printable(repr(observation), characters=60)
+        raise DataError(f"the environment's {method} returned {kind} as the observation: return a text")
 
 
 class _Plain:
@@ -128,21 +140,24 @@ class _Plain:
 class _Chat:
     """Observations as a user's messages, by the chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: RolloutPrompt) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: RolloutPrompt, values: Mapping[str, Any]) -> None:
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
         self._first = list(prompt.record.get("messages") or ())
+        self._variables = TemplateArguments(values=values).of(prompt.record)
+        if unread := sorted(self._variables.keys() - self._template.variables):
+            raise DataError(f"template_args sets {unread[0]!r}, which the tokenizer's chat template does not read")
 
     def read(self, turns: Sequence[_Turn], text: str) -> tuple[list[int], list[int]]:
         """Tokens of the first messages and `turns`, and those of the observation `text`; together where it is first."""
         if not turns:
             message = {"role": "user", "content": text}
-            return self._tokenizer.encode(self._template.prompt([*self._first, message])), []
+            return self._tokenizer.encode(self._template.prompt([*self._first, message], self._variables)), []
         before, seen = self.read(turns[:-1], turns[-1].text)
         return [*before, *seen, *turns[-1].made.tokens], self._between(turns[-1].made, text)
 
     def _between(self, made: Generation, text: str) -> list[int]:
         """What follows a turn of the model, whose own end token is not repeated."""
-        tokens = self._tokenizer.encode(self._template.between({"role": "user", "content": text}))
+        tokens = self._tokenizer.encode(self._template.between({"role": "user", "content": text}, self._variables))
         return tokens[1:] if made.finished and tokens[:1] == made.tokens[-1:] else tokens
 
 

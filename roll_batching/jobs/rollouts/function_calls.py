@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import math
 import queue
 import sys
 import threading
@@ -98,12 +99,22 @@ class FunctionCalls:
     def take(self) -> list[TokenRequest]:
         """Waits for the requests of the next round, by rollout and call; returns none when all are complete.
 
-        With a sender it returns when all are complete. Raises DataError, with function, sample and cure, when a call
+        Raises DataError, with function, sample and cure, when a call
         fails, takes too long, or returns an invalid sample; EngineError when the sender fails.
         """
-        while not self._is_complete:
+        return self._next(math.inf) or []
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for `seconds` at most; returns whether all rollouts are complete. For a sender; raises as `take`."""
+        self._next(seconds)
+        return self._is_complete
+
+    def _next(self, seconds: float) -> list[TokenRequest] | None:
+        """The next round's requests; None after `seconds`, and when all rollouts are complete: other replicas go on."""
+        until = time.monotonic() + seconds
+        while not self._is_complete and time.monotonic() < until:
             try:
-                message = self._messages.get(timeout=_POLL_SECONDS)
+                message = self._messages.get(timeout=min(_POLL_SECONDS, max(0.0, until - time.monotonic())))
             except queue.Empty:
                 self._check_time()
                 continue
@@ -111,7 +122,7 @@ class FunctionCalls:
                 raise message
             self._is_complete = not message
             return message
-        return []  # other replicas may go on
+        return None
 
     def answer(self, requests: Sequence[TokenRequest], results: Sequence[tuple[list[int], list[float]]]) -> None:
         """Passes the sampled tokens and log-probs to the rollouts that asked for them, and starts the next round."""
@@ -157,7 +168,6 @@ class FunctionCalls:
                     error if isinstance(error, RollBatchingError) else EngineError(describe_error(error))
                 )
                 return
-        self._working_since = dict.fromkeys(range(len(self.prompts)), time.monotonic())
         self._tasks = [self._loop.create_task(self._call(number)) for number in range(len(self.prompts))]
         self._check_round()
 
@@ -170,10 +180,13 @@ class FunctionCalls:
         prompt = self.prompts[number]
         try:
             while True:
+                self._waiting[number], self._working_since[number] = [], time.monotonic()
                 client = _Client(self, number)
                 # Copies, for `context = prompt.tokens` that grows in place would lengthen the sample's prompt.
                 copied = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
                 result = await self.function(copied, client, self.tokenizer)
+                self._waiting[number] = []  # calls that it no longer waits for
+                self._working_since.pop(number, None)  # the time of what follows is not the function's
                 if self.sender is None or not await self.sender.has_restarted(client.servers):
                     break
             for item in result if isinstance(result, (list, tuple)) else [result]:
@@ -197,13 +210,13 @@ class FunctionCalls:
             self._fail(number, f"{describe_error(error)}. {_CURE}")
             return
         self.rollouts[number] = rollout
-        del self._waiting[number], self._working_since[number]
+        del self._waiting[number]
         self._check_round()
 
     def _fail(self, number: int, message: str) -> None:
         prompt = self.prompts[number]
         text = printable(repr(prompt.text), characters=60)
-        where = f"rollout function {self.function.path} failed on sample {prompt.sample} (prompt {text})"
+        where = f"rollout function {self.function.path} failed on rollout {prompt.sample} (prompt {text})"
         self._messages.put(DataError(f"{where}: {message}"))
 
     async def sample(self, request: TokenRequest) -> tuple[list[int], list[float], str]:
@@ -213,7 +226,7 @@ class FunctionCalls:
         try:
             if self.sender is not None:
                 return await self.sender.sample(request)
-            self._check_round()
+            self._loop.call_soon(self._check_round)  # after other calls that the rollout makes at the same time
             return *(await request.future), ""
         except EngineError as error:
             self._closing = True  # not the function's to handle
@@ -261,8 +274,8 @@ class FunctionCalls:
             self._is_reported = True
             number, place = self._blocking_call()
             logger.warning(
-                "rollout function %s blocks its event loop for %.0f s at %s (sample %s), while the rank's other "
-                "samples wait: await what takes time, or run it with await asyncio.to_thread(...)",
+                "rollout function %s blocks its event loop for %.0f s at %s (rollout %s), while the rank's other "
+                "rollouts wait: await what takes time, or run it with await asyncio.to_thread(...)",
                 *(self.function.path, blocked, place, number),
             )
 
@@ -271,25 +284,25 @@ class FunctionCalls:
         if is_blocked:
             number, place = self._blocking_call()
             return (
-                f"rollout function {self.function.path} has blocked its event loop at {place} in sample {number}, and "
+                f"rollout function {self.function.path} has blocked its event loop at {place} in rollout {number}, and "
                 f"did not go on within {limit}: await what takes time, or run it with await asyncio.to_thread(...)"
             )
-        working = self._working_since.copy()
-        unfinished = sorted(working, key=lambda number: working[number])
+        late, working = time.monotonic() - self.function.timeout, self._working_since.copy()
+        unfinished = sorted(number for number, since in working.items() if since < late)
         shown = ", ".join(
-            f"sample {self.prompts[number].sample}"
+            f"rollout {self.prompts[number].sample}"
             + (f" (at {place})" if (place := place_of(self._tasks[number])) else "")
             for number in unfinished[:3]
         )
         rest = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
         return (
             f"rollout function {self.function.path} neither returned nor called its client within {limit} in {shown}"
-            f"{rest}: set shorter timeouts inside the function, or raise rollout_function_timeout. Samples must not "
+            f"{rest}: set shorter timeouts inside the function, or raise rollout_function_timeout. Rollouts must not "
             "wait for each other"
         )
 
     def _blocking_call(self) -> tuple[int | str, str]:
-        """Returns the sample whose call occupies the event loop's thread, and the file and line where it is."""
+        """Returns the rollout whose call occupies the event loop's thread, and the file and line where it is."""
         frame: FrameType | None = sys._current_frames().get(self._thread.ident or 0)
         if frame is None:
             return "unknown", "its end"
@@ -331,11 +344,11 @@ class _Client:
             )
         if not calls.is_open(self._number):
             raise DataError(
-                "client.generate was called after the sample's rollout function had returned: await every call before"
+                "client.generate was called after the rollout's function had returned: await every call before"
             )
         if self.calls == function.max_calls:
             raise DataError(
-                f"the sample calls its client more than {function.max_calls} times: end the rollout earlier, or raise "
+                f"the rollout calls its client more than {function.max_calls} times: end the rollout earlier, or raise "
                 "rollout_max_calls"
             )
         context = self._token_ids("tokens", tokens)

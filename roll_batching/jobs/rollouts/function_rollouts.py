@@ -20,7 +20,7 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.advantages import compares_states
 from roll_batching.jobs.engines.client import EngineClient, replica_group
 from roll_batching.jobs.engines.free_requests import FreeRequests
-from roll_batching.jobs.engines.protocol import Engine, GenerationRequest
+from roll_batching.jobs.engines.protocol import GenerationRequest
 from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Completion, Scored
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, Sampler, load_rollout_function
@@ -39,6 +39,9 @@ SCHEMA = {
     "log_probs": FieldSpec("next_token"),
 }
 """Fields of rollouts, as `MegatronInferStrategy.generate` gives them."""
+
+
+_MEETING_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ class FunctionRollouts:
             if layout.is_replica_leader:
                 calls = stack.enter_context(FunctionCalls(function, rollout_prompts, tokenizer, settings, sender))
             if sender is not None:
-                self._wait_for_all(layout, calls, sender, len(rollout_prompts))
+                self._wait_for_all(layout, calls)
             round_index = 0
             while sender is None and self._sample_round(sampler, calls, settings, round_index, replica):
                 round_index += 1
@@ -125,15 +128,21 @@ class FunctionRollouts:
             episodes=[rollout.episode for rollout in rollouts],
         )
 
-    def _wait_for_all(
-        self, layout: ParallelLayout, calls: FunctionCalls | None, sender: _EngineSender, count: int
-    ) -> None:
-        """Waits until the `count` rollouts of each replica are complete. Collective."""
-        most = self.function.max_calls
-        patience = sender.engine.generation_timeout(count * most) + most * self.function.timeout + self._patience
-        with consensus(layout.host_group, "rollout function", patience=patience):
-            if calls is not None:
-                calls.take()
+    def _wait_for_all(self, layout: ParallelLayout, calls: FunctionCalls | None) -> None:
+        """Waits until the rollouts of all replicas are complete. Collective.
+
+        Ranks meet every `_MEETING_SECONDS`, so that a fault on one ends all, and those that are complete wait there:
+        the last one waits for nobody.
+        """
+        is_complete = False
+        while not is_complete:
+            completed = exchange(
+                layout.host_group,
+                "rollout function",
+                lambda: calls is None or calls.wait(_MEETING_SECONDS),
+                patience=_MEETING_SECONDS + self._patience,
+            )
+            is_complete = all(completed)
 
     def _replica(self, layout: ParallelLayout) -> tuple[Any, int] | None:
         key = id(layout.host_group)
@@ -186,10 +195,8 @@ class FunctionRollouts:
 class _EngineSender:
     """Sends the requests of rollouts of `prompts` to an engine; see `function_calls.Sender`."""
 
-    def __init__(
-        self, requests: FreeRequests, engine: Engine, prompts: Sequence[RolloutPrompt], settings: GenerationSettings
-    ) -> None:
-        self.engine, self._requests, self._prompts, self._settings = engine, requests, prompts, settings
+    def __init__(self, requests: FreeRequests, prompts: Sequence[RolloutPrompt], settings: GenerationSettings) -> None:
+        self._requests, self._prompts, self._settings = requests, prompts, settings
         self.open, self.close, self.has_restarted = requests.open, requests.close, requests.has_restarted
 
     async def sample(self, request: TokenRequest, /) -> tuple[list[int], list[float], str]:
@@ -214,7 +221,7 @@ def _sender_of(
     """Sends single requests to the sampler's engine; None where all ranks sample together. The same on all ranks."""
     if not isinstance(sampler, EngineClient) or (requests := sampler.free_requests()) is None:
         return None
-    return _EngineSender(requests, sampler.engine, prompts, settings)
+    return _EngineSender(requests, prompts, settings)
 
 
 def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:

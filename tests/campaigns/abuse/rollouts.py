@@ -20,7 +20,7 @@ async def rollout(prompt, client, tokenizer):
 """
 ROLLING: dict[str, Any] = {"rollout_function": "rolling:rollout", "reward_function": None}
 """Settings of a job whose rollout function returns the rewards."""
-FAULT = ("rollout function", "rolling:rollout failed on sample ")
+FAULT = ("rollout function", "rolling:rollout failed on rollout ")
 
 
 def _rolled(name: str, body: str, *words: str, code: int = FAILED, **options: Any) -> Abuse:

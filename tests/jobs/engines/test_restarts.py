@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from roll_batching.errors import EngineError
+from roll_batching.jobs.engines.free_requests import FreeRequests
 from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
 from roll_batching.jobs.engines.vllm import VLLM
 from tests.jobs.engines.test_replicas import SETTINGS, order, questions
@@ -58,6 +61,24 @@ def test_what_a_server_answered_in_a_round_in_which_it_was_started_again_is_aske
     figures = engine.metrics()
     assert figures["engine_dropped"] == 1 and figures["engine_failed_attempts"] == 4, "all of its answers"
     assert figures["engine_requests"] == 12 and [*engine.live] == servers.urls[1:]
+
+
+def test_rollouts_that_ask_at_once_learn_alike_that_a_server_was_started_again(servers, engine):
+    request, url = questions(1, 1)[0], servers.urls[0]
+    free = FreeRequests(engine)
+
+    async def ask() -> list[bool]:
+        await free.open()
+        _, used = await free.generate(request, SETTINGS)
+        assert not await free.has_restarted([used])
+        await asyncio.to_thread(order, url, "restart")
+        found = await asyncio.gather(*(free.has_restarted([url]) for _ in range(4)))
+        assert await free.has_restarted([url]) and not await free.has_restarted([servers.urls[1]])
+        await free.close()
+        return list(found)
+
+    assert asyncio.run(ask()) == [True] * 4
+    assert engine.metrics()["engine_dropped"] == 1
 
 
 @pytest.mark.bad_input

@@ -163,6 +163,18 @@ def test_the_critic_makes_the_passes_of_critic_epochs(tmp_path) -> None:
     assert critic_role(config, 1).training_args.max_steps == 48, "4 RL steps of 3 passes of 4 mini-batches"
 
 
+def test_a_mean_over_rollouts_of_one_sample_is_the_mean_over_samples(tmp_path) -> None:
+    """In the policy's loss and the critic's."""
+    write_data(tmp_path)
+    for name, mode in (("rollouts", "rollout-token-mean"), ("samples", "seq-mean-token-mean")):
+        run_ranks(1, "tests.jobs.rl.jobs:run", ppo(tmp_path, name, loss_agg_mode=mode, max_steps=2))
+    ours, theirs = (
+        [row for row in rows_of(tmp_path, name) if row["phase"] == "rl"][-1] for name in ("rollouts", "samples")
+    )
+    for column in ("loss", "critic_loss", "grad_norm"):
+        assert ours[column] == pytest.approx(theirs[column], rel=1e-5) and ours[column] != 0
+
+
 @pytest.mark.slow
 def test_resumed_to_the_bit_on_two_ranks(tmp_path) -> None:
     """A critic with its optimizer sharded, warm-up, and the KL divergence in the reward; resumed in its warm-up."""

@@ -67,6 +67,14 @@ async def slow_tool(prompt: Any, client: Any, tokenizer: Any, seconds: float) ->
     return RolloutSample(tokens=tokens, loss_mask=[1] * len(tokens), log_probs=log_probs, reward=prompt.sample / 10)
 
 
+async def races(prompt: Any, client: Any, tokenizer: Any) -> Any:
+    """Takes the first of two answers, and returns while the other is on its way."""
+    both = [asyncio.ensure_future(client.generate(prompt.tokens, max_new_tokens=count)) for count in (1, 12)]
+    (first, *_), _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    made = first.result()
+    return RolloutSample(tokens=made.tokens, loss_mask=[1] * len(made.tokens), log_probs=made.log_probs, reward=1.0)
+
+
 async def swallows(prompt: Any, client: Any, tokenizer: Any) -> Any:
     """Goes on whatever its client raises."""
     while True:

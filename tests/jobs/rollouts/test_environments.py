@@ -7,10 +7,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.rollouts.environments import FrozenLake
+from roll_batching.jobs.texts.chat import ChatTemplate
+from roll_batching.jobs.texts.tokenizers import HFTokenizer
 from tests.huggingface import tiny
 from tests.jobs.rl.jobs import settings
 from tests.jobs.rollouts.examples import run_example
@@ -34,11 +37,16 @@ class Counter:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.count += 1
-        return f"+{self.count}", self.count / 10, self.count == self.turns, False, {"long": self.turns > 2, "seed": 3}
+        return f"+{self.count}", self.count / 10, self.count == self.turns, False, {"long": np.bool_(self.turns > 2)}
 
     def close(self) -> None:
         if self.folder is not None:
             (Path(self.folder) / f"{uuid.uuid4()}.closed").write_text(str(self.count))
+
+
+class Numbers(Counter):
+    def step(self, action: str) -> Any:
+        return (3, *super().step(action)[1:])
 
 
 class Talks(Counter):
@@ -139,6 +147,16 @@ def test_a_chat_is_what_the_template_renders(history, tmp_path):
     assert history == 1 or ends == {True, False}
 
 
+@pytest.mark.models
+def test_what_stands_between_two_turns(tmp_path):
+    """Whatever the observation says, and with the template's variables."""
+    tiny.write_tokenizer(tmp_path, tiny.PLAIN_TEMPLATE.replace("'<a>'", "'<a>' + mood|default('')"))
+    template = ChatTemplate(HFTokenizer(str(tmp_path)))
+    for text in ("b", "what the assistant said", "a what the assistant said. b"):
+        assert template.between({"role": "user", "content": text}) == f"$<u>{text}$<a>"
+    assert template.between({"role": "user", "content": "b"}, {"mood": "no"}) == "$<u>b$<a>no"
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("more", "line", "words"),
@@ -147,13 +165,15 @@ def test_a_chat_is_what_the_template_renders(history, tmp_path):
         ({"observation_format": "{text}"}, {}, "observation_format is '{text}': it must contain {observation}"),
         ({"environment_args": {"rounds": 3}}, {}, "unexpected keyword argument 'rounds'"),
         ({"environment": "Missing"}, {}, "Missing"),
+        ({"environment": "Numbers"}, {}, "the environment's step returned 3 as the observation: return a text"),
+        ({"chat": True}, {}, "need a tokenizer with a chat template"),
         ({}, {"seed": -1}, "seed is -1: give a whole number, at least 0"),
     ],
 )
 def test_faults_name_their_cure(tmp_path, more, line, words):
     write_lines(tmp_path, **line)
     (said,) = run_ranks(1, "tests.jobs.rl.jobs:refusal", job_of(tmp_path, **more))
-    assert words in said and "sample 0" in said
+    assert words in said and "rollout 0" in said
 
 
 # ---- FrozenLake

@@ -89,6 +89,15 @@ def test_samples_depend_on_their_seeds_alone(kind, folder):
         assert other[0]["engine_requests"] > 32, "the rollouts that it sampled for have begun again"
 
 
+def test_a_rollout_need_not_wait_for_all_its_calls(folder):
+    server, urls = start(folder / "model")
+    try:
+        rows, said = run(settings(folder, "races", urls, "sglang", "races"))
+    finally:
+        server.kill()
+    assert len(said) == 24 and [row["reward"] for row in rows] == [1, 1]
+
+
 @pytest.mark.bad_input
 def test_a_failed_engine_is_not_the_functions_to_handle(folder):
     server, urls = start(folder / "model")

@@ -188,7 +188,7 @@ def test_a_fault_on_one_rank_ends_all(tmp_path):
     outcomes = run_ranks(2, "tests.jobs.rl.jobs:run", job, check=False)
     for outcome in outcomes:
         assert outcome.returncode != 0
-        assert "RankError" in outcome.output and "log_probs[" in outcome.output and "sample 2" in outcome.output
+        assert "RankError" in outcome.output and "log_probs[" in outcome.output and "rollout 2" in outcome.output
 
 
 def test_a_rollout_of_one_turn_trains_as_the_job_without_one(tmp_path):
@@ -267,4 +267,4 @@ def test_advantages_of_tokens_need_one_sample(tmp_path):
     job = settings(tmp_path, warmup=None, eval_samples=0, rollout_function=HERE + "turns_as_samples", gamma=0.9)
     del job["reward_function"]
     for said in run_ranks(2, "tests.jobs.rl.jobs:refusal", job):
-        assert "rollout 0 has 2 samples, and adv_estimator: grpo discounts rewards along the tokens" in said
+        assert "rollout 0 has 2 samples, and the job makes advantages of tokens (adv_estimator: grpo)" in said

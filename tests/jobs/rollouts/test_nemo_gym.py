@@ -144,7 +144,7 @@ def test_a_reply_that_cannot_be_trained_on(case, monkeypatch):
         monkeypatch.setattr(requests, "_LARGEST_REPLY", 2000)
         monkeypatch.setattr(nemo_gym, "_MORE_BYTES", 0)
     answer, words = BROKEN[case]
-    with pytest.raises(DataError, match=f"(?s)nemo_gym:rollout failed on sample 0 .*{words}"):
+    with pytest.raises(DataError, match=f"(?s)nemo_gym:rollout failed on rollout 0 .*{words}"):
         samples(answer, count=1)
 
 

@@ -119,13 +119,13 @@ def test_every_fault_has_its_words():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_invalid_sample_is_named(fault):
-    where = rf"rollout function {HERE}faulty failed on sample 2 \(prompt 'a\+2='\): "
+    where = rf"rollout function {HERE}faulty failed on rollout 2 \(prompt 'a\+2='\): "
     with pytest.raises(DataError, match=where + WORDS[fault]):
         run_calls("faulty", fault=fault)
 
 
 def test_a_reward_beside_a_reward_function_is_refused():
-    with pytest.raises(DataError, match=r"sample \d .*reward is set, and the job has a reward function as well"):
+    with pytest.raises(DataError, match=r"rollout \d .*reward is set, and the job has a reward function as well"):
         run_calls("three_turns", has_reward=True)
     assert all(rollout.score is None for rollout in run_calls("one_turn", has_reward=True))
 
@@ -180,10 +180,10 @@ def test_one_object_for_two_samples_is_refused():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("raises", r"sample 2 .*KeyError: \"the tool's reply.* at .*rollout_functions.py:\d+. Handle errors of tools"),
-        ("exits", r"sample 0 .*SystemExit: 3"),
-        ("cancels", r"sample 0 .*CancelledError"),
-        ("asks_for_ever", "the sample calls its client more than 9 times.*rollout_max_calls"),
+        ("raises", r"rollout 2 .*KeyError: \"the tool's reply.* at .*rollout_functions.py:\d+. Handle errors of tools"),
+        ("exits", r"rollout 0 .*SystemExit: 3"),
+        ("cancels", r"rollout 0 .*CancelledError"),
+        ("asks_for_ever", "the rollout calls its client more than 9 times.*rollout_max_calls"),
         ("fills_up", "64 tokens, and sequence_length is 64: nothing fits behind them"),
         ("asks_without_tokens", "got no tokens: pass the whole context"),
         ("asks_with_text", "tokens is a str: give token ids"),
@@ -202,10 +202,10 @@ def test_a_call_that_fails_is_named_with_its_line(name, words):
     [
         (
             "never_returns",
-            r"neither returned nor called its client within 1.5 s \(rollout_function_timeout\) in sample 2",
+            r"neither returned nor called its client within 1.5 s \(rollout_function_timeout\) in rollout 2",
         ),
-        ("blocks", r"has blocked its event loop at .*rollout_functions.py:\d+ in sample 2.*asyncio.to_thread"),
-        ("hangs_in_a_thread", r"within 1.5 s .* in sample 0 \(at .*rollout_functions.py:\d+\), .* and 1 more"),
+        ("blocks", r"has blocked its event loop at .*rollout_functions.py:\d+ in rollout 2.*asyncio.to_thread"),
+        ("hangs_in_a_thread", r"within 1.5 s .* in rollout 0 \(at .*rollout_functions.py:\d+\), .* and 1 more"),
     ],
 )
 def test_a_call_that_never_returns_ends_at_the_time_limit(name, words):
@@ -221,7 +221,7 @@ def test_a_call_that_never_returns_ends_at_the_time_limit(name, words):
     [
         ("starts_a_task_that_exits", r"failed in a task or callback that it started: SystemExit: 4.* Handle errors"),
         ("exits_in_a_callback", r"failed in a task or callback that it started: SystemExit: 4.* Handle errors"),
-        ("stops_in_a_thread", r"failed on sample \d .*RuntimeError: a function in a thread raised StopIteration"),
+        ("stops_in_a_thread", r"failed on rollout \d .*RuntimeError: a function in a thread raised StopIteration"),
     ],
 )
 def test_what_asyncio_does_not_pass_on_is_an_error_at_once(name, words):
@@ -235,11 +235,15 @@ def test_an_event_loop_that_ends_while_tokens_are_sampled():
         run_calls("starts_a_task_that_exits", slow_sampling=True)
 
 
+def test_a_rollout_returns_while_a_call_is_pending():
+    assert all(len(rollout.samples[0].tokens) in (1, 3) for rollout in run_calls("races"))
+
+
 def test_a_record_that_cannot_be_copied():
     deep: Any = {}
     for _ in range(5000):
         deep = {"x": deep}
-    with pytest.raises(DataError, match="failed on sample 0 .*RecursionError"):
+    with pytest.raises(DataError, match="failed on rollout 0 .*RecursionError"):
         run_calls("one_turn", records=deep, timeout=15)
 
 
@@ -251,7 +255,7 @@ def test_a_call_that_blocks_is_reported(caplog):
     samples = run_calls("blocks_briefly")
     assert all(sample is not None for sample in samples)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "blocks its event loop" in message and "rollout_functions.py" in message and "(sample 2)" in message
+    assert "blocks its event loop" in message and "rollout_functions.py" in message and "(rollout 2)" in message
 
 
 @pytest.mark.parametrize(
