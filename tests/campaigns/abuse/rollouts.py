@@ -51,7 +51,9 @@ LENGTHENED = """context = prompt.tokens
 ROLLOUTS = [
     _rolled("an ordinary job", "return right", code=DONE, scene=complete),
     _rolled("raises", "raise KeyError('no tool')", *FAULT, "KeyError: 'no tool' at ", "rolling.py:"),
-    _rolled("returns a list", "return [right, right]", *FAULT, "it returned a list"),
+    _rolled("returns two samples", "return [right, replace(right, reward=0.0)]", code=DONE, scene=complete),
+    _rolled("returns a sample twice", "return [right, right]", *FAULT, "an object that it has returned for another"),
+    _rolled("returns no sample", "return []", *FAULT, "it returned no sample"),
     _rolled(
         "NaN for a log-prob", "return replace(right, log_probs=[float('nan')] * len(made.tokens))", *FAULT, "is nan"
     ),
