@@ -332,7 +332,10 @@ def _clipping(file: ForeignFile) -> Clipping:
     """Returns the bounds of the ratio; converts the aggregation of the loss and weights of the engine's samples."""
     low, high = file.given("--eps-clip"), file.given("--eps-clip-high")
     per_token = file.take("--calculate-per-token-loss")
-    file.put(("loss_agg_mode",), "token-mean" if per_token else "seq-mean-token-mean", "--calculate-per-token-loss")
+    # Equal for rollouts of one sample, which functions of the user's need not make.
+    makes_own = any(file.peek(f"--{name}-function-path") is not None for name in ("custom-generate", "rollout"))
+    of_rollouts = "rollout-token-mean" if makes_own else "seq-mean-token-mean"
+    file.put(("loss_agg_mode",), "token-mean" if per_token else of_rollouts, "--calculate-per-token-loss")
     corrected, cap, lowest = file.take("--use-tis"), file.take("--tis-clip"), file.take("--tis-clip-low")
     if corrected and file.peek("--custom-tis-function-path") is None:
         file.put(("loss_args", "engine_ratio_cap"), 2.0 if cap is None else cap, "--tis-clip")

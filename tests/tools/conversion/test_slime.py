@@ -119,6 +119,7 @@ def test_what_a_script_leaves_out_has_slimes_default(tmp_path):
 
 MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "per token": ("--calculate-per-token-loss", {"loss_agg_mode": None, "adv_estimator": "reinforce"}),
+    "rollouts of its own": ("--custom-generate-function-path a.b", {"loss_agg_mode": "rollout-token-mean"}),
     "gspo": ("--advantage-estimator gspo --n-samples-per-prompt 4", {"importance_sampling": "seq"}),
     "cispo": ("--advantage-estimator cispo --n-samples-per-prompt 4", {"loss_function": "cispo"}),
     "no deviation": (

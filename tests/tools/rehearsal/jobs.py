@@ -187,6 +187,8 @@ def measured(task: RankTask) -> RankReport:
 
 LIMIT = 0.015
 """Largest relative difference of a phase's peak of memory."""
+MEASUREMENTS = 6
+"""Most real steps that a rehearsed one is compared with: with two ranks, gloo was seen to add 1% in one of three."""
 
 
 def worst_peak(
@@ -194,8 +196,8 @@ def worst_peak(
 ) -> float:
     """Largest relative difference of the peaks of phases.
 
-    A thread of gloo can hold the tensors of an exchange past its end: at random, so that a difference counts if it is
-    there twice.
+    A thread of gloo can hold the tensors of an exchange past its end, at random. That adds to a peak, so that a
+    difference counts if it is there each of `MEASUREMENTS` times.
     """
 
     def difference(truth: RankReport) -> float:
@@ -204,7 +206,11 @@ def worst_peak(
         return max(abs(found.peaks[phase].bytes / truth.peaks[phase].bytes - 1) for phase in phases)
 
     worst = difference(real)
-    return worst if worst < limit else difference(measure_again())
+    for _ in range(MEASUREMENTS - 1):
+        if worst < limit:
+            break
+        worst = difference(measure_again())
+    return worst
 
 
 def _route_evenly() -> None:
