@@ -230,8 +230,11 @@ def _total(scores: Sequence[Score | None]) -> Score:
             f"{whose} is None, and the job has no reward function: set it, or give the job reward_function"
         )
     names = {name for score in known for name in score.marks}
+    total = 0.0
+    for score in known:  # as rewards of turns are added: Python 3.12's `sum` rounds otherwise
+        total += score.reward
     return Score(
-        reward=sum(score.reward for score in known),
+        reward=total,
         marks={name: any(score.marks.get(name, False) for score in known) for name in names},
     )
 
