@@ -194,7 +194,7 @@ LINES = {
     "jobs.rewards": 2_950,
     "jobs.rl": 880,
     "jobs.roles": 1_150,
-    "jobs.rollouts": 2_640,
+    "jobs.rollouts": 2_660,
     "jobs.run": 1_300,
     "jobs.steps": 750,
     "jobs.streams": 1_600,

@@ -99,7 +99,7 @@ def mini_batches(
         if group_ids is not None:
             raise DataError("group_ids and rollout_ids both say what stays together: give one of them.")
         by_rollout = _samples_of_rollouts(rollout_ids, count)
-        return _of_samples(mini_batches(len(by_rollout), size, seed=seed, epoch=epoch), by_rollout)
+        return _expand_rollouts(mini_batches(len(by_rollout), size, seed=seed, epoch=epoch), by_rollout)
     random = np.random.default_rng([_MEMBERSHIP_STREAM, seed, epoch])
     if group_ids is None:
         order = random.permutation(count).astype(np.int64)
@@ -131,7 +131,7 @@ def mini_batches_by_rank(
         if spread:
             raise DataError(f"Samples {by_rollout[spread[0]].tolist()} are one rollout, and stay on several ranks.")
         homes = home[[samples[0] for samples in by_rollout]]
-        return _of_samples(mini_batches_by_rank(homes, ranks, size, seed=seed, epoch=epoch), by_rollout)
+        return _expand_rollouts(mini_batches_by_rank(homes, ranks, size, seed=seed, epoch=epoch), by_rollout)
     order = np.concatenate(list(mini_batches(home.size, size, seed=seed, epoch=epoch)))
     if size % ranks:
         raise DataError(f"Mini-batches of {size} samples must be a multiple of the {ranks} ranks, which share them.")
@@ -148,7 +148,7 @@ def _samples_of_rollouts(rollout_ids: ArrayLike, count: int) -> list[np.ndarray]
     return np.split(np.argsort(rollout_of, kind="stable"), np.cumsum(np.bincount(rollout_of))[:-1])
 
 
-def _of_samples(drawn: MiniBatches, by_rollout: Sequence[np.ndarray]) -> MiniBatches:
+def _expand_rollouts(drawn: MiniBatches, by_rollout: Sequence[np.ndarray]) -> MiniBatches:
     """Mini-batches of the samples of the `drawn` rollouts."""
     batches = tuple(np.concatenate([by_rollout[rollout] for rollout in batch]) for batch in drawn)
     return MiniBatches(batches, drawn.size, tuple(map(len, drawn)))

@@ -123,3 +123,17 @@ def test_ranks_draw_their_shares_of_a_mini_batch_among_their_own_samples():
     assert len({tuple(np.concatenate(list(mini_batches_by_rank(home, 3, 6, seed=s)))) for s in range(4)}) == 4
     with pytest.raises(DataError, match="must be a multiple of the 3 ranks"):
         mini_batches_by_rank(home, 3, 8, seed=4)
+
+
+def test_each_rank_s_share_is_of_whole_rollouts():
+    """Mini-batches of three rollouts on three ranks: one of each rank, with all its samples."""
+    samples = np.random.default_rng(2).integers(1, 6, 9)
+    rollout_ids = np.repeat(np.arange(9), samples)
+    homes = np.arange(9) % 3
+    drawn = mini_batches_by_rank(homes[rollout_ids], 3, 3, seed=4, rollout_ids=rollout_ids)
+    assert sorted(np.concatenate(list(drawn)).tolist()) == list(range(len(rollout_ids)))
+    for batch in drawn:
+        rollouts = np.unique(rollout_ids[batch])
+        assert sorted(homes[rollouts]) == [0, 1, 2] and len(batch) == samples[rollouts].sum()
+    with pytest.raises(DataError, match=r"Samples \[0, 1\] are one rollout, and stay on several ranks"):
+        mini_batches_by_rank([0, 1, 2], 3, 3, seed=4, rollout_ids=[0, 0, 1])

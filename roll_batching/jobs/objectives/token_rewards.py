@@ -108,9 +108,9 @@ class TokenRewards(CheckedFields, error=DataError):
 
 
 def require_single_samples(samples: np.ndarray, estimator: str) -> None:
-    """Raises DataError where a rollout has several of `samples`, int64 [rollouts]: only the last would end at a reward.
+    """Raises DataError where a rollout has several samples: a reward is discounted along the tokens of one sample.
 
-    Advantages of tokens follow the tokens of one sample; those of rollouts are the same for each of its samples.
+    `samples`, int64 [rollouts], counts those of each rollout; `estimator` is `adv_estimator`.
     """
     several = np.flatnonzero(samples > 1)
     if several.size:

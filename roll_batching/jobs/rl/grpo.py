@@ -269,7 +269,7 @@ class Grpo:
         else:
             advantages = self._compute_advantages(shaped, masked, step, baselines)
             batch = with_scores(batch, shaped, advantages)
-        batch = mask_overlong(batch, torch.from_numpy(masked[batch[ROLLOUT_IDS].numpy()]))
+        batch = mask_overlong(batch, torch.from_numpy(masked[batch[ROLLOUT_IDS].cpu().numpy()]))
         idle = masked
         if self.config.drop_zero_advantage_groups:
             idle = idle | zero_groups(advantages, self.config.group_size)

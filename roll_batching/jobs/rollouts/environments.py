@@ -22,10 +22,11 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.rollouts.contract import Generation, RolloutClient, RolloutPrompt, RolloutSample
 from roll_batching.jobs.texts import Tokenizer
 from roll_batching.jobs.texts.chat import ChatTemplate, TemplateArguments
+from roll_batching.planning.arrays import integer_of
 from roll_batching.registry import load_dotted, printable
 
-LINE = "{observation}"
-"""The observation as it stands; chat models need the marks of their template around it."""
+OBSERVATION = "{observation}"
+"""Where an observation stands in `observation_format`."""
 
 
 class Environment(Protocol):
@@ -69,7 +70,7 @@ async def rollout(
     environment_args: Mapping[str, Any] | None = None,
     max_turns: int = 8,
     history: int | None = None,
-    observation_format: str = LINE,
+    observation_format: str = OBSERVATION,
     chat: bool = False,
     template_args: Mapping[str, Any] | None = None,
 ) -> RolloutSample | list[RolloutSample]:
@@ -86,8 +87,11 @@ async def rollout(
             messages of the prompt's line under `messages`, if it has any.
         template_args: variables of the chat template; a line's `chat_template_kwargs` adds to them.
     """
-    if LINE not in observation_format:
-        raise DataError(f"observation_format is {observation_format!r}: it must contain {LINE}")
+    if not isinstance(observation_format, str) or OBSERVATION not in observation_format:
+        raise DataError(f"observation_format is {observation_format!r}: it must contain {OBSERVATION}")
+    max_turns = integer_of("max_turns", max_turns, 1, error=DataError)
+    if history is not None:
+        history = integer_of("history", history, 0, error=DataError)
     speaker = _Chat(tokenizer, prompt, template_args or {}) if chat else _Plain(tokenizer, prompt)
     game: Environment = await asyncio.to_thread(load_dotted("environment", environment), **(environment_args or {}))
     try:
@@ -96,7 +100,7 @@ async def rollout(
         turns: list[_Turn] = []
         is_over = is_cut = False
         while not (is_over or is_cut) and len(turns) < max_turns:
-            text = observation_format.replace(LINE, observation)
+            text = observation_format.replace(OBSERVATION, observation)
             before, seen = speaker.read(turns if history is None else turns[max(0, len(turns) - history) :], text)
             if not client.room([*before, *seen]):
                 break
@@ -153,11 +157,13 @@ class _Chat:
             message = {"role": "user", "content": text}
             return self._tokenizer.encode(self._template.prompt([*self._first, message], self._variables)), []
         before, seen = self.read(turns[:-1], turns[-1].text)
-        return [*before, *seen, *turns[-1].made.tokens], self._between(turns[-1].made, text)
+        return [*before, *seen, *turns[-1].made.tokens], self._following_tokens(turns[-1].made, text)
 
-    def _between(self, made: Generation, text: str) -> list[int]:
+    def _following_tokens(self, made: Generation, text: str) -> list[int]:
         """What follows a turn of the model, whose own end token is not repeated."""
-        tokens = self._tokenizer.encode(self._template.between({"role": "user", "content": text}, self._variables))
+        tokens = self._tokenizer.encode(
+            self._template.text_between_turns({"role": "user", "content": text}, self._variables)
+        )
         return tokens[1:] if made.finished and tokens[:1] == made.tokens[-1:] else tokens
 
 
@@ -216,7 +222,7 @@ class FrozenLake:
         self.seed, self.rows = seed, generate_random_map(size=self.size, p=self.ice, seed=seed)
         self.game = gymnasium.make("FrozenLake-v1", desc=self.rows, is_slippery=self.is_slippery)
         self.place = int(self.game.reset(seed=seed)[0])
-        return self._observed(False)
+        return self._observation(False)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         """Moves by the action's first letter."""
@@ -225,10 +231,10 @@ class FrozenLake:
         if move >= 0:
             place, given, is_over, is_cut, _ = self.game.step(move)
             self.place, reward = int(place), float(given)
-        text, facts = self._observed(reward > 0)
+        text, facts = self._observation(reward > 0)
         return text, reward, bool(is_over), bool(is_cut), facts
 
-    def _observed(self, arrived: bool) -> tuple[str, Mapping[str, Any]]:
+    def _observation(self, arrived: bool) -> tuple[str, Mapping[str, Any]]:
         facts = {"state": f"{self.seed} {self.place}", "arrived": arrived}
         if not self.shows_map:
             return chr(ord("a") + self.place), facts

@@ -23,8 +23,14 @@ from roll_batching.jobs.engines.free_requests import FreeRequests
 from roll_batching.jobs.engines.protocol import GenerationRequest
 from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Completion, Scored
-from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, Sampler, load_rollout_function
-from roll_batching.jobs.rollouts.function_calls import FunctionCalls, TokenRequest
+from roll_batching.jobs.rollouts.contract import (
+    LoadedRolloutFunction,
+    RolloutPrompt,
+    Sampler,
+    TokenRequest,
+    load_rollout_function,
+)
+from roll_batching.jobs.rollouts.function_calls import FunctionCalls
 from roll_batching.jobs.rollouts.sample_checks import CheckedRollout, CheckedSample
 from roll_batching.jobs.seeds import call_seed, rollout_function_seed, round_seed
 from roll_batching.jobs.texts.texts import Prompt
@@ -42,6 +48,7 @@ SCHEMA = {
 
 
 _MEETING_SECONDS = 2.0
+"""After so long, ranks whose rollouts are not complete hear of faults on others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +200,7 @@ class FunctionRollouts:
 
 
 class _EngineSender:
-    """Sends the requests of rollouts of `prompts` to an engine; see `function_calls.Sender`."""
+    """Sends the requests of rollouts of `prompts` to an engine; see `contract.Sender`."""
 
     def __init__(self, requests: FreeRequests, prompts: Sequence[RolloutPrompt], settings: GenerationSettings) -> None:
         self._requests, self._prompts, self._settings = requests, prompts, settings

@@ -145,10 +145,10 @@ def _sample_ids(layout: ParallelLayout, ids: np.ndarray, counts: np.ndarray, tot
     for of_rank, counts_of_rank in exchange(layout.host_group, "samples of rollouts", lambda: (ids, counts)):
         all_counts[of_rank] = counts_of_rank
     first = (np.cumsum(all_counts) - all_counts)[ids]
-    return place_in_rollout(counts) + first.repeat(counts)
+    return _place_in_rollout(counts) + first.repeat(counts)
 
 
-def place_in_rollout(counts: np.ndarray) -> np.ndarray:
+def _place_in_rollout(counts: np.ndarray) -> np.ndarray:
     """For rollouts of `counts` samples, int64 [n], the place of each sample in its rollout, from 0: int64 [samples]."""
     result: np.ndarray = np.arange(counts.sum()) - (np.cumsum(counts) - counts).repeat(counts)
     return result

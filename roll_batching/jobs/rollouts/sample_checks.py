@@ -82,20 +82,16 @@ def check_rollout(
                 )
             samples.append(_check_sample(item, prompt, function, vocab_size, stop_token_ids))
             scores.append(_score(item, function))
-            episodes.append(_episode(item, samples[-1].mask) if function.needs_states else None)
+            if function.needs_states:
+                episodes.append(_episode(item, samples[-1].mask))
         except SampleFault as fault:
             if len(returned) == 1:
                 raise
             raise SampleFault(f"samples[{place}]: {fault}") from None
     return CheckedRollout(
         samples=tuple(samples),
-        score=None if function.has_reward else _total(scores),
-        episode=Episode(
-            states=tuple(state for episode in episodes if episode is not None for state in episode.states),
-            rewards=tuple(reward for episode in episodes if episode is not None for reward in episode.rewards),
-        )
-        if function.needs_states
-        else None,
+        score=None if function.has_reward else _sum_scores(scores),
+        episode=_join_episodes(episodes) if function.needs_states else None,
         calls=calls or sum(_runs(sample.mask) for sample in samples),
     )
 
@@ -221,7 +217,7 @@ def _score(result: RolloutSample, function: LoadedRolloutFunction) -> Score | No
         raise SampleFault(f"marks: {error}") from None
 
 
-def _total(scores: Sequence[Score | None]) -> Score:
+def _sum_scores(scores: Sequence[Score | None]) -> Score:
     """The rollout's score: rewards of its samples added, and the marks of any of them."""
     known = [score for score in scores if score is not None]
     if not known:
@@ -251,6 +247,14 @@ def _episode(result: RolloutSample, mask: np.ndarray) -> Episode:
             raise SampleFault(f"states[{place}] is {excerpt_of(state)}: give a text or an integer")
     return Episode(
         states=tuple(_state_key(state) for state in states), rewards=tuple(float(value) for value in rewards)
+    )
+
+
+def _join_episodes(episodes: Sequence[Episode]) -> Episode:
+    """The turns of all samples as those of one rollout."""
+    return Episode(
+        states=tuple(state for episode in episodes for state in episode.states),
+        rewards=tuple(reward for episode in episodes for reward in episode.rewards),
     )
 
 

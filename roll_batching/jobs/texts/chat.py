@@ -212,16 +212,16 @@ class ChatTemplate:
             return tokens + opening, mask + [True] * len(opening)
         return tokens, mask
 
-    def between(self, message: Message, variables: Mapping[str, Any] = _NONE) -> str:
+    def text_between_turns(self, message: Message, variables: Mapping[str, Any] = _NONE) -> str:
         """Renders what stands between a text of the assistant and its next turn, with `message` in between.
 
         It begins with the token that ends a turn. Raises DataError where the template changes or drops that text.
         """
-        said = "what the assistant said"
-        while said in str(message["content"]):
-            said += "."  # its last occurrence is the assistant's
-        before: list[Message] = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": said}, message]
-        _, found, following = self._text(before, variables, open_turn=True).rpartition(said)
+        marker = "the assistant's text"
+        while marker in str(message["content"]):
+            marker += "."  # its last occurrence is the assistant's
+        before: list[Message] = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": marker}, message]
+        _, found, following = self._text(before, variables, open_turn=True).rpartition(marker)
         if not found:
             raise DataError(
                 "the chat template does not show an earlier turn of the assistant, which several turns need"

@@ -215,11 +215,11 @@ def test_a_job_samples_and_trains_with_it(models, servers, tmp_path, report):
         rows = read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
         lines = (tmp_path / "runs" / name / "rollouts.jsonl").read_text().splitlines()
         found[name] = rows, [json.loads(line)["response"] for line in lines]
-    rows, said = found["whole"]
+    rows, responses = found["whole"]
     largest = max(row["engine_gap_max"] for row in rows)
     report(f"log-probs against the trainer's, after each of {len(rows)} updates: {largest:.1e}")
     assert len(rows) == 4 and largest < 5e-5 and all(row["grad_norm"] > 0 for row in rows)
-    assert said == found["parts"][1] and len(said) == 4 * 12
+    assert responses == found["parts"][1] and len(responses) == 4 * 12
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in found["parts"][0]], abs=1e-5)
 
 

@@ -37,7 +37,8 @@ class Counter:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.count += 1
-        return f"+{self.count}", self.count / 10, self.count == self.turns, False, {"long": np.bool_(self.turns > 2)}
+        reward = self.count / 10 + sum(map(ord, action)) % 97 / 1000
+        return f"+{self.count}", reward, self.count == self.turns, False, {"long": np.bool_(self.turns > 2)}
 
     def close(self) -> None:
         if self.folder is not None:
@@ -79,17 +80,19 @@ def job_of(folder: Path, name: str = "tiny", environment: str = "Counter", **arg
 
 
 @pytest.mark.equality
-def test_turns_with_their_whole_history_train_as_the_episode(tmp_path):
-    """`history: 9` gives each turn as a sample, behind all that was before it."""
+@pytest.mark.parametrize("estimator", ["grpo", "gigpo"])
+def test_turns_with_their_whole_history_train_as_the_episode(estimator, tmp_path):
+    """`history: 9` gives each turn as a sample, behind all that was before it; rewards follow what the model wrote."""
     write_lines(tmp_path)
     found = {}
     for name, history in (("episode", {}), ("turns", {"history": 9})):
-        run_ranks(1, "tests.jobs.rl.jobs:run", job_of(tmp_path, name, **history))
+        run_ranks(2, "tests.jobs.rl.jobs:run", job_of(tmp_path, name, **history) | {"adv_estimator": estimator})
         found[name] = read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
     for ours, theirs in zip(found["turns"], found["episode"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6) and ours["turns_mean"] == 3
         assert (ours["samples_mean"], theirs["samples_mean"], ours["mark/long"]) == (3, 1, 1)
-        assert ours["reward"] == theirs["reward"] == pytest.approx(0.6)
+        assert ours["reward"] == pytest.approx(theirs["reward"]) and ours["reward"] > 0.6
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=2e-6) and ours["grad_norm"] > 0.01
 
 
 def test_a_short_history_is_what_each_turn_reads(tmp_path):
@@ -152,9 +155,9 @@ def test_what_stands_between_two_turns(tmp_path):
     """Whatever the observation says, and with the template's variables."""
     tiny.write_tokenizer(tmp_path, tiny.PLAIN_TEMPLATE.replace("'<a>'", "'<a>' + mood|default('')"))
     template = ChatTemplate(HFTokenizer(str(tmp_path)))
-    for text in ("b", "what the assistant said", "a what the assistant said. b"):
-        assert template.between({"role": "user", "content": text}) == f"$<u>{text}$<a>"
-    assert template.between({"role": "user", "content": "b"}, {"mood": "no"}) == "$<u>b$<a>no"
+    for text in ("b", "the assistant's text", "a the assistant's text. b"):
+        assert template.text_between_turns({"role": "user", "content": text}) == f"$<u>{text}$<a>"
+    assert template.text_between_turns({"role": "user", "content": "b"}, {"mood": "no"}) == "$<u>b$<a>no"
 
 
 @pytest.mark.bad_input
@@ -167,13 +170,15 @@ def test_what_stands_between_two_turns(tmp_path):
         ({"environment": "Missing"}, {}, "Missing"),
         ({"environment": "Numbers"}, {}, "the environment's step returned 3 as the observation: return a text"),
         ({"chat": True}, {}, "need a tokenizer with a chat template"),
+        ({"max_turns": 0}, {}, "max_turns"),
+        ({"history": -1}, {}, "history"),
         ({}, {"seed": -1}, "seed is -1: give a whole number, at least 0"),
     ],
 )
 def test_faults_name_their_cure(tmp_path, more, line, words):
     write_lines(tmp_path, **line)
-    (said,) = run_ranks(1, "tests.jobs.rl.jobs:refusal", job_of(tmp_path, **more))
-    assert words in said and "rollout 0" in said
+    (refused,) = run_ranks(1, "tests.jobs.rl.jobs:refusal", job_of(tmp_path, **more))
+    assert words in refused and "rollout 0" in refused
 
 
 # ---- FrozenLake

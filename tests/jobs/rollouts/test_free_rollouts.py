@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from roll_batching.jobs.observe.run_files import read_metrics
-from tests.huggingface import tiny
-from tests.huggingface.test_job import job
+from tests.huggingface.test_job import folder, job
 from tests.jobs.engines.test_replicas import order, seen, start
-from tests.jobs.rl.jobs import write_data
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("aiohttp")
@@ -21,12 +19,7 @@ pytestmark = pytest.mark.cluster
 HERE = "tests.jobs.rollouts.rollout_functions:"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_data(tmp_path)
-    tiny.write_model(tmp_path / "model", "qwen3")
-    tiny.write_tokenizer(tmp_path / "model")
-    return tmp_path
+assert folder  # the fixture: a model directory with its tokenizer, and the data of the tiny job
 
 
 def settings(folder: Path, name: str, urls: list[str], kind: str, function: str, **arguments: Any) -> dict[str, Any]:
@@ -92,10 +85,10 @@ def test_samples_depend_on_their_seeds_alone(kind, folder):
 def test_a_rollout_need_not_wait_for_all_its_calls(folder):
     server, urls = start(folder / "model")
     try:
-        rows, said = run(settings(folder, "races", urls, "sglang", "races"))
+        rows, responses = run(settings(folder, "races", urls, "sglang", "races"))
     finally:
         server.kill()
-    assert len(said) == 24 and [row["reward"] for row in rows] == [1, 1]
+    assert len(responses) == 24 and [row["reward"] for row in rows] == [1, 1]
 
 
 @pytest.mark.bad_input

@@ -266,5 +266,5 @@ def test_advantages_of_tokens_need_one_sample(tmp_path):
     write_data(tmp_path)
     job = settings(tmp_path, warmup=None, eval_samples=0, rollout_function=HERE + "turns_as_samples", gamma=0.9)
     del job["reward_function"]
-    for said in run_ranks(2, "tests.jobs.rl.jobs:refusal", job):
-        assert "rollout 0 has 2 samples, and the job makes advantages of tokens (adv_estimator: grpo)" in said
+    for refused in run_ranks(2, "tests.jobs.rl.jobs:refusal", job):
+        assert "rollout 0 has 2 samples, and the job makes advantages of tokens (adv_estimator: grpo)" in refused
