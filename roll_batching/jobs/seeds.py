@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_EVALUATION, _ANSWERS, _REWARD, _ROUND, _FUNCTION, _CALL = range(1, 7)
+_EVALUATION, _ANSWERS, _REWARD, _ROUND, _FUNCTION, _CALL, _CONTINUED = range(1, 8)
 """Spawn keys, one per purpose. They start at 1 and must not change: a resumed run would draw other numbers."""
 
 
@@ -36,6 +36,11 @@ def round_seed(step_seed: int, number: int) -> int:
 def call_seed(step_seed: int, rollout: int, number: int) -> int:
     """Seed of call `number` of a rollout's client, from 1, where an engine samples it; 31 bits."""
     return _seed_from(step_seed, rollout, number, purpose=_CALL) >> 1  # of 32 bits
+
+
+def continued_seed(seed: int, tokens: int) -> int:
+    """Seed of an engine's response, given the seed of its beginning, once it has `tokens`; 31 bits."""
+    return _seed_from(seed, tokens, purpose=_CONTINUED) >> 1 if tokens else seed
 
 
 def rollout_function_seed(step_seed: int, sample: int) -> int:

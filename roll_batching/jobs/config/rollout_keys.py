@@ -62,7 +62,7 @@ def rollout_problems(keys: RolloutKeys) -> Iterator[Problem]:
 _AHEAD = "async_generation_ratio is 0"
 _READ_IF_ASYNC = {
     "*": ROLLOUTS,
-    "max_staleness": (ROLLOUTS, Switch(lambda job: job.asynchronous, _AHEAD)),
+    "max_staleness in_flight_updates partial_rollout": (ROLLOUTS, Switch(lambda job: job.asynchronous, _AHEAD)),
     "sampler_restarts rollout_timeout": (
         ROLLOUTS,
         Switch(lambda job: job.has_sampler or job.own_devices("reference") is not None, _AHEAD),
@@ -82,9 +82,19 @@ class AsyncKeys(Settings, read_if=_READ_IF_ASYNC):
     max_staleness: int | None = setting(
         None,
         help="async_generation_ratio: most RL steps between the weights that sampled a response and the current ones; "
-        "older samples are dropped, counted and sampled again. Default: async_generation_ratio, rounded up, which "
-        "drops none.",
+        "older samples are dropped, counted and sampled again; under in_flight_updates the loss skips older tokens. "
+        "Default: async_generation_ratio, rounded up, which drops none; under in_flight_updates no limit.",
         ge=0,
+    )
+    in_flight_updates: bool = setting(
+        False,
+        help="async_generation_ratio: sglang or vllm take new weights while they sample; the responses under way go on "
+        "with these. Default: they complete what training has asked for first.",
+    )
+    partial_rollout: bool = setting(
+        False,
+        help="in_flight_updates: a step takes the groups that are complete first, and a slow one goes on for a later "
+        "step. Default: a step waits for the rollouts of its prompts.",
     )
     sampler_restarts: int = setting(
         2,

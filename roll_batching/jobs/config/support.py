@@ -36,6 +36,16 @@ _REFUSED = {
         "needs async_generation_ratio: 0, since prompts are drawn once a step is known to need more; set that, or this "
         "to false"
     ),
+    (f.IN_FLIGHT, f.NO_SERVERS): (
+        "is for the servers of an engine, which take weights while they sample; set "
+        "actor_infer.strategy_args.strategy_name to sglang or vllm, or this to false"
+    ),
+    (f.IN_FLIGHT, f.REPLAY_3): (
+        "is true, and router replay R3 takes the experts of one generation; use R2, or set this to false"
+    ),
+    (f.PARTIAL, f.ALTERNATING): (
+        "is true, and new weights would wait for the rollouts under way; set in_flight_updates to true"
+    ),
     (f.DYNAMIC, f.SHARES): (
         "would change the shares of domains that domain_interleave_probs fixes; leave one of the two out"
     ),
@@ -258,6 +268,8 @@ TESTED = {
     (f.IMAGES, f.SERVERS): "jobs/engines/test_images.py",
     (f.DYNAMIC, f.SERVERS): "jobs/engines/test_dynamic_sampling.py",
     (f.ASYNC, f.SERVERS): "jobs/engines/test_ahead.py",
+    (f.IN_FLIGHT, f.SERVERS): "jobs/engines/test_in_flight.py",
+    (f.PARTIAL, f.SERVERS): "jobs/engines/test_in_flight.py",
     (f.REPLAY_3, f.SERVERS): "jobs/engines/test_routed_experts.py",
     (f.OWN_SAMPLER, f.ROLLOUTS): "jobs/roles/test_own_devices.py",
 }

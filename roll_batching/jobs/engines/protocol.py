@@ -62,6 +62,8 @@ class GenerationRequest:
     """Number of the prompt: requests of a group can share its prefix cache."""
     mixture: Mixture | None = None
     """Return the experts of this model's tokens; None: do not."""
+    partial: bool = False
+    """Take what was sampled until the request was aborted, and not as a failure."""
     images: PromptImages | None = None
     """Images of the prompt. `tokens` has all tokens of each image, `images.tokens` one for each."""
 
@@ -74,8 +76,24 @@ class GenerationResult:
     """Token ids, including the stop token if it ended at one."""
     log_probs: list[float]
     """Log-prob of each token, at the sampling temperature, before top-k and top-p."""
+    aborted: bool = False
+    """Whether the engine ended it for an update of weights: there may be no tokens at all."""
     experts: np.ndarray | None = None
     """int16 `[tokens, layers with experts, top-k]` of prompt and response, where they were requested."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTokens:
+    """The response to a request that may have gone on under new weights."""
+
+    tokens: list[int]
+    """Token ids, including the stop token if it ended at one."""
+    log_probs: list[float]
+    """Log-prob of each token, under the weights that sampled it."""
+    versions: list[int]
+    """Version of the weights that sampled each token; empty where all are the step's."""
+    servers: frozenset[str] = frozenset()
+    """Names of the servers that sampled them, for `has_restarted`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +145,7 @@ class MalformedReply(ValueError):
     """A server's reply breaks the server's documented format, or is no possible result."""
 
 
-def check_result(result: GenerationResult, settings: GenerationSettings, *, ended: bool) -> GenerationResult:
+def check_result(result: GenerationResult, settings: GenerationSettings, *, ended: bool = False) -> GenerationResult:
     """`result`, if lengths, token ids, log-probs and stop token are possible. Raises MalformedReply.
 
     `ended`: the engine says that the response ended at a stop token, which must be one of the job's.
@@ -135,7 +153,8 @@ def check_result(result: GenerationResult, settings: GenerationSettings, *, ende
     tokens, log_probs = result.tokens, result.log_probs
     if len(log_probs) != len(tokens):
         raise MalformedReply(f"{len(log_probs)} log-probs for {len(tokens)} tokens, not one each")
-    if not 0 < len(tokens) <= settings.max_new_tokens:
+    least = 0 if result.aborted else 1
+    if not least <= len(tokens) <= settings.max_new_tokens:
         raise MalformedReply(f"{len(tokens)} tokens, where 1 to {settings.max_new_tokens} were asked for")
     if not all(type(token) is int and 0 <= token < (settings.vocab_size or _ANY_VOCABULARY) for token in tokens):
         vocabulary = "" if settings.vocab_size is None else f" of the model's {settings.vocab_size}"
@@ -148,7 +167,7 @@ def check_result(result: GenerationResult, settings: GenerationSettings, *, ende
             f"it ended at token {tokens[-1]}, and the tokenizer's stop tokens are {sorted(stops)}: give the engine the "
             "model directory of the job, with its generation_config.json"
         )
-    if not ended and len(tokens) < settings.max_new_tokens and tokens[-1] not in stops:
+    if not ended and not result.aborted and len(tokens) < settings.max_new_tokens and tokens[-1] not in stops:
         raise MalformedReply(f"it was cut off after {len(tokens)} of {settings.max_new_tokens} tokens")
     return result
 
@@ -258,9 +277,10 @@ def make_result(
     tokens: Sequence[int], log_probs: Sequence[float], finish_reason: str, settings: GenerationSettings
 ) -> GenerationResult:
     """Makes and checks the result of a server's reply. Raises MalformedReply."""
-    if finish_reason not in ("stop", "length"):
+    if finish_reason not in ("stop", "length", "abort"):
         raise MalformedReply(f"the request ended with {excerpt(repr(finish_reason))}")
-    result = GenerationResult(tokens=list(tokens), log_probs=list(log_probs))
+    aborted = finish_reason == "abort"
+    result = GenerationResult(tokens=list(tokens), log_probs=list(log_probs), aborted=aborted)
     return check_result(result, settings, ended=finish_reason == "stop")
 
 

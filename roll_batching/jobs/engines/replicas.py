@@ -72,6 +72,8 @@ class Attempts:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
+        self.is_sent = False
+        """Whether a server has it and has not replied."""
         self.failures: list[str] = []
         self.failed_urls: set[str] = set()
         self.result: GenerationResult | None = None
@@ -268,6 +270,7 @@ class Replicas:
                 if server.url not in servers:  # dropped while this request waited for a slot
                     continue
                 self._counts["requests"] += 1
+                attempts.is_sent = True
                 try:
                     reply = await post(session, server.url, call)
                     attempts.result = self._result(attempts.request, reply, settings)
@@ -275,6 +278,8 @@ class Replicas:
                     return
                 except (RequestFailed, MalformedReply) as error:
                     self._count_failure(attempts, server.url, str(error))
+                finally:
+                    attempts.is_sent = False
             if not await is_healthy(session, server.url + self.api.health_path):
                 self._drop_one(servers, server.url, attempts.failures[-1])
             elif len(attempts.failures) <= self.limits.retries:
@@ -287,6 +292,8 @@ class Replicas:
     def _result(self, request: GenerationRequest, reply: Any, settings: GenerationSettings) -> GenerationResult:
         """The response in a reply, with experts where they were requested. Raises MalformedReply."""
         result = self.api.parse_generation(reply, settings, self.version)
+        if result.aborted and not request.partial:
+            raise MalformedReply("the request was aborted")
         if request.images is not None:
             check_prompt_tokens(self.api, reply, len(request.tokens))
         if request.mixture is None:

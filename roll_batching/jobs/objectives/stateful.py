@@ -13,6 +13,9 @@ import numpy as np
 
 from roll_batching.errors import DataError
 
+ARRIVALS = "arrivals"
+"""Name of the state of `partial_rollout`."""
+
 
 class Stateful(Protocol):
     """Saves its state as plain data, and restores it."""
@@ -116,6 +119,10 @@ class CompositeState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state. Raises DataError when a part was not saved."""
+        if ARRIVALS in state and ARRIVALS not in self.others:  # the position in the data is not all that it has
+            raise DataError(
+                "the checkpoint was saved under partial_rollout: set it, or start a new run under another exp_name"
+            )
         self.first.load_state_dict(state)
         for name, part in self.others.items():
             if name not in state:

@@ -5,6 +5,9 @@ trained on once, in the order of a synchronous run, and the saved position in th
 After s steps the requests of at most 1 + s + `async_generation_ratio` steps have been sent; so a sample is at most
 `async_generation_ratio` steps old (rounded up), and a sampler that is faster than training waits. With a ratio of 0
 sampling and training take turns.
+
+Under `partial_rollout` each prompt is a request, and a step takes those that are answered first. What the sampler has
+been asked for and no step has taken is saved with the position in the data: a resumed run asks for it again.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus
-from roll_batching.errors import EngineError
+from roll_batching.errors import DataError, EngineError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.engines.client import sum_metrics
@@ -38,7 +41,13 @@ from roll_batching.jobs.seeds import step_seed
 from roll_batching.jobs.streams.rollout_queue import QueueMetrics
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.samples import FieldSpec, SampleBatch, rank_slice
-from roll_batching.samples.fields import EXPERTS_SPEC, ROLLOUT_IDS, ROUTED_EXPERTS
+from roll_batching.samples.fields import (
+    EXPERTS_SPEC,
+    ROLLOUT_IDS,
+    ROUTED_EXPERTS,
+    VERSIONS_SPEC,
+    WEIGHT_VERSIONS,
+)
 
 WEIGHTS = "weights"
 """Folder of the weights that the sampler loads, in the run's folder (or the engine's weights folder)."""
@@ -48,6 +57,7 @@ _SCHEMA = {
     "log_probs": FieldSpec("next_token"),
     ROLLOUT_IDS: FieldSpec("sample"),
     ROUTED_EXPERTS: EXPERTS_SPEC,
+    WEIGHT_VERSIONS: VERSIONS_SPEC,
 }
 """Fields that an answer may have."""
 
@@ -63,7 +73,8 @@ class AsyncRollouts:
     def __init__(self, context: JobContext, stream: Prompts, sampler_config: JobConfig) -> None:
         self.config, self.strategy, self.stream = context.config, context.strategy, stream
         self.uses_engine, self.evaluates = uses_engine(self.config), context.inputs.heldout is not None
-        self.parts = parts_per_step(self.config.async_generation_ratio, self.config.rollout_batch_size)
+        self.parts = parts_per_step(self.config)
+        self.arrivals = Arrivals(self.parts)
         self.client = RoleClient(sampler_config, SAMPLER, context.start_workers) if dist.get_rank() == 0 else None
         parent = weights_folder(self.config) if self.uses_engine else self.config.run_folder
         self.folder = parent / WEIGHTS
@@ -88,7 +99,8 @@ class AsyncRollouts:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left some
         self._request_stream.load_state_dict(self.stream.state_dict())
-        self._num_requests = completed_steps * self.parts
+        partial = self.config.partial_rollout
+        self._num_requests = self.arrivals.first if partial else completed_steps * self.parts
         self.publish_weights(completed_steps)
 
     def publish_weights(self, step: int) -> Metrics:
@@ -118,20 +130,27 @@ class AsyncRollouts:
         Under dynamic sampling the rollouts are of one generation batch; batches from number 1 on are requested here.
         Responses of weights older than `max_staleness` are dropped and sampled again.
         """
-        next(self.stream)  # advances the saved position; the prompts came from `_request_stream`
+        partial = self.config.partial_rollout
+        if not partial:
+            next(self.stream)  # advances the saved position; the prompts came from `_request_stream`
         answers = self.parts if self.config.max_staleness is None else 2 * self.parts  # dropped ones are sampled again
         step_rollouts: list[Any] = [None]
-        patience = answer_timeout(self.config, answers)
+        started, patience = time.monotonic(), answer_timeout(self.config, answers)
         with consensus(self.strategy.layout.host_group, "rollouts", patience=patience):
             if self.client is not None:
                 if batch_number:
                     numbers = [self._send_more(self.client, step, batch_number)]
+                elif partial:
+                    numbers = self.client.first(self.parts)
                 else:
                     numbers = list(range((step - 1) * self.parts, step * self.parts))
-                step_rollouts = [self._collect(self.client, numbers)]
+                step_rollouts = [(numbers, *self._collect(self.client, numbers, started))]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(step_rollouts, src=0, group=self.strategy.layout.host_group)
-        batch, scores, metrics = step_rollouts[0]
+        numbers, batch, scores, metrics = step_rollouts[0]
+        if partial:
+            for _ in range(self.arrivals.add(numbers)):
+                next(self.stream)
         layout = self.strategy.layout
         # A rank has whole rollouts, as where it makes them itself.
         rollouts, rollout_of = np.arange(len(scores.ids)), batch[ROLLOUT_IDS].numpy()
@@ -181,8 +200,9 @@ class AsyncRollouts:
         prompts = self._prompts[rank_slice(len(self._prompts), part, self.parts)]
         seed = step_seed(self.config.seed, step + 1, part)  # with one part per step: that of a synchronous run
         shown = self.config.rollout_samples  # of the whole step; -1: all
-        shown = -(-shown // self.parts) if shown > 0 else shown
-        self._send(client, Request(number=self._num_requests, prompts=prompts, seed=seed, shown=shown))
+        shown = (part + 1) * shown // self.parts - part * shown // self.parts if shown > 0 else shown
+        if self._num_requests not in self.arrivals.taken:
+            self._send(client, Request(number=self._num_requests, prompts=prompts, seed=seed, shown=shown))
         self._num_requests += 1
 
     def _send_more(self, client: RoleClient, step: int, batch_number: int) -> int:
@@ -198,38 +218,119 @@ class AsyncRollouts:
         self._pending[request.number] = request
         client.ask(request)
 
-    def _collect(self, client: RoleClient, numbers: Sequence[int]) -> tuple[SampleBatch, StepScores, Metrics]:
+    def _collect(
+        self, client: RoleClient, numbers: Sequence[int], started: float
+    ) -> tuple[SampleBatch, StepScores, Metrics]:
         """Waits on rank 0 for the rollouts of these requests; returns them as one batch, with scores and metrics.
 
         Ids are the positions of the samples in the batch.
         """
-        started, queue = time.monotonic(), QueueMetrics()
+        queue = QueueMetrics()
         answers: dict[int, Answer] = {}
         while missing := [number for number in numbers if number not in answers]:
             for answer in client.take(missing):
                 staleness, count = self._version - answer.version, len(answer.lengths)
-                if staleness > self.config.staleness_bound:
+                if not self.config.in_flight_updates and staleness > self.config.staleness_bound:
                     queue.dropped += count
                     client.ask(self._pending[answer.number])
                     continue
                 answers[answer.number] = answer
-                queue.add(staleness, count)
+                if not self.config.in_flight_updates:
+                    queue.add(staleness, count)
         for number in numbers:
             del self._pending[number]
-        queue.wait_seconds = time.monotonic() - started
         metrics = queue.to_dict(client.ready) | {
+            "queue_wait_seconds": time.monotonic() - started,
             "sampler_seconds": sum(answer.seconds for answer in answers.values()),
             "sampler_restarts": client.restarts,
         }
         ordered = [answers[number] for number in numbers]
         metrics |= sum_metrics([answer.figures for answer in ordered])
-        return _concat_batches(ordered), _concat_scores(ordered), metrics
+        batch, scores = _concat_batches(ordered), _concat_scores(ordered)
+        if self.config.in_flight_updates:
+            if scores.failed.all():
+                raise DataError(
+                    f"the reward function failed on all {len(scores.ids)} responses of a step, which no reward_failure "
+                    "can replace: the sampler's warnings above say how"
+                )
+            batch, of_tokens = fresh_tokens(batch, self._version, self.config.max_staleness)
+            metrics |= of_tokens
+        return batch, scores, metrics
 
 
-def parts_per_step(ratio: float, prompts: int) -> int:
-    """Number of requests of a step: 1 for a whole `ratio`; else enough for its fraction (0.5: 2), up to `prompts`."""
+def parts_per_step(config: JobConfig) -> int:
+    """Number of requests of a step: under `partial_rollout` one for each prompt.
+
+    Else 1 for a whole `async_generation_ratio`, or enough for its fraction (0.5: 2), up to the number of prompts.
+    """
+    ratio, prompts = config.async_generation_ratio, config.rollout_batch_size
+    if config.partial_rollout:
+        return prompts
     fraction = ratio - math.floor(ratio)
     return min(math.ceil(1 / fraction), prompts) if fraction else 1
+
+
+class Arrivals:
+    """Which requests completed steps have taken, where they take those that are answered first; `parts` in a step.
+
+    It is a part of checkpoints.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self.first = 0
+        """Number of the first request of the oldest prompts of which some are not taken."""
+        self.taken: set[int] = set()
+        """Numbers from `first` on that are taken."""
+
+    def add(self, numbers: Sequence[int]) -> int:
+        """Adds what a step takes; returns the number of whole batches of prompts by which `first` moves on."""
+        self.taken.update(numbers)
+        batches = 0
+        while self.taken.issuperset(oldest := range(self.first, self.first + self._parts)):
+            self.taken.difference_update(oldest)
+            self.first += self._parts
+            batches += 1
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain data."""
+        return {"parts": self._parts, "first": self.first, "taken": sorted(self.taken)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a state. Raises DataError where steps had another number of prompts."""
+        if state["parts"] != self._parts:
+            raise DataError(
+                f"the checkpoint was saved under partial_rollout with rollout_batch_size {state['parts']}, and it is "
+                f"{self._parts} now: set it again"
+            )
+        self.first, self.taken = int(state["first"]), set(state["taken"])
+
+
+def fresh_tokens(batch: SampleBatch, version: int, max_staleness: int | None) -> tuple[SampleBatch, Metrics]:
+    """`batch` without the versions of its tokens; `response_mask` is cleared where they are too old; and metrics.
+
+    `version` is that of the current weights.
+    """
+    mask, versions = batch["response_mask"].bool(), batch[WEIGHT_VERSIONS]
+    staleness = (version - versions)[mask]
+    changes = [len(set(of_sample.tolist()) - {-1}) for of_sample in batch.to_lists(WEIGHT_VERSIONS)]
+    metrics = {
+        "staleness_mean": float(staleness.double().mean()),
+        "staleness_max": int(staleness.max()),
+        "weight_versions_mean": float(np.mean(changes)),
+    }
+    batch = batch.without(WEIGHT_VERSIONS)
+    if max_staleness is not None:
+        is_fresh = mask & (version - versions <= max_staleness)
+        if not is_fresh.any():
+            raise DataError(
+                f"all tokens of a step are older than max_staleness={max_staleness}, the freshest by "
+                f"{int(staleness.min())} versions: raise it, or lower async_generation_ratio"
+            )
+        metrics["stale_tokens"] = 1 - float(is_fresh.sum()) / float(mask.sum())
+        batch = batch.with_fields({"response_mask": is_fresh}, {"response_mask": batch.schema["response_mask"]})
+    return batch, metrics
 
 
 def _concat_batches(answers: Sequence[Answer]) -> SampleBatch:

@@ -19,7 +19,7 @@ from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.objectives.advantages import outside_difficulty, shape_rewards, shuffled, zero_groups
 from roll_batching.jobs.objectives.from_config import Advantages, sampling_of
 from roll_batching.jobs.objectives.gigpo import with_turn_advantages
-from roll_batching.jobs.objectives.stateful import CompositeState
+from roll_batching.jobs.objectives.stateful import ARRIVALS, CompositeState
 from roll_batching.jobs.objectives.token_rewards import require_single_samples
 from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.rl.async_rollouts import AsyncRollouts
@@ -88,7 +88,10 @@ class Grpo:
                 "the prompts of each domain", repr(self.stream.state_dict()), "Give all machines the same files"
             )
         self.async_rollouts = AsyncRollouts(context, self.stream, sampler_config) if config.has_sampler else None
-        self.state = CompositeState(self.stream, **advantages.stateful_parts())
+        parts = dict(advantages.stateful_parts())
+        if self.async_rollouts is not None and config.partial_rollout:
+            parts[ARRIVALS] = self.async_rollouts.arrivals
+        self.state = CompositeState(self.stream, **parts)
         self.mini_batch_size = config.mini_batch_size(layout.dp_size)
         self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
         self.evaluator = self._make_evaluator()

@@ -12,7 +12,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -233,13 +233,19 @@ class RoleClient:
         When a worker has died, or none sent a message for `rollout_timeout` seconds, all are restarted, up to
         `sampler_restarts` times in all. Raises DataError after that, and with a worker's own error.
         """
+        self._wait(lambda: all(number in self._answers for number in numbers))
+        with self._changed:
+            return [self._answers.pop(number) for number in numbers]
+
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        """Waits until `is_ready`, which is called while nothing else changes, and restarts workers."""
         began, next_notice = time.monotonic(), self.notice_after
         self._last_message = max(self._last_message, began)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_ready(numbers), timeout=_POLL_SECONDS)
-                if self._is_ready(numbers) and not self._failed:
-                    return [self._answers.pop(number) for number in numbers]
+                self._changed.wait_for(lambda: bool(self._failed) or is_ready(), timeout=_POLL_SECONDS)
+                if is_ready() and not self._failed:
+                    return
                 silent = time.monotonic() - self._last_message
             if (cause := self._restart_cause()) is not None:
                 self._restart(cause)
@@ -250,6 +256,15 @@ class RoleClient:
             elif time.monotonic() - began > next_notice:
                 notify(f"rank 0 waits for {self.kind.answer_noun} since {time.monotonic() - began:.0f} s")
                 next_notice *= 2
+
+    def first(self, count: int) -> list[int]:
+        """Waits for the answers to any `count` requests; returns the numbers of those that came first, ascending.
+
+        Restarts workers and raises DataError as `take`, which then returns the answers at once.
+        """
+        self._wait(lambda: len(self._answers) >= count)
+        with self._changed:
+            return sorted([*self._answers][:count])
 
     def close(self) -> None:
         """Ends the workers and their child processes. Safe to call twice."""
@@ -262,9 +277,6 @@ class RoleClient:
         for connection in self.workers.connections:
             connection.close()
         self.workers = None
-
-    def _is_ready(self, numbers: Sequence[int]) -> bool:
-        return bool(self._failed) or all(number in self._answers for number in numbers)
 
     def _restart_cause(self) -> str | None:
         """Why the workers must be restarted; None while they run. Raises DataError for an error that would recur.

@@ -45,7 +45,7 @@ def serve(connection: Connection) -> None:
     """Runs one worker of the reference until `connection` closes; see `serve_requests`."""
     from roll_batching.jobs.roles.worker import serve_requests
 
-    serve_requests(connection, _Reference)
+    serve_requests(connection, lambda config, reply: _Reference(config))
 
 
 class _Reference:

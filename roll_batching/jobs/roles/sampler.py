@@ -50,14 +50,14 @@ class Answer:
 
     number: int
     version: int
-    """Version of the weights that generated the responses."""
+    """Version of the weights that generated the responses, or under in_flight_updates their ends."""
     seconds: float
     """Seconds of generating and scoring."""
     lengths: np.ndarray
     """int64 `[n]`: tokens of each sample, its prompt included."""
     fields: dict[str, np.ndarray]
-    """`input_ids`, `response_mask`, `log_probs`, `rollout_ids`, under R3 `routed_experts`: flat, as in a
-    `SampleBatch`."""
+    """`input_ids`, `response_mask`, `log_probs`, `rollout_ids`, under R3 `routed_experts`, under in_flight_updates
+    `weight_versions`: flat, as in a `SampleBatch`."""
     scores: Any
     """`rollout.StepScores`, ids from 0."""
     figures: dict[str, float]
@@ -71,13 +71,20 @@ class Answer:
 
 def serve(connection: Connection) -> None:
     """Runs one worker of the sampler until `connection` closes; see `serve_requests`."""
-    from roll_batching.jobs.roles.worker import serve_requests
+    from roll_batching.jobs.roles.worker import Reply, serve_requests
 
-    serve_requests(connection, _Sampler)
+    def make(config: JobConfig, reply: Reply) -> SerialSampler:
+        if not config.in_flight_updates:
+            return SerialSampler(config)
+        from roll_batching.jobs.roles.free_sampler import FreeSampler
+
+        return FreeSampler(config, reply)
+
+    serve_requests(connection, make)
 
 
-class _Sampler:
-    """The model or engine, the tokenizer and the reward."""
+class SerialSampler:
+    """Answers one request after another: the model or engine, the tokenizer and the reward."""
 
     def __init__(self, config: JobConfig) -> None:
         from roll_batching.jobs.objectives.from_config import sampling_of
@@ -135,10 +142,10 @@ class _Sampler:
             lengths=batch.lengths.numpy(),
             fields={name: batch[name].cpu().numpy() for name in batch.schema},
             scores=scores,
-            figures=self._engine_metrics(request),
+            figures=self.engine_metrics(request),
         )
 
-    def _engine_metrics(self, request: Request) -> dict[str, float]:
+    def engine_metrics(self, request: Request) -> dict[str, float]:
         """The engine's metrics since the last rollouts. Requests of an evaluation count with the next rollouts."""
         from roll_batching.jobs.engines.client import EngineClient
 

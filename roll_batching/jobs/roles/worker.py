@@ -31,36 +31,53 @@ class Worker(Protocol):
         """Loads `weights`."""
 
     def answer(self, request: Any) -> Answer | None:
-        """Answers `request`; returns the answer on the first worker, None on the others."""
+        """Answers `request`; returns the answer on the first worker, None on the others, and where it comes later."""
 
 
-def serve_requests(connection: Connection, make_worker: Callable[[JobConfig], Worker]) -> None:
+Reply = Callable[[Any], None]
+"""Sends a message, from any thread."""
+
+
+def serve_requests(connection: Connection, make_worker: Callable[[JobConfig, Reply], Worker]) -> None:
     """Makes the worker of the job in the first message, then answers requests until the other end closes.
 
-    `make_worker` joins the process group that the environment names.
+    `make_worker` joins the process group that the environment names. What it makes may reply to requests later.
     """
     hide_known_warnings()
+    lock = threading.Lock()
+
+    def reply(message: Any) -> None:
+        with lock:
+            send(connection, message)
+
     try:
-        worker = make_worker(JobConfig.model_validate(receive(connection)))
+        worker = make_worker(JobConfig.model_validate(receive(connection)), reply)
         is_first = dist.get_rank() == 0
         tasks = _Tasks(connection if is_first else None)
         if is_first:
-            send(connection, Ready())
+            reply(Ready())
         while True:
             weights, request = tasks.next()
             if weights is not None:
                 worker.load(weights)
                 if is_first:
-                    send(connection, Loaded(version=weights.version))
+                    reply(Loaded(version=weights.version))
             if request is not None and (answer := worker.answer(request)) is not None:
-                send(connection, answer)
+                reply(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # training has ended
     except RollBatchingError as error:
-        send(connection, Failed(message=f"{type(error).__name__}: {error}", aftermath=is_lost_peer(error)))
+        reply(failure_of(error))
     except Exception as error:
-        send(connection, Failed(message=describe_error(error), aftermath=is_lost_peer(error)))
+        reply(failure_of(error))
         raise
+
+
+def failure_of(error: Exception) -> Failed:
+    """The last message of a worker that ends with `error`."""
+    is_ours = isinstance(error, RollBatchingError)
+    message = f"{type(error).__name__}: {error}" if is_ours else describe_error(error)
+    return Failed(message=message, aftermath=is_lost_peer(error))
 
 
 class _Tasks:

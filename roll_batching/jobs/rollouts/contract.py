@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.engines.protocol import SampledTokens
 from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.registry import load_dotted
@@ -133,6 +134,8 @@ class LoadedRolloutFunction:
     """Whether a reward function of the job scores the rollouts, so that the function returns no reward."""
     needs_states: bool = False
     """Whether the advantage estimator compares states: then the function returns a state and a reward per turn."""
+    needs_versions: bool = False
+    """Whether weights change while rollouts are under way: then the version of each token's is found."""
 
     def __call__(
         self, prompt: RolloutPrompt, client: RolloutClient, tokenizer: Tokenizer
@@ -198,8 +201,8 @@ class Sender(Protocol):
     async def close(self) -> None:
         """Called after the last."""
 
-    async def sample(self, request: TokenRequest, /) -> tuple[list[int], list[float], str]:
-        """Tokens, log-probs, and the name of the server that sampled them. Raises EngineError."""
+    async def sample(self, request: TokenRequest, /) -> SampledTokens:
+        """Samples a request's tokens. Raises EngineError."""
 
     async def has_restarted(self, servers: Collection[str], /) -> bool:
         """Whether one of these servers may have sampled with other weights, so that its rollouts begin again."""

@@ -22,20 +22,18 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from roll_batching.errors import DataError, EngineError, RollBatchingError
+from roll_batching.jobs.engines.protocol import SampledTokens
 from roll_batching.jobs.rollouts.contract import (
-    Generation,
     LoadedRolloutFunction,
     RolloutPrompt,
     Sender,
     TokenRequest,
 )
 from roll_batching.jobs.rollouts.event_loop import DaemonThreads, place_of
+from roll_batching.jobs.rollouts.rollout_client import Client
 from roll_batching.jobs.rollouts.sample_checks import CheckedRollout, SampleFault, check_rollout
 from roll_batching.jobs.texts.tokenizers import Tokenizer
-from roll_batching.planning.arrays import integer_of
 from roll_batching.registry import describe_error, printable
 from roll_batching.strategy.sampling import GenerationSettings
 
@@ -53,7 +51,7 @@ class FunctionCalls:
     """Calls of `function` for `prompts`, one per rollout, all at once. A context manager.
 
     `settings` has the job's stop tokens, longest response and, if known, vocabulary size. `sender`: samples each
-    request at once, instead of in rounds.
+    request at once, instead of in rounds; then further prompts may follow (`add`).
     """
 
     def __init__(
@@ -65,23 +63,30 @@ class FunctionCalls:
         sender: Sender | None = None,
     ) -> None:
         self.sender = sender
-        self.function, self.prompts, self.tokenizer = function, list(prompts), tokenizer
+        self.function, self.tokenizer = function, tokenizer
+        self.prompts = dict(enumerate(prompts))
+        """By number. This and what follows is forgotten once a rollout is collected."""
         self.settings = settings
         self.max_new_tokens = settings.max_new_tokens
         self.vocab_size = settings.vocab_size or tokenizer.vocab_size
         self.stop_token_ids = frozenset((settings.eos_token_id, *settings.stop_token_ids))
-        self.rollouts: list[CheckedRollout | None] = [None] * len(self.prompts)
-        """Results; complete when `take` has returned no requests."""
-        self._messages: queue.SimpleQueue[list[TokenRequest] | RollBatchingError] = queue.SimpleQueue()
-        self._waiting: dict[int, list[TokenRequest]] = {number: [] for number in range(len(self.prompts))}
-        """Requests of unfinished rollouts. This and the next three are used in the event loop's thread only."""
+        self._rollouts: dict[int, CheckedRollout] = {}
+        """Results by number; complete when `take` has returned no requests."""
+        self.num_prompts = len(self.prompts)
+        """Of all prompts, also of collected rollouts."""
+        self._num_completed = 0
+        self._messages: queue.SimpleQueue[list[TokenRequest] | int | RollBatchingError] = queue.SimpleQueue()
+        """Requests of a round; or, where a sender samples, the number of a complete rollout."""
+        self._waiting: dict[int, list[TokenRequest]] = {}
+        """Requests of unfinished rollouts. This and the next six are used in the event loop's thread only."""
         self._working_since: dict[int, float] = {}
         """When those rollouts began to work that wait for no request."""
+        self._num_begun, self._is_open = 0, False
         self._is_sampling = self._closing = False
-        self._returned: dict[int, Any] = {}
-        """Returned samples by identity, kept so that no identity is used twice."""
-        self._loop = asyncio.new_event_loop()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._returned: dict[int, list[Any]] = {}
+        """Returned samples by number, kept so that no identity is used twice."""
+        self.loop = asyncio.new_event_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._beat = time.monotonic()
         self._is_reported = self._is_complete = False
         self._thread = threading.Thread(target=self._run, name="rollout function", daemon=True)
@@ -93,7 +98,7 @@ class FunctionCalls:
     def __exit__(self, *_: object) -> None:
         self._closing = True
         with contextlib.suppress(RuntimeError):  # it is closed
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(1.0)  # one that blocks is left behind: it ends with the process
 
     def take(self) -> list[TokenRequest]:
@@ -102,59 +107,87 @@ class FunctionCalls:
         Raises DataError, with function, sample and cure, when a call
         fails, takes too long, or returns an invalid sample; EngineError when the sender fails.
         """
-        return self._next(math.inf) or []
+        requests = [] if self._is_complete else self._next(math.inf)  # once complete, other replicas go on
+        assert isinstance(requests, list)
+        self._is_complete = not requests
+        return requests
 
-    def wait(self, seconds: float) -> bool:
-        """Waits for `seconds` at most; returns whether all rollouts are complete. For a sender; raises as `take`."""
-        self._next(seconds)
-        return self._is_complete
+    # ---- where a sender samples
 
-    def _next(self, seconds: float) -> list[TokenRequest] | None:
-        """The next round's requests; None after `seconds`, and when all rollouts are complete: other replicas go on."""
+    def add(self, prompts: Sequence[RolloutPrompt]) -> None:
+        """Starts calls for further prompts, whose numbers follow those of the others."""
+        numbers = range(self.num_prompts, self.num_prompts + len(prompts))
+        self.prompts |= zip(numbers, prompts, strict=True)
+        self.num_prompts += len(prompts)
+        self.loop.call_soon_threadsafe(self._begin)
+
+    def wait(self, seconds: float) -> int | None:
+        """Waits for a rollout to be complete, for `seconds` at most; returns its number. Raises as `take`."""
+        number = self._next(seconds)
+        assert not isinstance(number, list)
+        self._num_completed += number is not None
+        return number
+
+    def wait_for_all(self, seconds: float) -> bool:
+        """Waits for `seconds` at most; returns whether all rollouts are complete. Raises as `take`."""
         until = time.monotonic() + seconds
-        while not self._is_complete and time.monotonic() < until:
+        while self._num_completed < self.num_prompts and self.wait(until - time.monotonic()) is not None:
+            pass
+        return self._num_completed == self.num_prompts
+
+    # ---- in either case
+
+    def collect(self, numbers: range) -> list[CheckedRollout]:
+        """Returns and forgets complete rollouts."""
+        for number in numbers:
+            del self.prompts[number], self._returned[number]
+        return [self._rollouts.pop(number) for number in numbers]
+
+    def _next(self, seconds: float) -> list[TokenRequest] | int | None:
+        """The next message; None after `seconds`."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
             try:
-                message = self._messages.get(timeout=min(_POLL_SECONDS, max(0.0, until - time.monotonic())))
+                message = self._messages.get(timeout=min(_POLL_SECONDS, left))
             except queue.Empty:
                 self._check_time()
                 continue
             if isinstance(message, RollBatchingError):
                 raise message
-            self._is_complete = not message
             return message
         return None
 
     def answer(self, requests: Sequence[TokenRequest], results: Sequence[tuple[list[int], list[float]]]) -> None:
         """Passes the sampled tokens and log-probs to the rollouts that asked for them, and starts the next round."""
         with contextlib.suppress(RuntimeError):  # the loop has failed meanwhile: `take` raises its error
-            self._loop.call_soon_threadsafe(self._deliver, list(requests), list(results))
+            self.loop.call_soon_threadsafe(self._deliver, list(requests), list(results))
 
     # ---- in the event loop's thread
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.set_default_executor(DaemonThreads())
+        asyncio.set_event_loop(self.loop)
+        self.loop.set_default_executor(DaemonThreads())
         self._beat_again()
-        self._starting = self._loop.create_task(self._start())
+        self._starting = self.loop.create_task(self._start())
         ended: BaseException | None = None
         try:
             try:
-                self._loop.run_forever()
+                self.loop.run_forever()
             except BaseException as error:  # asyncio lets SystemExit of a task or callback end its loop
                 ended, self._closing = error, True
-            self._loop.set_exception_handler(lambda loop, context: None)  # the first failure is reported, and enough
-            pending = asyncio.all_tasks(self._loop)
+            self.loop.set_exception_handler(lambda loop, context: None)  # the first failure is reported, and enough
+            pending = asyncio.all_tasks(self.loop)
             for task in pending:
                 task.cancel()
-            waiting = self._loop.create_task(asyncio.wait(pending, timeout=1.0)) if pending else None
+            waiting = self.loop.create_task(asyncio.wait(pending, timeout=1.0)) if pending else None
             while waiting is not None and not waiting.done():
                 with contextlib.suppress(BaseException):  # further ones that end the loop
-                    self._loop.run_until_complete(waiting)
+                    self.loop.run_until_complete(waiting)
             if self.sender is not None:
                 with contextlib.suppress(BaseException):
-                    self._loop.run_until_complete(self.sender.close())
+                    self.loop.run_until_complete(self.sender.close())
         finally:
-            self._loop.close()
+            self.loop.close()
             if ended is not None:
                 message = f"rollout function {self.function.path} failed in a task or callback that it started"
                 self._messages.put(DataError(f"{message}: {describe_error(ended)}. {_CURE}"))
@@ -168,12 +201,22 @@ class FunctionCalls:
                     error if isinstance(error, RollBatchingError) else EngineError(describe_error(error))
                 )
                 return
-        self._tasks = [self._loop.create_task(self._call(number)) for number in range(len(self.prompts))]
+        self._is_open = True
+        self._begin()
         self._check_round()
+
+    def _begin(self) -> None:
+        """Begins the calls for all prompts of which they have not begun, once the sender is open."""
+        if not self._is_open:
+            return
+        numbers = range(self._num_begun, self.num_prompts)  # another thread raises it
+        self._num_begun = numbers.stop
+        self._waiting |= {number: [] for number in numbers}
+        self._tasks |= {number: self.loop.create_task(self._call(number)) for number in numbers}
 
     def _beat_again(self) -> None:
         self._beat = time.monotonic()
-        self._loop.call_later(_BEAT_SECONDS, self._beat_again)
+        self.loop.call_later(_BEAT_SECONDS, self._beat_again)
 
     async def _call(self, number: int) -> None:
         """Calls the function for one rollout, and checks and keeps its result."""
@@ -181,7 +224,7 @@ class FunctionCalls:
         try:
             while True:
                 self._waiting[number], self._working_since[number] = [], time.monotonic()
-                client = _Client(self, number)
+                client = Client(self, number)
                 # Copies, for `context = prompt.tokens` that grows in place would lengthen the sample's prompt.
                 copied = replace(prompt, tokens=list(prompt.tokens), record=copy.deepcopy(prompt.record))
                 result = await self.function(copied, client, self.tokenizer)
@@ -189,10 +232,11 @@ class FunctionCalls:
                 self._working_since.pop(number, None)  # the time of what follows is not the function's
                 if self.sender is None or not await self.sender.has_restarted(client.servers):
                     break
-            for item in result if isinstance(result, (list, tuple)) else [result]:
-                if id(item) in self._returned:
-                    raise SampleFault("it returned an object that it has returned for another sample: make a new one")
-                self._returned[id(item)] = item
+            items = list(result) if isinstance(result, (list, tuple)) else [result]
+            known = {id(item) for others in self._returned.values() for item in others}
+            if len(known | {id(item) for item in items}) < len(known) + len(items):
+                raise SampleFault("it returned an object that it has returned for another sample: make a new one")
+            self._returned[number] = items
             rollout = check_rollout(
                 result,
                 prompt,
@@ -200,6 +244,7 @@ class FunctionCalls:
                 vocab_size=self.vocab_size,
                 stop_token_ids=tuple(self.stop_token_ids),
                 calls=client.calls,
+                versions=client.versions,
             )
         except SampleFault as fault:
             self._fail(number, str(fault))
@@ -209,9 +254,12 @@ class FunctionCalls:
                 return
             self._fail(number, f"{describe_error(error)}. {_CURE}")
             return
-        self.rollouts[number] = rollout
-        del self._waiting[number]
-        self._check_round()
+        self._rollouts[number] = rollout
+        del self._waiting[number], self._tasks[number]
+        if self.sender is None:
+            self._check_round()
+        else:
+            self._messages.put(number)
 
     def _fail(self, number: int, message: str) -> None:
         prompt = self.prompts[number]
@@ -219,15 +267,16 @@ class FunctionCalls:
         where = f"rollout function {self.function.path} failed on rollout {prompt.sample} (prompt {text})"
         self._messages.put(DataError(f"{where}: {message}"))
 
-    async def sample(self, request: TokenRequest) -> tuple[list[int], list[float], str]:
-        """Returns tokens, log-probs and server of a request: in the next round, or at once where a sender samples."""
+    async def sample(self, request: TokenRequest) -> SampledTokens:
+        """Samples a request's tokens: in the next round, or at once where a sender samples."""
         self._waiting[request.rollout].append(request)
         self._working_since.pop(request.rollout, None)
         try:
             if self.sender is not None:
                 return await self.sender.sample(request)
-            self._loop.call_soon(self._check_round)  # after other calls that the rollout makes at the same time
-            return *(await request.future), ""
+            self.loop.call_soon(self._check_round)  # after other calls that the rollout makes at the same time
+            tokens, log_probs = await request.future
+            return SampledTokens(tokens=tokens, log_probs=log_probs, versions=[])
         except EngineError as error:
             self._closing = True  # not the function's to handle
             self._messages.put(error)
@@ -248,8 +297,8 @@ class FunctionCalls:
         return rollout in self._waiting
 
     def _check_round(self) -> None:
-        """Hands over the requests once every unfinished rollout has one; with a sender, none when all are complete."""
-        if self._is_sampling or not all(self._waiting.values()) or (self.sender is not None and self._waiting):
+        """Hands over the requests once every unfinished rollout has one; none when all are complete."""
+        if self.sender is not None or self._is_sampling or not all(self._waiting.values()):
             return
         self._is_sampling = True
         self._messages.put([request for number in sorted(self._waiting) for request in self._waiting[number]])
@@ -260,7 +309,7 @@ class FunctionCalls:
             self._cancel(request)
             if not request.future.done():
                 request.future.set_result(result)
-        self._loop.call_soon(self._check_round)
+        self.loop.call_soon(self._check_round)
 
     # ---- in the main thread
 
@@ -291,7 +340,7 @@ class FunctionCalls:
         unfinished = sorted(number for number, since in working.items() if since < late)
         shown = ", ".join(
             f"rollout {self.prompts[number].sample}"
-            + (f" (at {place})" if (place := place_of(self._tasks[number])) else "")
+            + (f" (at {place})" if (task := self._tasks.get(number)) and (place := place_of(task)) else "")
             for number in unfinished[:3]
         )
         rest = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
@@ -312,83 +361,3 @@ class FunctionCalls:
                 return self.prompts[frame.f_locals["number"]].sample, place
             frame = frame.f_back
         return "unknown", place
-
-
-class _Client:
-    """The `RolloutClient` of one rollout."""
-
-    def __init__(self, calls: FunctionCalls, number: int) -> None:
-        self._all, self._number = calls, number
-        self.calls = 0
-        """Number of calls so far."""
-        self.servers: set[str] = set()
-        """Servers that sampled for it."""
-
-    @property
-    def settings(self) -> GenerationSettings:
-        """The job's sampling settings."""
-        return self._all.settings
-
-    def room(self, tokens: Sequence[int]) -> int:
-        """Number of tokens that may follow `tokens` within the job's sequence_length."""
-        return max(0, self._all.function.sequence_length - len(tokens))
-
-    async def generate(
-        self, tokens: Sequence[int], *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
-    ) -> Generation:
-        """Samples tokens that follow `tokens`; see `contract.RolloutClient`."""
-        calls, function = self._all, self._all.function
-        if asyncio.get_running_loop() is not calls._loop:
-            raise DataError(
-                "client.generate must be awaited in the event loop of the rollout function, not in another thread's"
-            )
-        if not calls.is_open(self._number):
-            raise DataError(
-                "client.generate was called after the rollout's function had returned: await every call before"
-            )
-        if self.calls == function.max_calls:
-            raise DataError(
-                f"the rollout calls its client more than {function.max_calls} times: end the rollout earlier, or raise "
-                "rollout_max_calls"
-            )
-        context = self._token_ids("tokens", tokens)
-        if not context:
-            raise DataError("client.generate got no tokens: pass the whole context, the prompt's tokens included")
-        room = self.room(context)
-        if not room:
-            raise DataError(
-                f"client.generate got {len(context):,} tokens, and sequence_length is {function.sequence_length:,}: "
-                "nothing fits behind them. Ask client.room, and end the rollout earlier, or raise sequence_length"
-            )
-        limit = min(calls.max_new_tokens, room)
-        if max_new_tokens is not None:
-            limit = min(limit, integer_of("max_new_tokens", max_new_tokens, 1, error=DataError))
-        self.calls += 1
-        request = TokenRequest(
-            rollout=self._number,
-            number=self.calls,
-            tokens=context,
-            max_new_tokens=limit,
-            stop_token_ids=frozenset(self._token_ids("stop_token_ids", stop_token_ids)),
-            future=calls._loop.create_future(),
-        )
-        sampled, log_probs, server = await calls.sample(request)
-        self.servers.add(server)
-        finished = sampled[-1] in calls.stop_token_ids | request.stop_token_ids
-        text = calls.tokenizer.decode(sampled[:-1] if sampled[-1] in calls.stop_token_ids else sampled)
-        return Generation(tokens=sampled, log_probs=log_probs, text=text, finished=finished)
-
-    def _token_ids(self, name: str, values: Any) -> list[int]:
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-            raise DataError(
-                f"client.generate: {name} is a {type(values).__name__}: give token ids, as tokenizer.encode makes them"
-            )
-        ids = values.tolist() if hasattr(values, "tolist") else list(values)
-        for index, token in enumerate(ids):
-            is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
-            if not is_integer or not 0 <= token < self._all.vocab_size:
-                raise DataError(
-                    f"client.generate: {name}[{index}] is {printable(repr(token), characters=60)}: give token ids of "
-                    f"the model, 0 to {self._all.vocab_size - 1}"
-                )
-        return [int(token) for token in ids]

@@ -19,8 +19,6 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.advantages import compares_states
 from roll_batching.jobs.engines.client import EngineClient, replica_group
-from roll_batching.jobs.engines.free_requests import FreeRequests
-from roll_batching.jobs.engines.protocol import GenerationRequest
 from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Completion, Scored
 from roll_batching.jobs.rollouts.contract import (
@@ -30,12 +28,14 @@ from roll_batching.jobs.rollouts.contract import (
     TokenRequest,
     load_rollout_function,
 )
+from roll_batching.jobs.rollouts.free_rollouts import EngineSender
 from roll_batching.jobs.rollouts.function_calls import FunctionCalls
 from roll_batching.jobs.rollouts.sample_checks import CheckedRollout, CheckedSample
-from roll_batching.jobs.seeds import call_seed, rollout_function_seed, round_seed
+from roll_batching.jobs.seeds import rollout_function_seed, round_seed
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.fields import VERSIONS_SPEC, WEIGHT_VERSIONS
 from roll_batching.strategy import GenerationSettings
 from roll_batching.strategy.generation import responses_to_batch
 
@@ -110,30 +110,21 @@ class FunctionRollouts:
         """
         layout, function = sampler.layout, self.function
         replica = self._replica(layout)
-        rollout_prompts = _prompts(encoded, prompts, settings)
+        own_prompts = rollout_prompts(encoded, prompts, settings)
         with contextlib.ExitStack() as stack:
             calls: FunctionCalls | None = None
-            sender = _sender_of(sampler, rollout_prompts, settings)
+            sender = _sender_of(sampler, own_prompts, settings)
             if layout.is_replica_leader:
-                calls = stack.enter_context(FunctionCalls(function, rollout_prompts, tokenizer, settings, sender))
+                calls = stack.enter_context(FunctionCalls(function, own_prompts, tokenizer, settings, sender))
             if sender is not None:
                 self._wait_for_all(layout, calls)
             round_index = 0
             while sender is None and self._sample_round(sampler, calls, settings, round_index, replica):
                 round_index += 1
-            rollouts = [] if calls is None else [rollout for rollout in calls.rollouts if rollout is not None]
+            rollouts = [] if calls is None else calls.collect(range(len(own_prompts)))
         rollouts = _broadcast(rollouts, replica)
         with consensus(layout.host_group, "decoding the responses"):  # a tokenizer may lack a token of the model
-            completions = [_completion(*pair, tokenizer) for pair in zip(rollout_prompts, rollouts, strict=True)]
-        return FunctionSamples(
-            batch=_batch([sample for rollout in rollouts for sample in rollout.samples]),
-            samples=np.array([len(rollout.samples) for rollout in rollouts], dtype=np.int64),
-            completions=completions,
-            scored=None if function.has_reward else _scored(rollouts),
-            prompt_tokens=np.array([len(rollout.samples[-1].prompt) for rollout in rollouts], dtype=np.int64),
-            turns=np.array([rollout.calls for rollout in rollouts], dtype=np.int64),
-            episodes=[rollout.episode for rollout in rollouts],
-        )
+            return function_samples(function, own_prompts, rollouts, tokenizer)
 
     def _wait_for_all(self, layout: ParallelLayout, calls: FunctionCalls | None) -> None:
         """Waits until the rollouts of all replicas are complete. Collective.
@@ -146,7 +137,7 @@ class FunctionRollouts:
             completed = exchange(
                 layout.host_group,
                 "rollout function",
-                lambda: calls is None or calls.wait(_MEETING_SECONDS),
+                lambda: calls is None or calls.wait_for_all(_MEETING_SECONDS),
                 patience=_MEETING_SECONDS + self._patience,
             )
             is_complete = all(completed)
@@ -199,36 +190,13 @@ class FunctionRollouts:
         return True
 
 
-class _EngineSender:
-    """Sends the requests of rollouts of `prompts` to an engine; see `contract.Sender`."""
-
-    def __init__(self, requests: FreeRequests, prompts: Sequence[RolloutPrompt], settings: GenerationSettings) -> None:
-        self._requests, self._prompts, self._settings = requests, prompts, settings
-        self.open, self.close, self.has_restarted = requests.open, requests.close, requests.has_restarted
-
-    async def sample(self, request: TokenRequest, /) -> tuple[list[int], list[float], str]:
-        settings, rollout = self._settings, self._prompts[request.rollout].sample
-        sent = GenerationRequest(
-            tokens=request.tokens,
-            seed=call_seed(settings.seed, rollout, request.number),
-            group=rollout // settings.num_return_sequences,
-        )
-        limits = replace(
-            settings,
-            max_new_tokens=request.max_new_tokens,
-            stop_token_ids=tuple(sorted({*settings.stop_token_ids, *request.stop_token_ids})),
-        )
-        result, url = await self._requests.generate(sent, limits)
-        return result.tokens, result.log_probs, url
-
-
-def _sender_of(
-    sampler: Sampler, prompts: Sequence[RolloutPrompt], settings: GenerationSettings
-) -> _EngineSender | None:
+def _sender_of(sampler: Sampler, prompts: Sequence[RolloutPrompt], settings: GenerationSettings) -> EngineSender | None:
     """Sends single requests to the sampler's engine; None where all ranks sample together. The same on all ranks."""
     if not isinstance(sampler, EngineClient) or (requests := sampler.free_requests()) is None:
         return None
-    return _EngineSender(requests, prompts, settings)
+    sender = EngineSender(requests, settings)
+    sender.add(prompts, settings.seed)
+    return sender
 
 
 def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:
@@ -249,8 +217,28 @@ def function_rollouts_of(config: JobConfig) -> FunctionRollouts | None:
     return FunctionRollouts(loaded, patience=60 * config.actor_train.backend_timeout)
 
 
-def _prompts(encoded: SampleBatch, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[RolloutPrompt]:
-    """Makes the prompt of each rollout, group by group."""
+def function_samples(
+    function: LoadedRolloutFunction,
+    prompts: Sequence[RolloutPrompt],
+    rollouts: Sequence[CheckedRollout],
+    tokenizer: Tokenizer,
+) -> FunctionSamples:
+    """Joins the `rollouts` that `function` made of `prompts`. Raises DataError where the tokenizer lacks a token."""
+    return FunctionSamples(
+        batch=_batch([sample for rollout in rollouts for sample in rollout.samples]),
+        samples=np.array([len(rollout.samples) for rollout in rollouts], dtype=np.int64),
+        completions=[_completion(*pair, tokenizer) for pair in zip(prompts, rollouts, strict=True)],
+        scored=None if function.has_reward else _scored(rollouts),
+        prompt_tokens=np.array([len(rollout.samples[-1].prompt) for rollout in rollouts], dtype=np.int64),
+        turns=np.array([rollout.calls for rollout in rollouts], dtype=np.int64),
+        episodes=[rollout.episode for rollout in rollouts],
+    )
+
+
+def rollout_prompts(
+    encoded: SampleBatch, prompts: Sequence[Prompt], settings: GenerationSettings
+) -> list[RolloutPrompt]:
+    """Makes the prompt of each rollout, group by group; `encoded` as for `FunctionRollouts`."""
     group = settings.num_return_sequences
     rows = zip(encoded.ids.tolist(), encoded.to_lists("input_ids"), prompts, strict=True)
     return [
@@ -310,20 +298,26 @@ def _batch(samples: Sequence[CheckedSample]) -> SampleBatch:
     """Makes a batch of the samples with the fields of rollouts, ids from 0."""
     if not samples:
         return responses_to_batch([], [])
-    tokens, masks, log_probs = [], [], []
+    tokens, masks, log_probs, versions = [], [], [], []
     for sample in samples:
         before = len(sample.prompt)
         tokens.append(np.concatenate([sample.prompt, sample.tokens]))
         masks.append(np.concatenate([np.zeros(before, dtype=bool), sample.mask]))
         # Row i of a next_token field belongs to token i + 1, so log-probs begin one row early.
         log_probs.append(np.concatenate([np.zeros(before - 1), sample.log_probs, np.zeros(1)]))
+        if sample.versions is not None:
+            versions.append(np.concatenate([np.full(before, -1), sample.versions]))
     fields = {
         "input_ids": torch.from_numpy(np.concatenate(tokens)),
         "response_mask": torch.from_numpy(np.concatenate(masks)),
         "log_probs": torch.from_numpy(np.concatenate(log_probs)).float(),
     }
     lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
-    return SampleBatch(torch.arange(len(lengths)), lengths, fields, SCHEMA)
+    schema = SCHEMA
+    if versions:
+        fields[WEIGHT_VERSIONS] = torch.from_numpy(np.concatenate(versions))
+        schema = SCHEMA | {WEIGHT_VERSIONS: VERSIONS_SPEC}
+    return SampleBatch(torch.arange(len(lengths)), lengths, fields, schema)
 
 
 def _completion(prompt: RolloutPrompt, rollout: CheckedRollout, tokenizer: Tokenizer) -> Completion:

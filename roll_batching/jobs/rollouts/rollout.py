@@ -266,13 +266,15 @@ def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
             reward.close()
 
 
-def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0) -> StepScores:
+def score_rollouts(
+    sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0, is_step: bool = True
+) -> StepScores:
     """Scores each rollout on the leader of its replica; returns the scores of all on every rank. Collective.
 
-    `sample_log` holds `shown` rollouts (-1: all), spread evenly over the step.
+    `sample_log` holds `shown` rollouts (-1: all), spread evenly over the step. `is_step`: they are all of a step.
 
     Raises RankError, the same on all ranks, when the reward function fails, exceeds its time limit or returns a number
-    that is not finite and `reward_failure` is `error`; it names the samples. DataError where it fails on all samples.
+    that is not finite and `reward_failure` is `error`; it names the samples. DataError where it fails on a whole step.
     Ranks that are done wait as long as the reward's own limit allows the others.
     """
     layout = sampler.layout
@@ -287,7 +289,7 @@ def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, 
     if not scores.failed.any():
         return scores
     first = next(failure for _, failures in parts for failure in failures)
-    if scores.failed.all():
+    if is_step and scores.failed.all():
         raise DataError(
             f"the reward function failed on all {len(scores.ids)} responses of a step, which no reward_failure can "
             f"replace: {first}"

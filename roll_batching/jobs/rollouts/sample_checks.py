@@ -12,6 +12,7 @@ import numpy as np
 from roll_batching.jobs.objectives.gigpo import Episode
 from roll_batching.jobs.rewards.contract import Score, check_score, excerpt_of
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, RolloutSample
+from roll_batching.jobs.rollouts.token_versions import TokenVersions
 from roll_batching.registry import printable
 
 _LARGEST_LOG_PROB = 1e-3
@@ -42,6 +43,8 @@ class CheckedSample:
     """bool `[n]`: sampled by the policy."""
     log_probs: np.ndarray
     """float64 `[n]`, 0 outside the mask."""
+    versions: np.ndarray | None
+    """int64 `[n]`: versions of the weights, -1 outside the mask; None where all are the step's."""
     finished: bool
 
 
@@ -67,6 +70,7 @@ def check_rollout(
     vocab_size: int,
     stop_token_ids: Sequence[int],
     calls: int,
+    versions: TokenVersions,
 ) -> CheckedRollout:
     """Checks `result`, which `function` returned for `prompt`; returns it as plain arrays. Raises SampleFault."""
     returned = list(result) if isinstance(result, (list, tuple)) else [result]
@@ -80,7 +84,7 @@ def check_rollout(
                 raise SampleFault(
                     f"it returned {kind}; return a roll_batching.jobs.rollouts.RolloutSample, or a list of them"
                 )
-            samples.append(_check_sample(item, prompt, function, vocab_size, stop_token_ids))
+            samples.append(_check_sample(item, prompt, function, vocab_size, stop_token_ids, versions))
             scores.append(_score(item, function))
             if function.needs_states:
                 episodes.append(_episode(item, samples[-1].mask))
@@ -102,6 +106,7 @@ def _check_sample(
     function: LoadedRolloutFunction,
     vocab_size: int,
     stop_token_ids: Sequence[int],
+    versions: TokenVersions,
 ) -> CheckedSample:
     tokens = _tokens("tokens", result.tokens, vocab_size)
     is_served = result.prompt_tokens is not None
@@ -121,6 +126,11 @@ def _check_sample(
             "tokens begins with the prompt's tokens, which would be in the sample twice: return only what follows the "
             "prompt, such as context[len(prompt.tokens):]"
         )
+    if function.needs_versions and not versions:
+        raise SampleFault(
+            "it was sampled without its client, so that the weights of its tokens are not known, which "
+            "in_flight_updates needs: call client.generate, or set in_flight_updates to false"
+        )
     finished = result.finished
     if finished is None:
         finished = int(tokens[-1]) in stop_token_ids
@@ -131,6 +141,7 @@ def _check_sample(
         tokens=tokens,
         mask=mask,
         log_probs=log_probs,
+        versions=versions.take(tokens, mask, log_probs) if function.needs_versions else None,
         finished=bool(finished),
     )
 

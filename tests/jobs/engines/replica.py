@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import json
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +33,8 @@ class Options:
     """As --enable-return-routed-experts."""
     keeps_head: str = ""
     """Keeps the output head when it loads weights, and reports success: "tied" where it gets no tensor for it."""
+    token_seconds: float = 0.0
+    """Time that each token of a response takes."""
     older: bool = False
     """sglang: /get_server_info, and no /server_info yet."""
 
@@ -52,7 +56,8 @@ class Replica:
         self.busy = asyncio.Lock()
         self.seen: collections.Counter[str] = collections.Counter()
         self.in_flight = self.most_in_flight = 0
-        self.requests: set[asyncio.Task[Any]] = set()
+        self.requests: set[asyncio.Event] = set()
+        """Set for those that are aborted."""
         self.prompts: list[list[int]] = []
         self.faults: list[str] = []
         self.weight_faults: dict[int, str] = {}
@@ -97,8 +102,8 @@ class Replica:
 
     async def abort(self) -> None:
         """Ends all requests, as pausing and sleeping do by default."""
-        for task in list(self.requests):
-            task.cancel()
+        for aborted in self.requests:
+            aborted.set()
         await asyncio.sleep(0.05)
 
     def release(self, tags: list[str]) -> None:
@@ -136,9 +141,7 @@ class Replica:
             self.prompts.append(prompt)
         self.in_flight += 1
         self.most_in_flight = max(self.in_flight, self.most_in_flight)
-        task = asyncio.current_task()
-        assert task is not None
-        self.requests.add(task)
+        aborted = asyncio.Event()
         try:
             fault = self.faults.pop(0) if self.faults else ""
             if fault == "restarts":
@@ -147,7 +150,8 @@ class Replica:
                 asyncio.ensure_future(self.close())
                 await asyncio.sleep(3600)
             if fault == "slow":
-                await asyncio.sleep(3600)
+                self.requests.add(aborted)
+                await aborted.wait()
             if fault == "500":
                 raise web.HTTPInternalServerError(text="out of memory")
             if fault == "cut":
@@ -156,12 +160,22 @@ class Replica:
             await self.going.wait()
             if self.asleep:
                 raise web.HTTPInternalServerError(text=f"asleep: {sorted(self.asleep)}")
+            self.requests.add(aborted)
+            began = time.monotonic()
             async with self.busy:
-                made = await asyncio.to_thread(self.model.sample, prompt, how)
+                if not aborted.is_set():
+                    made = await asyncio.to_thread(self.model.sample, prompt, how)
+            if not aborted.is_set() and self.options.token_seconds:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(aborted.wait(), len(made[0]) * self.options.token_seconds)
+            if aborted.is_set():
+                count = int((time.monotonic() - began) / (self.options.token_seconds or math.inf))
+                tokens, values, _ = made if count else ([], collections.defaultdict(list), "")
+                made = tokens[:count], {name: values[name][:count] for name in ("scaled", "raw", "processed")}, "abort"
             return web.json_response(reply(*made, fault))
         finally:
             self.in_flight -= 1
-            self.requests.discard(task)
+            self.requests.discard(aborted)
 
 
 async def fields(request: web.Request, names: list[str]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dummy", action="store_true", help="as --load-format dummy")
     parser.add_argument("--experts", action="store_true", help="as --enable-return-routed-experts")
     parser.add_argument("--keeps-head", choices=["tied", "always"], default="", help="in weight updates")
+    parser.add_argument("--token-seconds", type=float, default=0.0, help="time that each token of a response takes")
     parser.add_argument("--older", action="store_true", help="sglang: /get_server_info, and no /server_info yet")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -78,6 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             experts=args.experts,
             keeps_head=args.keeps_head,
             older=args.older,
+            token_seconds=args.token_seconds,
         )
         asyncio.run(serve(args.model, args.kind, ports, options))
 

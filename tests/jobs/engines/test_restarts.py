@@ -64,16 +64,17 @@ def test_what_a_server_answered_in_a_round_in_which_it_was_started_again_is_aske
 
 
 def test_rollouts_that_ask_at_once_learn_alike_that_a_server_was_started_again(servers, engine):
-    request, url = questions(1, 1)[0], servers.urls[0]
+    (request, other), url = questions(2, 1), servers.urls[0]
     free = FreeRequests(engine)
 
     async def ask() -> list[bool]:
         await free.open()
-        _, used = await free.generate(request, SETTINGS)
-        assert not await free.has_restarted([used])
+        used = (await free.generate(request, SETTINGS)).servers
+        assert not await free.has_restarted(used)
         await asyncio.to_thread(order, url, "restart")
-        found = await asyncio.gather(*(free.has_restarted([url]) for _ in range(4)))
-        assert await free.has_restarted([url]) and not await free.has_restarted([servers.urls[1]])
+        found = await asyncio.gather(*(free.has_restarted(used) for _ in range(4)))
+        elsewhere = (await free.generate(other, SETTINGS)).servers
+        assert await free.has_restarted(used) and not await free.has_restarted(elsewhere)
         await free.close()
         return list(found)
 

@@ -186,6 +186,37 @@ def test_requests_that_are_interrupted_are_answered_again(models, servers):
     assert client.metrics()["engine_requests"] >= 256
 
 
+def test_it_goes_on_with_new_weights_while_requests_run(models, servers, report):
+    """Three updates while 64 answers are under way: each token is of the weights that its version says."""
+    client = engine(*(server.url for server in servers))
+    client.update_weights(models[0][0].resolve(), 0)
+    settings = replace(SETTINGS, max_new_tokens=200, stop_token_ids=(5, 41), eos_token_id=41)
+    prompts = [
+        RolloutPrompt(tokens=request.tokens, text="", record={}, sample=place, seed=place)
+        for place, request in enumerate(questions())
+    ]
+    with FreeRollouts(client, function_of(one_long_answer), TOKENIZER, settings) as free:
+        free.start(0, prompts, seed=7)
+        for version in (1, 2, 3):
+            time.sleep(0.3)
+            started = time.monotonic()
+            with free.interrupted():
+                client.update_weights(models[version % 2][0].resolve(), version)
+            took = time.monotonic() - started
+        (rollouts,) = complete(free, 1).values()
+    samples = [rollout.samples[0] for rollout in rollouts]
+    mixed = [len(set(sample.versions.tolist())) for sample in samples]
+    right, wrong = [0.0], []
+    for sample in samples:
+        for version in set(sample.versions.tolist()):
+            right.append(gap_of(models[version % 2][1], sample, sample.versions == version, settings))
+            wrong.append(gap_of(models[1 - version % 2][1], sample, sample.versions == version, settings))
+    report(f"{sum(n > 1 for n in mixed)} of 64 answers of up to {max(mixed)} weights, log-probs within {max(right):.1e}")
+    report(f"an update took {took:.2f} s")
+    assert sum(n > 1 for n in mixed) > 8 and max(right) < 5e-5 and np.median(wrong) > 0.1
+    assert client.metrics()["engine_failed_attempts"] == 0
+
+
 def test_a_job_samples_and_trains_with_it(models, servers, tmp_path, report):
     """GRPO on two ranks, rollouts of several turns that run free; resumed from its middle, it samples the same."""
     write_data(tmp_path)

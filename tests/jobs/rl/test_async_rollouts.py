@@ -251,7 +251,12 @@ def test_nobody_waits_for_a_sampler_that_reads_nothing(folder):
 
 
 def test_requests_of_a_step():
-    assert [parts_per_step(ratio, 24) for ratio in (1, 2, 0.5, 0.25, 1.5, 0.3, 0.01)] == [1, 1, 2, 4, 2, 4, 24]
+    def parts(ratio):
+        return parts_per_step(
+            JobConfig.model_validate(job_of(Path("."), async_generation_ratio=ratio, rollout_batch_size=24))
+        )
+
+    assert [parts(ratio) for ratio in (1, 2, 0.5, 0.25, 1.5, 0.3, 0.01)] == [1, 1, 2, 4, 2, 4, 24]
 
 
 def test_ratios_follow_the_policy_that_drew():

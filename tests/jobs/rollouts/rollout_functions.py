@@ -323,3 +323,17 @@ class Callable_:
 
 
 an_object = Callable_()
+
+
+async def slow_for(prompt: Any, client: Any, tokenizer: Any, text: str, seconds: float, reward: bool = True) -> Any:
+    """Two turns, between which a tool is slow for the prompt `text`."""
+    first = await client.generate(prompt.tokens, max_new_tokens=2)
+    await asyncio.sleep(seconds if prompt.text == text else 0.02)
+    reply = tokenizer.encode("+")
+    second = await client.generate([*prompt.tokens, *first.tokens, *reply], max_new_tokens=6)
+    return RolloutSample(
+        tokens=first.tokens + reply + second.tokens,
+        loss_mask=[1] * len(first.tokens) + [0] + [1] * len(second.tokens),
+        log_probs=first.log_probs + [0.0] + second.log_probs,
+        reward=sum(second.tokens) % 7 if reward else None,
+    )

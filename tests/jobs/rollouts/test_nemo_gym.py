@@ -64,7 +64,7 @@ def samples(answer: Any, line: Any = LINE, *, url: str | None = None, count: int
         )
         with FunctionCalls(function, prompts, TOKENIZER, sampling) as calls:
             assert not calls.take(), "Gym's agents call the engine, and not the client"
-            return calls.rollouts, server
+            return calls.collect(range(count)), server
 
 
 def test_samples_are_the_tokens_that_the_server_sampled():

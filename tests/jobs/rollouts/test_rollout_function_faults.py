@@ -66,7 +66,7 @@ def run_calls(
             if slow_sampling:
                 calls._thread.join(20)
             calls.answer(requests, [(made[:limit], [-0.5, -0.25, -1.0][:limit]) for limit in limits])
-        return calls.rollouts
+        return calls.collect(range(len(given)))
 
 
 WORDS = {
