@@ -15,8 +15,6 @@ ROUTED_EXPERTS = "routed_experts"
 """A token field [tokens, layers with experts, top-k]: routers take these experts instead of their own choice."""
 ROLLOUT_IDS = "rollout_ids"
 """sample, int64: samples of one rollout (turns, sub-agents, branches of a rewritten context) have one number."""
-WEIGHT_VERSIONS = "weight_versions"
-"""token, int64: version of the weights that sampled a token, where they changed within rollouts; -1 for others."""
 PIXELS = "pixel_values"
 """rows, uint8 [patches, 3 * patch_size ** 2]: each patch as [channel, y, x], before rescaling and normalisation, in the
 order of transformers' `pixel_values`, and once where a still image has `temporal_patch_size` equal frames there."""
@@ -107,8 +105,6 @@ def _holds(dtype: torch.dtype, pad: int | float | bool) -> bool:
 
 EXPERTS_SPEC = FieldSpec("token", pad=-1)
 """Spec of `ROUTED_EXPERTS`. A token with -1 in all places is routed by the router."""
-VERSIONS_SPEC = FieldSpec("token", pad=-1)
-"""Spec of `WEIGHT_VERSIONS`."""
 
 Schema = dict[str, FieldSpec]
 SchemaLike = Mapping[str, "FieldSpec | FieldKind"]

@@ -32,22 +32,17 @@ from roll_batching.jobs.engines.client import sum_metrics
 from roll_batching.jobs.engines.probe import make_probe
 from roll_batching.jobs.engines.sampler import sends_tied_head, weights_folder
 from roll_batching.jobs.observe.run_files import Metrics
-from roll_batching.jobs.roles.client import SAMPLER, RoleClient, Weights, answer_timeout
+from roll_batching.jobs.roles.client import FREE_SAMPLER, SAMPLER, RoleClient, Weights, answer_timeout
 from roll_batching.jobs.roles.sampler import Answer, Request
 from roll_batching.jobs.rollouts.prompts import Prompts, prompt_stream
 from roll_batching.jobs.rollouts.rollout import StepScores
+from roll_batching.jobs.rollouts.token_versions import VERSIONS_SPEC, WEIGHT_VERSIONS
 from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.seeds import step_seed
 from roll_batching.jobs.streams.rollout_queue import QueueMetrics
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.samples import FieldSpec, SampleBatch, rank_slice
-from roll_batching.samples.fields import (
-    EXPERTS_SPEC,
-    ROLLOUT_IDS,
-    ROUTED_EXPERTS,
-    VERSIONS_SPEC,
-    WEIGHT_VERSIONS,
-)
+from roll_batching.samples.fields import EXPERTS_SPEC, ROLLOUT_IDS, ROUTED_EXPERTS
 
 WEIGHTS = "weights"
 """Folder of the weights that the sampler loads, in the run's folder (or the engine's weights folder)."""
@@ -75,7 +70,8 @@ class AsyncRollouts:
         self.uses_engine, self.evaluates = uses_engine(self.config), context.inputs.heldout is not None
         self.parts = parts_per_step(self.config)
         self.arrivals = Arrivals(self.parts)
-        self.client = RoleClient(sampler_config, SAMPLER, context.start_workers) if dist.get_rank() == 0 else None
+        kind = FREE_SAMPLER if self.config.in_flight_updates else SAMPLER
+        self.client = RoleClient(sampler_config, kind, context.start_workers) if dist.get_rank() == 0 else None
         parent = weights_folder(self.config) if self.uses_engine else self.config.run_folder
         self.folder = parent / WEIGHTS
         self._num_requests = 0

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,6 +146,10 @@ SAMPLER = RoleKind(
 )
 
 
+FREE_SAMPLER = replace(SAMPLER, module="roll_batching.jobs.roles.free_sampler")
+"""The sampler of a job with `in_flight_updates`."""
+
+
 class RoleClient:
     """Sends requests to a role's workers, which it starts and restarts. To be used by one thread of rank 0.
 
@@ -191,7 +195,7 @@ class RoleClient:
     def start(self) -> None:
         """Starts the workers; returns while they build their model."""
         has_servers = uses_engine(self.config) and self.config.actor_infer.strategy_args.strategy_name in SERVED
-        needs_no_device = self.kind is SAMPLER and has_servers
+        needs_no_device = self.kind.role == SAMPLER.role and has_servers
         variables = {"CUDA_VISIBLE_DEVICES": ""} if needs_no_device else {}
         workers = self.workers = self._start_workers(self.kind.role, self.kind.module, self.count, variables)
         self._last_message, self._has_started, self._outbox = time.monotonic(), False, queue.SimpleQueue()

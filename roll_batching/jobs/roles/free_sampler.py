@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from roll_batching.jobs.engines.client import EngineClient
 from roll_batching.jobs.engines.replicas import Replicas
 from roll_batching.jobs.roles.client import Weights
 from roll_batching.jobs.roles.sampler import Answer, Request, SerialSampler
-from roll_batching.jobs.roles.worker import Reply, failure_of
+from roll_batching.jobs.roles.worker import Reply, failure_of, serve_requests
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutClient, RolloutPrompt, RolloutSample
 from roll_batching.jobs.rollouts.free_rollouts import CompleteRequest, FreeRollouts
 from roll_batching.jobs.rollouts.function_rollouts import function_samples, rollout_prompts
@@ -25,6 +26,11 @@ from roll_batching.samples import FieldSpec
 from roll_batching.samples.fields import ROLLOUT_IDS
 
 _WAIT_SECONDS = 60.0
+
+
+def serve(connection: Connection) -> None:
+    """Runs the sampler until `connection` closes; see `serve_requests`."""
+    serve_requests(connection, FreeSampler)
 
 
 class FreeSampler(SerialSampler):

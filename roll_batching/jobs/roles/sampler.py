@@ -71,16 +71,9 @@ class Answer:
 
 def serve(connection: Connection) -> None:
     """Runs one worker of the sampler until `connection` closes; see `serve_requests`."""
-    from roll_batching.jobs.roles.worker import Reply, serve_requests
+    from roll_batching.jobs.roles.worker import serve_requests
 
-    def make(config: JobConfig, reply: Reply) -> SerialSampler:
-        if not config.in_flight_updates:
-            return SerialSampler(config)
-        from roll_batching.jobs.roles.free_sampler import FreeSampler
-
-        return FreeSampler(config, reply)
-
-    serve_requests(connection, make)
+    serve_requests(connection, lambda config, reply: SerialSampler(config))
 
 
 class SerialSampler:

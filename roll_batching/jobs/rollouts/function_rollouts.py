@@ -31,11 +31,11 @@ from roll_batching.jobs.rollouts.contract import (
 from roll_batching.jobs.rollouts.free_rollouts import EngineSender
 from roll_batching.jobs.rollouts.function_calls import FunctionCalls
 from roll_batching.jobs.rollouts.sample_checks import CheckedRollout, CheckedSample
+from roll_batching.jobs.rollouts.token_versions import VERSIONS_SPEC, WEIGHT_VERSIONS
 from roll_batching.jobs.seeds import rollout_function_seed, round_seed
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.fields import VERSIONS_SPEC, WEIGHT_VERSIONS
 from roll_batching.strategy import GenerationSettings
 from roll_batching.strategy.generation import responses_to_batch
 

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.rollouts.contract import Generation, TokenRequest
+from roll_batching.jobs.engines.protocol import SampledTokens
+from roll_batching.jobs.rollouts.contract import Generation, LoadedRolloutFunction, TokenRequest
 from roll_batching.jobs.rollouts.token_versions import TokenVersions
+from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning.arrays import integer_of
 from roll_batching.registry import printable
 from roll_batching.strategy.sampling import GenerationSettings
 
-if TYPE_CHECKING:
-    from roll_batching.jobs.rollouts.function_calls import FunctionCalls
+
+class Calls(Protocol):
+    """What clients need of all calls of a function."""
+
+    function: LoadedRolloutFunction
+    tokenizer: Tokenizer
+    settings: GenerationSettings
+    max_new_tokens: int
+    vocab_size: int
+    stop_token_ids: frozenset[int]
+    loop: asyncio.AbstractEventLoop
+
+    def is_open(self, rollout: int) -> bool:
+        """Whether the rollout's call has not returned."""
+
+    async def sample(self, request: TokenRequest) -> SampledTokens:
+        """Samples a request's tokens."""
 
 
 class Client:
     """The `RolloutClient` of one rollout."""
 
-    def __init__(self, calls: FunctionCalls, number: int) -> None:
+    def __init__(self, calls: Calls, number: int) -> None:
         self._all, self._number = calls, number
         self.calls = 0
         """Number of calls so far."""

@@ -7,6 +7,11 @@ from collections import defaultdict, deque
 import numpy as np
 
 from roll_batching.jobs.engines.protocol import SampledTokens
+from roll_batching.samples import FieldSpec
+
+WEIGHT_VERSIONS = "weight_versions"
+"""token, int64: version of the weights that sampled a token, where they change within rollouts; -1 for others."""
+VERSIONS_SPEC = FieldSpec("token", pad=-1)
 
 
 class TokenVersions:

@@ -171,7 +171,7 @@ READ: list[tuple[Condition, str]] = [
     (lambda job: job.has_reward, "reward_workers reward_timeout reward_memory reward_failure"),
     (lambda job: bool(job.rewards), "actor_train.data_args.tag"),
     (lambda job: job.rollout_function is not None, "rollout_function_timeout rollout_max_calls"),
-    (lambda job: job.asynchronous, "max_staleness sampler_restarts rollout_timeout"),
+    (lambda job: job.asynchronous, "max_staleness in_flight_updates partial_rollout sampler_restarts rollout_timeout"),
     (lambda job: job.warmup is not None, "warmup.*"),
     (lambda job: job.reference is not None, "reference.*"),
     (lambda job: job.critic is not None, "critic.* lambd value_clip critic_warmup critic_epochs"),

@@ -19,10 +19,9 @@ from roll_batching.jobs.observe.run_files import read_metrics
 from roll_batching.jobs.rl.async_rollouts import Arrivals, fresh_tokens
 from roll_batching.jobs.rollouts.contract import LoadedRolloutFunction, RolloutPrompt, RolloutSample
 from roll_batching.jobs.rollouts.free_rollouts import FreeRollouts
-from roll_batching.jobs.rollouts.token_versions import TokenVersions
+from roll_batching.jobs.rollouts.token_versions import VERSIONS_SPEC, WEIGHT_VERSIONS, TokenVersions
 from roll_batching.jobs.texts.tokenizers import CharTokenizer
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.fields import VERSIONS_SPEC, WEIGHT_VERSIONS
 from roll_batching.strategy.sampling import GenerationSettings
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
@@ -67,24 +66,29 @@ def prompts(count=8):
     ]
 
 
-def function_of(function, **arguments):
+def function_of(function, length=64, **arguments):
     return LoadedRolloutFunction(
         path=function.__name__,
         function=function,
         arguments=arguments,
         timeout=20,
         max_calls=9,
-        sequence_length=64,
+        sequence_length=length,
         has_reward=False,
         needs_versions=True,
     )
 
 
-def gap(model, sample, chosen):
+async def one_answer(prompt, client, tokenizer, tokens=24):
+    made = await client.generate(prompt.tokens, max_new_tokens=tokens)
+    return RolloutSample(tokens=made.tokens, loss_mask=[1] * len(made.tokens), log_probs=made.log_probs, reward=0)
+
+
+def gap(model, sample, chosen, temperature=SETTINGS.temperature):
     """The largest difference of the log-probs of a sample's `chosen` tokens to transformers' model."""
     whole = torch.tensor(np.concatenate([sample.prompt, sample.tokens])[None])
     with torch.no_grad():
-        rows = (model(whole).logits[0].double() / SETTINGS.temperature).log_softmax(-1)
+        rows = (model(whole).logits[0].double() / temperature).log_softmax(-1)
     own = rows[len(sample.prompt) - 1 : -1].gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
     return float((own - torch.tensor(sample.log_probs))[torch.tensor(chosen)].abs().max())
 
@@ -134,12 +138,7 @@ def test_long_answers_are_cut_at_the_update_and_go_on(servers, models, report):
     api, urls = servers
     engine = Replicas(urls, api, EngineLimits(seconds=20, in_flight=8, retries=1))
     engine.update_weights(models[0][0].resolve(), 0)
-
-    async def answer(prompt, client, tokenizer):
-        made = await client.generate(prompt.tokens, max_new_tokens=24)
-        return RolloutSample(tokens=made.tokens, loss_mask=[1] * len(made.tokens), log_probs=made.log_probs, reward=0)
-
-    with FreeRollouts(engine, function_of(answer), TOKENIZER, SETTINGS) as free:
+    with FreeRollouts(engine, function_of(one_answer), TOKENIZER, SETTINGS) as free:
         free.start(0, prompts(), seed=7)
         time.sleep(0.5)
         with free.interrupted():
