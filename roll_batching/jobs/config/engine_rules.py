@@ -242,6 +242,11 @@ def missing_for_gym(job: JobKeys) -> Iterator[Problem]:
     if job.rollout_function != NEMO_GYM:
         return
     role = job.actor_infer
+    if job.asynchronous and job.in_flight_updates:
+        text = (
+            "is true, and NeMo-Gym's agents call the engine themselves: an update would interrupt them; set it to false"
+        )
+        yield Problem(("in_flight_updates",), text)
     if not isinstance(job.rollout_args.get("url"), str):
         text = "is missing: the address of NeMo-Gym's head server, http://host:11000 (docs/rollouts.md)"
         yield Problem(("rollout_args", "url"), text)

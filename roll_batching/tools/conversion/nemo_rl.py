@@ -85,9 +85,9 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
         convert_supervised(file, task)
         job = replace(job, task=Given(task, task), evaluation=read_texts_evaluation(file, task))
     write_job(job, file.draft)
+    convert_data(file, task)
     if task in RL_TASKS:
         convert_generation(file)
-    convert_data(file, task)
     _checkpoints(file)
     _tracker(file)
     file.leave_out_rest()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from roll_batching.jobs.config.rollout_keys import NEMO_GYM
 from roll_batching.tools.conversion.foreign_file import (
     HELD_OUT,
     SAMPLING,
@@ -143,6 +145,16 @@ def _steps_ahead(file: ForeignFile) -> int:
     return int(sampler.get("max_lookahead_versions" if in_order else "max_staleness_versions", 1))
 
 
+def _obstacle_in_flight(job: Mapping[str, Any]) -> str:
+    """Why the engine of `job` cannot take weights while it samples; empty if it can."""
+    if job.get("rollout_function") == NEMO_GYM:
+        return "NeMo-Gym's agents call the engine themselves"
+    if section_at(job, *STRATEGY).get("strategy_name") not in _ENGINES:
+        return "the sampler is no server"
+    replay = section_at(job, "actor_train", "router_replay").get("mode")
+    return "router replay R3 takes the experts of one generation" if replay == "R3" else ""
+
+
 def _async_rollouts(file: ForeignFile) -> None:
     """Converts how far rollouts run ahead of training; leaves out the other keys of asynchronous rollouts."""
     ahead, section = _steps_ahead(file), "grpo.async_grpo"
@@ -152,9 +164,12 @@ def _async_rollouts(file: ForeignFile) -> None:
         if "engine_ratio_cap" not in file.draft.values.get("loss_args", {}) and SECTION not in file.draft.values:
             meaning += "; old log-probs are the sampler's, NeMo-RL computes them with the weights in training"
         file.draft.put(("async_generation_ratio",), ahead, key, meaning)
-    if ahead and file.take(f"{section}.in_flight_weight_updates"):
-        why = "a response is sampled with the weights of one step; newer weights wait until it is complete"
-        file.draft.leave_out(f"{section}.in_flight_weight_updates", "refused", why)
+    in_flight = f"{section}.in_flight_weight_updates"
+    if ahead and file.take(in_flight):
+        if why := _obstacle_in_flight(file.draft.values):
+            file.draft.leave_out(in_flight, "refused", f"{why}; new weights wait until responses are complete")
+        else:
+            file.draft.put(("in_flight_updates",), True, in_flight, "caches are computed again with the new weights")
     rest = file.take(section)
     if isinstance(rest, dict) and ahead:
         for name in ("max_generation_failures", "recompute_kv_cache_after_weight_updates"):
