@@ -237,16 +237,14 @@ def _own_servers(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("actor_infer", "device_mapping"), f"{text}; name a multiple of {size}")
 
 
-def missing_for_gym(job: JobKeys) -> Iterator[Problem]:
-    """Missing addresses of NeMo-Gym's rollout function: Gym's own, and the engine's for its agents."""
+def gym_problems(job: JobKeys) -> Iterator[Problem]:
+    """Problems of NeMo-Gym's rollout function: missing addresses of Gym and of the engine, updates in flight."""
     if job.rollout_function != NEMO_GYM:
         return
     role = job.actor_infer
     if job.asynchronous and job.in_flight_updates:
-        text = (
-            "is true, and NeMo-Gym's agents call the engine themselves: an update would interrupt them; set it to false"
-        )
-        yield Problem(("in_flight_updates",), text)
+        text = "is true, and an update would interrupt the requests of NeMo-Gym's agents, which make them themselves"
+        yield Problem(("in_flight_updates",), f"{text}; set it to false")
     if not isinstance(job.rollout_args.get("url"), str):
         text = "is missing: the address of NeMo-Gym's head server, http://host:11000 (docs/rollouts.md)"
         yield Problem(("rollout_args", "url"), text)

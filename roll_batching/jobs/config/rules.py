@@ -10,7 +10,7 @@ from roll_batching.jobs.config.engine_rules import (
     SERVED,
     corrects_engine,
     engine_problems,
-    missing_for_gym,
+    gym_problems,
     uses_engine,
 )
 from roll_batching.jobs.config.job_keys import JobKeys
@@ -369,4 +369,4 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     if job.norm_std_type == "batch":
         text = "is batch, and a step has one response, which has no deviation: raise rollout_batch_size"
         need(job.rollout_batch_size * job.group_size > 1, ("norm_std_type",), text)
-    return [*problems, *missing_for_gym(job), *models_that_cannot_sample(job)]
+    return [*problems, *gym_problems(job), *models_that_cannot_sample(job)]
