@@ -210,7 +210,7 @@ LINES = {
     "settings": 3_550,
     "strategy": 7_630,
     "tools": 50,
-    "tools.conversion": 6_520,
+    "tools.conversion": 6_530,
     "tools.rehearsal": 3_770,
     "tools.report": 1_750,
     "tools.simulation": 1_050,

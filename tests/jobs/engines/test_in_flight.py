@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,8 +28,8 @@ from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.strategy.sampling import GenerationSettings
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
-from tests.jobs.engines.test_replicas import DIALECTS, seen, start
-from tests.jobs.rollouts.rollout_functions import three_turns
+from tests.jobs.engines.test_replicas import DIALECTS, order, seen, start
+from tests.jobs.rollouts.rollout_functions import slow_for, three_turns
 from tests.support.ranks import run_ranks
 from tests.support.tiny_job import VOCABULARY
 
@@ -157,6 +160,32 @@ def test_long_answers_are_cut_at_the_update_and_go_on(servers, models, report):
     report(f"{api.name}: {len(long)} answers cut at {sorted(int((s.versions == 0).sum()) for s in long)} tokens")
 
 
+def test_what_a_restarted_server_sampled_before_an_update_is_sampled_again(models):
+    """vLLM's replies do not say whose weights they are of, and after the update the server has the right ones."""
+    process, urls = start(models[0][0], "--kind", "vllm", *OPTIONS)
+    try:
+        engine = Replicas(urls, DIALECTS["vllm"], EngineLimits(seconds=20, in_flight=8, retries=1))
+        engine.update_weights(models[1][0].resolve(), 0)
+        with FreeRollouts(engine, function_of(three_turns, pause=1.0), TOKENIZER, SETTINGS) as free:
+            free.start(0, prompts()[:1], seed=1)
+            complete(free, 1)  # it is open, and has seen both servers
+            order(urls[0], "restart")
+            free.start(1, prompts(), seed=7)
+            time.sleep(0.4)
+            with free.interrupted():
+                engine.update_weights(models[2][0].resolve(), 1)
+            (rollouts,) = complete(free, 1).values()
+    finally:
+        process.kill()
+    samples = [rollout.samples[0] for rollout in rollouts]
+    for sample in samples:
+        for version, model in ((0, models[1][1]), (1, models[2][1])):
+            if (chosen := sample.versions == version).any():
+                assert gap(model, sample, chosen) < 1e-5
+    whole = [set(sample.versions[sample.mask].tolist()) for sample in samples]
+    assert {1} in whole and {0, 1} in whole, "those of the other server keep their tokens"
+
+
 # ---- steps
 
 
@@ -206,14 +235,22 @@ def prompts_of(folder):
     return Counter(line["prompt"] for line in lines), Counter(line["step"] for line in lines)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_steps_do_not_wait_for_a_slow_rollout(folder, kind, report):
-    """One prompt of eight takes 6 s: steps go on without it, and train on it once. So does a run that is resumed."""
-    process, urls = start(folder / "model", "--kind", kind, *OPTIONS)
+async def suffers(prompt, client, tokenizer, folder, fault, url, text, seconds):
+    """`slow_for`; at its 30th call its process is killed, or the server is started again."""
+    calls = Path(folder) / "calls"
+    with calls.open("a") as file:
+        file.write(".")
+    if calls.stat().st_size == 30:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        order(url, "restart")
+    return await slow_for(prompt, client, tokenizer, text, seconds)
+
+
+def free_job(folder, kind, urls, function, arguments):
     changes = {
-        "rollout_function": "tests.jobs.rollouts.rollout_functions:slow_for",
-        "rollout_args": {"text": "a+2b+2=", "seconds": 6.0},
+        "rollout_function": function,
+        "rollout_args": arguments,
         "async_generation_ratio": 1,
         "in_flight_updates": True,
         "partial_rollout": True,
@@ -226,6 +263,16 @@ def test_steps_do_not_wait_for_a_slow_rollout(folder, kind, report):
     }
     made = job(folder, **changes)
     del made["reward_function"]
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_steps_do_not_wait_for_a_slow_rollout(folder, kind, report):
+    """One prompt of eight takes 6 s: steps go on without it, and train on it once. So does a run that is resumed."""
+    process, urls = start(folder / "model", "--kind", kind, *OPTIONS)
+    function = "tests.jobs.rollouts.rollout_functions:slow_for"
+    made = free_job(folder, kind, urls, function, {"text": "a+2b+2=", "seconds": 6.0})
     try:
         run_ranks(1, RUN, made)
         rows = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
@@ -243,3 +290,25 @@ def test_steps_do_not_wait_for_a_slow_rollout(folder, kind, report):
     assert steps == {step: 12 for step in range(1, 7)} and again == (prompts, steps)
     assert max(waits[1:5]) < 3 and max(row["weight_versions_mean"] for row in rows) > 1
     assert max(row["staleness_max"] for row in rows) >= 2 and all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "fault"), [("sglang", "killed"), ("vllm", "killed"), ("vllm", "restarted")])
+def test_no_rollout_is_lost_or_trained_on_twice(folder, kind, fault, report):
+    """The sampler dies while rollouts are under way and some have been trained on; or a server loses its weights."""
+    process, urls = start(folder / "model", "--kind", kind, *OPTIONS)
+    function = "tests.jobs.engines.test_in_flight:suffers"
+    arguments = {"folder": str(folder), "fault": fault, "url": urls[0], "text": "a+2b+2=", "seconds": 3.0}
+    try:
+        run_ranks(1, RUN, free_job(folder, kind, urls, function, arguments))
+    finally:
+        process.kill()
+    prompts, steps = prompts_of(folder)
+    rows = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
+    calls = (folder / "calls").stat().st_size
+    report(f"{kind}, {fault}: restarts of the sampler {rows[-1]['sampler_restarts']}, calls {calls}")
+    assert prompts == {prompt: 9 for prompt in prompts} and len(prompts) == 8
+    assert steps == {step: 12 for step in range(1, 7)}
+    assert rows[-1]["sampler_restarts"] == (fault == "killed")
+    if fault == "restarted":
+        assert sum(row["engine_dropped"] for row in rows) >= 1 and calls > 72
