@@ -194,7 +194,7 @@ LINES = {
     "jobs.rewards": 2_950,
     "jobs.rl": 980,
     "jobs.roles": 1_310,
-    "jobs.rollouts": 2_920,
+    "jobs.rollouts": 3_020,
     "jobs.run": 1_300,
     "jobs.steps": 750,
     "jobs.streams": 1_600,

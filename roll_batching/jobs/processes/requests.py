@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +41,12 @@ class ReplyTooLarge(RequestFailed):
 
 
 def excerpt(reply: Any, length: int = 200) -> str:
-    """The beginning of a server's reply, without control characters, which would change a terminal."""
-    return "".join(character if character.isprintable() else " " for character in str(reply)[:length])
+    """The beginning of a server's reply, without control characters, which would change a terminal.
+
+    Runs of backslashes become one: a server that quotes another's error doubles them, level by level.
+    """
+    text = re.sub(r"\\+", r"\\", str(reply)[: 100 * length])
+    return "".join(character if character.isprintable() else " " for character in text[:length])
 
 
 def is_temporary(status: int) -> bool:
@@ -97,7 +102,7 @@ async def _reply(request: Any, url: str, path: str, most_bytes: int = _LARGEST_R
         raise RequestFailed(f"{path}: {type(error).__name__} {error}".strip()) from None
     text = body.decode(errors="replace")
     if is_temporary(status):
-        raise RequestFailed(f"{path}: status {status}: {excerpt(text, 200)}")
+        raise RequestFailed(f"{path}: status {status}: {excerpt(text, 500)}")
     if status >= 300:
         raise EngineError(f"{url}{path} refuses the request with status {status}: {excerpt(text, 500)}")
     with contextlib.suppress(ValueError, RecursionError):

@@ -3,7 +3,7 @@
     rollout_function: roll_batching.jobs.rollouts.nemo_gym:rollout
     rollout_args: {url: http://gym:11000}    # Gym's head server
 
-Protocol (NeMo-Gym, `nemo_gym/server_utils.py` and `rollout_collection.py`, August 2026): the head server's
+Protocol (NeMo-Gym 0.7.0, `nemo_gym/server_utils.py` and `rollout_collection.py`): the head server's
 `/global_config_dict_yaml` names the address of each agent. A line of data is the body of the agent's `/run`; its reply
 has the `reward` and the items of `response.output`. The last item of each model call has `prompt_token_ids` (all that
 the model read), `generation_token_ids` and `generation_log_probs`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +37,7 @@ from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.strategy.sampling import GenerationSettings
 
 _PARAMETERS = "responses_create_params"
+_AGENTS = "responses_api_agents"
 _IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.5
@@ -48,8 +49,12 @@ _MORE_BYTES = 96 << 20
 """Bytes of a rollout's reply beyond the usual limit: each turn repeats its context, about 1 MB for 128k tokens."""
 _TRAINING_SERVER = "start Gym with responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 
-_servers: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Any]]] = {}
-"""By event loop, which lives for a step, and head server's URL: the request for Gym's configuration."""
+_WATCH_SECONDS = 5.0
+_REFUSALS = 3
+"""Refused connections in a row after which an engine counts as ended: Gym's model server would retry without end."""
+
+_shared_tasks: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Task[Any]]] = {}
+"""By event loop, which lives for a step: the request for Gym's configuration, and the watch on its engines."""
 
 
 async def rollout(
@@ -57,24 +62,35 @@ async def rollout(
 ) -> RolloutSample:
     """Has an agent of the NeMo-Gym at `url` make the sample of the prompt's line.
 
-    `agent` names the agent for lines without `agent_ref`. Temperature, `top_p` and the limit of tokens are the job's;
-    a line's `max_output_tokens` counts if it is smaller. Raises SampleFault, with what to change.
+    `agent` names the agent for lines without `agent_ref`; without both, the line's `task_source` does. Temperature,
+    `top_p` and the limit of tokens are the job's; a line's `max_output_tokens` counts if it is smaller. Raises
+    SampleFault, with what to change.
     """
-    line = request_of(prompt, client.settings, agent)
-    name = line["agent_ref"]["name"]
+    line = request_of(prompt, client.settings)
     base = str(url).rstrip("/")
     if not _is_address(base):
         raise SampleFault(
             f"rollout_args.url is {excerpt(url)!r}: write the address of Gym's head server, http://host:port"
         )
-    address = _address(await _configuration(base), name, base)
+    servers = await asyncio.shield(_share(base, lambda: _read_configuration(base)))
+    name = agent_of(prompt.record, agent, servers, base)
+    address = _address(servers, name, base)
     where = f"NeMo-Gym's agent {name} at {address}"
     cure = "see Gym's log; on another machine Gym must be started with default_host set to its address"
-    result = await _ask(address, Call("/run", line, extra_bytes=_MORE_BYTES), where, cure, _LONGEST_SECONDS)
-    return sample_of(result, where)
+    call = Call("/run", {**line, "agent_ref": {**line["agent_ref"], "name": name}}, extra_bytes=_MORE_BYTES)
+    reply = asyncio.create_task(_ask(address, call, where, cure, _LONGEST_SECONDS))
+    ended_engine = _share(f"engines of {base}", lambda: _ended_engine(_engines(servers)))
+    await asyncio.wait({reply, ended_engine}, return_when=asyncio.FIRST_COMPLETED)
+    if not reply.done():
+        reply.cancel()
+        raise SampleFault(
+            f"{where} waits for the engine at {ended_engine.result()}, which has ended: see the engine's log, and "
+            "start the engine and the job again"
+        )
+    return sample_of(reply.result(), where)
 
 
-def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str | None = None) -> dict[str, Any]:
+def request_of(prompt: RolloutPrompt, settings: GenerationSettings) -> dict[str, Any]:
     """Makes the body of `/run` for the prompt's line. Raises SampleFault for a line that Gym cannot use."""
     line = prompt.record
     parameters = line.get(_PARAMETERS)
@@ -84,11 +100,9 @@ def request_of(prompt: RolloutPrompt, settings: GenerationSettings, agent: str |
         raise SampleFault(
             f"its line has no {_PARAMETERS} with an input, and no messages: NeMo-Gym's lines have one or the other"
         )
-    reference = line.get("agent_ref") or {"name": agent}
-    if not isinstance(reference, Mapping) or not isinstance(reference.get("name"), str):
-        raise SampleFault(
-            "its line has no agent_ref with a name: prepare the data with Gym, or name the agent in rollout_args.agent"
-        )
+    reference = line.get("agent_ref") or {}
+    if not isinstance(reference, Mapping) or not isinstance(reference.get("name", ""), str):
+        raise SampleFault(f"its line has the agent_ref {excerpt(repr(reference), 60)}: write {{name: AGENT}}")
     if settings.top_k and not settings.greedy:
         raise SampleFault(
             f"top_k is {settings.top_k}, which requests of the Responses API do not have: set "
@@ -199,43 +213,111 @@ def _reward(result: Mapping[str, Any], where: str) -> float:
     return float(reward)
 
 
-async def _configuration(url: str) -> Any:
-    """Returns Gym's configuration from its head server, which is asked once per event loop."""
+def _share(key: str, make: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
+    """Task of the event loop under `key`, which all its rollouts share."""
     loop = asyncio.get_running_loop()
-    for closed_loop in [other for other in _servers if other.is_closed()]:
-        del _servers[closed_loop]  # a task refers to its loop, so a weak key would keep both
-    tasks = _servers.setdefault(loop, {})
-    if url not in tasks:
-        tasks[url] = loop.create_task(_read_configuration(url))
-    return await asyncio.shield(tasks[url])
+    for closed_loop in [other for other in _shared_tasks if other.is_closed()]:
+        del _shared_tasks[closed_loop]  # a task refers to its loop, so a weak key would keep both
+    tasks = _shared_tasks.setdefault(loop, {})
+    if key not in tasks:
+        tasks[key] = loop.create_task(make())
+    return tasks[key]
 
 
-async def _read_configuration(url: str) -> Any:
+async def _read_configuration(url: str) -> dict[str, Any]:
+    """Returns Gym's configuration, server > type > name > settings, from its head server."""
     where, cure = f"NeMo-Gym's head server at {url}", "start Gym before the job, or correct rollout_args.url"
     text = await _ask(url, "/global_config_dict_yaml", where, cure, _CONFIGURATION_SECONDS)
     try:
-        return yaml.safe_load(text) if isinstance(text, str) else text
+        servers = yaml.safe_load(text) if isinstance(text, str) else text
     except (yaml.YAMLError, ValueError, RecursionError):  # the latter two of dates, integers and depth
         raise SampleFault(f"the configuration of {where} is not YAML: {excerpt(text)}; {cure}") from None
+    return servers if isinstance(servers, dict) else {}
 
 
-def _address(configuration: Any, agent: str, url: str) -> str:
-    """URL of `agent` by Gym's configuration: server > type > name > host and port."""
-    servers = configuration if isinstance(configuration, dict) else {}
-    settings: Any = servers.get(agent)
-    for _ in range(2):  # the type, then the name, each of which has one entry
-        settings = next(iter(settings.values()), None) if isinstance(settings, dict) else None
-    if not isinstance(settings, dict) or not settings.get("host") or not settings.get("port"):
-        known = sorted(
-            str(name)
-            for name, server in servers.items()
-            if isinstance(server, dict) and "responses_api_agents" in server
+def _settings(servers: Mapping[str, Any], name: Any, kind: str) -> dict[str, Any]:
+    """Settings of the server `name` of type `kind`; empty without such a server."""
+    server = servers.get(name) if isinstance(name, str) else None
+    named = server.get(kind) if isinstance(server, dict) else None
+    settings = next(iter(named.values()), None) if isinstance(named, dict) else None
+    return settings if isinstance(settings, dict) else {}
+
+
+def agent_of(line: Mapping[str, Any], agent: str | None, servers: Mapping[str, Any], url: str) -> str:
+    """Name of the line's agent: of `agent_ref`, `agent`, or the agent of `task_source`. Raises SampleFault.
+
+    `task_source` names the server that declares the line's data set: an agent, or a resources server with one agent.
+    """
+    source = line.get("task_source")
+    if name := (line.get("agent_ref") or {}).get("name") or agent:
+        return str(name)
+    if source is None:
+        raise SampleFault(
+            "its line has no agent_ref with a name and no task_source: prepare the data with Gym, or name the agent "
+            "in rollout_args.agent"
         )
+    if _settings(servers, source, _AGENTS):
+        return str(source)
+    agents = sorted(
+        name
+        for name in servers
+        if (reference := _settings(servers, name, _AGENTS).get("resources_server")) and reference.get("name") == source
+    )
+    pins = {data_set.get("agent") for data_set in _settings(servers, source, "resources_servers").get("datasets") or ()}
+    agents = [name for name in agents if name in pins] or agents
+    if len(agents) != 1:
+        raise SampleFault(
+            f"its line has the task_source {excerpt(repr(source), 60)}, for which NeMo-Gym at {url} has {len(agents)} "
+            f"agents ({', '.join(agents) or 'none'}): name one in rollout_args.agent, or correct task_source"
+        )
+    return agents[0]
+
+
+def _address(servers: Mapping[str, Any], agent: str, url: str) -> str:
+    """URL of `agent` by Gym's configuration."""
+    settings = _settings(servers, agent, _AGENTS)
+    if not settings.get("host") or not settings.get("port"):
+        known = sorted(name for name in servers if _settings(servers, name, _AGENTS))
         raise SampleFault(
             f"NeMo-Gym at {url} runs no agent {agent!r}, but {', '.join(known) or 'none'}: start Gym with its "
             "configuration, or correct agent_ref of the lines (rollout_args.agent for lines without)"
         )
     return f"http://{settings['host']}:{settings['port']}"
+
+
+def _engines(servers: Mapping[str, Any]) -> list[str]:
+    """Addresses of the engines that Gym's model servers call."""
+    urls = [_settings(servers, name, "responses_api_models").get("base_url") for name in servers]
+    return [url for one in urls for url in ([one] if isinstance(one, str) else one or ()) if _is_address(url)]
+
+
+async def _ended_engine(addresses: Sequence[str]) -> str:
+    """Returns the first address that accepted a connection before and now refuses several in a row.
+
+    One that never accepts may be reachable from Gym's machine alone.
+    """
+    refusals = dict[str, int]()
+    while True:
+        for address in addresses:
+            if await _accepts(address):
+                refusals[address] = 0
+            elif address in refusals:
+                refusals[address] += 1
+                if refusals[address] >= _REFUSALS:
+                    return address
+        await asyncio.sleep(_WATCH_SECONDS)
+
+
+async def _accepts(address: str) -> bool:
+    parts = urlsplit(address)
+    try:
+        _, writer = await asyncio.open_connection(
+            parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        )
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def _is_address(url: str) -> bool:

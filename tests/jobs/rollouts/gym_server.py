@@ -18,19 +18,25 @@ def item(before: list[int], sampled: list[int], kind: str = "message", first: fl
         "prompt_token_ids": before,
         "generation_token_ids": sampled,
         "generation_log_probs": [first - place / 4 for place in range(len(sampled))],
+        "routed_experts": None,
     }
 
 
 def reply(*output: dict[str, Any], **result: Any) -> dict[str, Any]:
     """The reply of an agent's `/run`."""
-    return {"response": {"output": list(output)}, "reward": 1.0, **result}
+    response = {"output": list(output), "status": "completed", "incomplete_details": None}
+    return {"response": response, "reward": 1.0, "mask_sample": False, "failure_kind": None, **result}
 
 
 class GymServer:
-    """Head server and the agent `simple`; `answer` makes a reply, or an HTTP status, of the request's body."""
+    """Head server and the agent `simple`; `answer` makes a reply, or an HTTP status, of the request's body.
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
+    A reply that is None never comes. `servers` are further ones in the configuration, or others in place of its own.
+    """
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Any], servers: dict[str, Any] | None = None) -> None:
         self.answer, self.requests, self.configurations = answer, list[dict[str, Any]](), 0
+        self.servers = servers or {}
         self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -61,14 +67,25 @@ class GymServer:
 
     async def _configuration(self, request: web.Request) -> web.Response:
         self.configurations += 1
-        agent = {"simple_agent": {"host": "127.0.0.1", "port": self.port, "entrypoint": "app.py"}}
-        servers = {"simple": {"responses_api_agents": agent}, "policy_base_url": "http://127.0.0.1:8000/v1"}
+        agent = {"host": "127.0.0.1", "port": self.port, "entrypoint": "app.py", "datasets": [{"name": "example"}]}
+        agent["resources_server"] = {"type": "resources_servers", "name": "sums"}
+        relay = {"agent_server": {"type": "responses_api_agents", "name": "simple"}}
+        servers = {
+            "simple": {"responses_api_agents": {"simple_agent": agent}},
+            "sums": {"resources_servers": {"equivalence_rule": {"entrypoint": "app.py"}}},
+            "sums_environment_server": {"environment_servers": {"legacy_agent": relay}},
+            "head_server": {"host": "127.0.0.1", "port": self.port},
+            "policy_base_url": "http://127.0.0.1:8000/v1",
+            **self.servers,
+        }
         return web.json_response(yaml.safe_dump(servers))
 
     async def _answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
         answer = self.answer(body)
+        if answer is None:
+            await asyncio.Event().wait()
         if isinstance(answer, int):
-            return web.Response(status=answer, text="the agent failed")
+            return web.json_response("the agent failed", status=answer)
         return web.json_response(answer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -45,14 +47,23 @@ TWO_TURNS = reply(
 )
 
 
-def samples(answer: Any, line: Any = LINE, *, url: str | None = None, count: int = 2, **settings: Any) -> Any:
+def samples(
+    answer: Any,
+    line: Any = LINE,
+    *,
+    url: str | None = None,
+    count: int = 2,
+    agent: str | None = None,
+    servers: Any = None,
+    **settings: Any,
+) -> Any:
     """The checked rollouts of `count` calls, and the server."""
     sampling = GenerationSettings(**{"max_new_tokens": 8, "eos_token_id": END, "vocab_size": 43, **settings})
     prompts = [
         RolloutPrompt(tokens=TOKENIZER.encode("1+2="), text="1+2=", record=line, sample=i, seed=i) for i in range(count)
     ]
-    with GymServer(answer if callable(answer) else lambda body: answer) as server:
-        arguments = {"url": url or server.url}
+    with GymServer(answer if callable(answer) else lambda body: answer, servers) as server:
+        arguments = {"url": url or server.url, "agent": agent}
         function = LoadedRolloutFunction(
             path=NEMO_GYM,
             function=load_rollout_function(NEMO_GYM, arguments),
@@ -95,10 +106,58 @@ def test_the_request_is_the_line_with_the_jobs_sampling():
     assert (parameters["temperature"], parameters["max_output_tokens"]) == (0.0, 3)
 
 
+def test_an_error_that_servers_quote_one_from_the_other_stays_readable():
+    """Each of Gym's servers quotes the error of the server that it called, and with it the backslashes."""
+    text = "--enable-auto-tool-choice"
+    for _ in range(7):
+        text = json.dumps(f'an inner server: b"{text}"')
+    shown = requests.excerpt(text, 500)
+    assert len(text) > 700 and "--enable-auto-tool-choice" in shown and "\\\\" not in shown
+
+
 def test_a_line_that_has_only_messages():
     line = {"messages": [{"role": "user", "content": "1+2="}], "agent_ref": {"name": "simple"}}
     _, server = samples(TWO_TURNS, line, count=1)
     assert server.requests[0]["responses_create_params"]["input"] == line["messages"]
+
+
+def agent_of_source(source: str) -> dict[str, Any]:
+    return {"responses_api_agents": {"simple_agent": {"resources_server": {"name": source}}}}
+
+
+SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "its only agent": ("sums", {}),
+    "the agent itself": ("simple", {"other": agent_of_source("sums")}),
+    "the pinned agent": (
+        "sums",
+        {
+            "other": agent_of_source("sums"),
+            "sums": {"resources_servers": {"equivalence_rule": {"datasets": [{"name": "a"}, {"agent": "simple"}]}}},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_the_agent_of_a_task_source(case):
+    """Lines that Gym 0.7 prepares name the server that declares their data set, and no agent."""
+    source, servers = SOURCES[case]
+    line = {name: value for name, value in LINE.items() if name != "agent_ref"} | {"task_source": source}
+    _, server = samples(TWO_TURNS, line, count=1, servers=servers)
+    assert server.requests[0]["agent_ref"] == {"name": "simple"}
+    _, server = samples(TWO_TURNS, {**line, "task_source": "other"}, count=1, agent="simple")
+    assert server.requests[0]["agent_ref"] == {"name": "simple"}
+
+
+def test_an_engine_that_ends_is_named(monkeypatch):
+    """One that has never accepted a connection may be reachable from Gym's machine alone, and is not counted."""
+    monkeypatch.setattr(nemo_gym, "_WATCH_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        urls = [f"http://127.0.0.1:{port}/v1" for port in (9, engine.getsockname()[1])]
+        model = {"responses_api_models": {"vllm_model": {"base_url": urls}}}
+        threading.Timer(1.0, engine.close).start()
+        with pytest.raises(DataError, match=f"agent simple at .* waits for the engine at {urls[1]}, which has ended"):
+            samples(None, servers={"policy_model": model})
 
 
 def test_an_incomplete_response_and_a_flag():
@@ -131,8 +190,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "no reward": (reply(item([3], [4]), reward=None), "reward of .* finite number"),
     "no response": ({"error": "x"}, "has no response with an output"),
-    "refused": (422, "status 422: the agent failed; see Gym's log"),
-    "failed": (500, "did not answer in 3 attempts: /run: status 500"),
+    "refused": (422, "status 422: .the agent failed.; see Gym's log"),
+    "failed": (500, "did not answer in 3 attempts: /run: status 500: .the agent failed"),
 }
 
 
@@ -157,12 +216,23 @@ def test_a_reply_may_be_larger_than_an_engines(monkeypatch):
 def test_steps_leave_no_event_loop_behind():
     for _ in range(3):
         samples(TWO_TURNS, count=1)
-    assert len(nemo_gym._servers) <= 1
+    assert len(nemo_gym._shared_tasks) <= 1
 
 
 LINES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no input": ({"agent_ref": {"name": "simple"}}, {}, "no responses_create_params with an input"),
     "no agent": ({"messages": [{}]}, {}, "no agent_ref with a name"),
+    "an agent_ref that is a text": ({**LINE, "agent_ref": "simple"}, {}, "has the agent_ref 'simple': write"),
+    "an unknown task_source": (
+        {"messages": [{}], "task_source": "products"},
+        {},
+        "task_source 'products', for which .* has 0 agents .none.: name one in rollout_args.agent",
+    ),
+    "a task_source of two agents": (
+        {"messages": [{}], "task_source": "sums"},
+        {"servers": {"other": agent_of_source("sums")}},
+        "has 2 agents .other, simple.",
+    ),
     "another agent": ({**LINE, "agent_ref": {"name": "other"}}, {}, "runs no agent 'other', but simple"),
     "top_k": (LINE, {"top_k": 5}, "top_k is 5.* set actor_infer.generating_args.top_k to 0"),
     "nothing there": (LINE, {"url": "http://127.0.0.1:9"}, "head server at http://127.0.0.1:9 did not answer"),
