@@ -75,7 +75,8 @@ class GymServer:
             "sums": {"resources_servers": {"equivalence_rule": {"entrypoint": "app.py"}}},
             "sums_environment_server": {"environment_servers": {"legacy_agent": relay}},
             "head_server": {"host": "127.0.0.1", "port": self.port},
-            "policy_base_url": "http://127.0.0.1:8000/v1",
+            "policy_base_url": "http://127.0.0.1:9/v1",
+            "policy_model": {"responses_api_models": {"vllm_model": {"base_url": "${policy_base_url}"}}},
             **self.servers,
         }
         return web.json_response(yaml.safe_dump(servers))

@@ -47,35 +47,40 @@ TWO_TURNS = reply(
 )
 
 
-def samples(
-    answer: Any,
-    line: Any = LINE,
+def roll_out(
+    url: str,
+    line: Any,
     *,
-    url: str | None = None,
     count: int = 2,
     agent: str | None = None,
-    servers: Any = None,
+    tokenizer: Any = TOKENIZER,
+    sequence_length: int = 12,
     **settings: Any,
-) -> Any:
-    """The checked rollouts of `count` calls, and the server."""
+) -> list[Any]:
+    """The checked rollouts of `count` calls with `line`, by the Gym at `url`."""
     sampling = GenerationSettings(**{"max_new_tokens": 8, "eos_token_id": END, "vocab_size": 43, **settings})
     prompts = [
-        RolloutPrompt(tokens=TOKENIZER.encode("1+2="), text="1+2=", record=line, sample=i, seed=i) for i in range(count)
+        RolloutPrompt(tokens=tokenizer.encode("1+2="), text="1+2=", record=line, sample=i, seed=i) for i in range(count)
     ]
+    arguments = {"url": url, "agent": agent}
+    function = LoadedRolloutFunction(
+        path=NEMO_GYM,
+        function=load_rollout_function(NEMO_GYM, arguments),
+        arguments=arguments,
+        timeout=60,
+        max_calls=9,
+        sequence_length=sequence_length,
+        has_reward=False,
+    )
+    with FunctionCalls(function, prompts, tokenizer, sampling) as calls:
+        assert not calls.take(), "Gym's agents call the engine, and not the client"
+        return calls.collect(range(count))
+
+
+def samples(answer: Any, line: Any = LINE, *, url: str | None = None, servers: Any = None, **arguments: Any) -> Any:
+    """The checked rollouts of `roll_out` by a stand-in, and that server."""
     with GymServer(answer if callable(answer) else lambda body: answer, servers) as server:
-        arguments = {"url": url or server.url, "agent": agent}
-        function = LoadedRolloutFunction(
-            path=NEMO_GYM,
-            function=load_rollout_function(NEMO_GYM, arguments),
-            arguments=arguments,
-            timeout=60,
-            max_calls=9,
-            sequence_length=12,
-            has_reward=False,
-        )
-        with FunctionCalls(function, prompts, TOKENIZER, sampling) as calls:
-            assert not calls.take(), "Gym's agents call the engine, and not the client"
-            return calls.collect(range(count)), server
+        return roll_out(url or server.url, line, **arguments), server
 
 
 def test_samples_are_the_tokens_that_the_server_sampled():
@@ -154,10 +159,9 @@ def test_an_engine_that_ends_is_named(monkeypatch):
     monkeypatch.setattr(nemo_gym, "_WATCH_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as engine:
         urls = [f"http://127.0.0.1:{port}/v1" for port in (9, engine.getsockname()[1])]
-        model = {"responses_api_models": {"vllm_model": {"base_url": urls}}}
         threading.Timer(1.0, engine.close).start()
         with pytest.raises(DataError, match=f"agent simple at .* waits for the engine at {urls[1]}, which has ended"):
-            samples(None, servers={"policy_model": model})
+            samples(None, servers={"policy_base_url": urls})
 
 
 def test_an_incomplete_response_and_a_flag():
