@@ -286,9 +286,14 @@ def _address(servers: Mapping[str, Any], agent: str, url: str) -> str:
 
 
 def _engines(servers: Mapping[str, Any]) -> list[str]:
-    """Addresses of the engines that Gym's model servers call."""
-    urls = [_settings(servers, name, "responses_api_models").get("base_url") for name in servers]
-    return [url for one in urls for url in ([one] if isinstance(one, str) else one or ()) if _is_address(url)]
+    """Addresses of the engines that Gym's model servers call; `${key}` refers to a key of the configuration."""
+    addresses = list[str]()
+    for name in servers:
+        url = _settings(servers, name, "responses_api_models").get("base_url")
+        if isinstance(url, str) and url.startswith("${"):
+            url = servers.get(url[2:-1])
+        addresses += [url] if isinstance(url, str) else url or ()
+    return [address for address in addresses if _is_address(address)]
 
 
 async def _ended_engine(addresses: Sequence[str]) -> str:
