@@ -10,7 +10,8 @@
 #
 # A turn is a suite or a part of a long one. After SLOW_SUITE_MINUTES (15) pytest is interrupted, and the exit status is
 # 124. Parts have equal numbers of tests, not equal times. `rest` has the slow tests without a suite. `te` needs the
-# environment of te_environment.sh, `engines` that of engine_environment.sh; they have a turn only if it exists. `versions` runs megatron_versions.sh, in its turn on
+# environment of te_environment.sh, `engines` that of engine_environment.sh; they have a turn only if it exists. Tests
+# of NeMo-Gym in `engines` also need that of gym_environment.sh. `versions` runs megatron_versions.sh, in its turn on
 # one release. `pages` types the commands of README and docs, for about an hour, and has no turn. PYTHON and --no-install
 # work as in test.sh.
 set -euo pipefail

@@ -204,9 +204,9 @@ def train(
 
 def test_a_job_trains_on_the_rewards_of_an_environment(gym, engine, tmp_path, report):
     """One turn. The environment scores by the likeness of texts, which this test computes from our texts."""
-    routes = ({"task_source": "lc_equivalence_rule"}, {"agent_ref": {"name": ONE_TURN}})
+    routes = ({"task_source": "lc_equivalence_rule"}, {"task_source": ONE_TURN}, {"agent_ref": {"name": ONE_TURN}})
     answers = {(i, j): LETTERS[i:] + str(i) + LETTERS[:j] + str(j) for i in range(2, 5) for j in range(1, 5)}
-    lines = [line(i, j, expected_answer=text, **routes[(i + j) % 2]) for (i, j), text in answers.items()]
+    lines = [line(i, j, expected_answer=text, **routes[(i + j) % 3]) for (i, j), text in answers.items()]
     rows, rollouts = train(tmp_path, gym, engine, lines, eval_steps=3, eval_samples=2)
     steps = [row for row in rows if "grad_norm" in row]
     gap = max(row["engine_gap_max"] for row in steps)
