@@ -37,6 +37,7 @@ NOT_HERE = {
     "python -m sglang.launch_server": "needs SGLang and a GPU",
     "roll-batching report RUN OTHER": "needs a second run",
     "./scripts/gpu_checks.sh": "needs a GPU; the default tests rehearse its checks",
+    "./scripts/gym_environment.sh": "needs Python 3.13",
     "python -m pytest --noconftest test_algorithms.py": "needs a checkout of NeMo-RL",
 }
 """Commands that cannot run on one machine without a GPU and without the code of others, and why."""
