@@ -315,11 +315,10 @@ async def _ended_engine(addresses: Sequence[str]) -> str:
 
 async def _accepts(address: str) -> bool:
     parts = urlsplit(address)
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     try:
-        _, writer = await asyncio.open_connection(
-            parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        )
-    except OSError:
+        _, writer = await asyncio.open_connection(parts.hostname, port)
+    except (OSError, UnicodeError):  # the latter of names that no host can have
         return False
     writer.close()
     return True
@@ -328,8 +327,9 @@ async def _accepts(address: str) -> bool:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable()
-    except ValueError:  # such as half an IPv6 address
+        is_complete = bool(parts.hostname) and parts.port != 0
+        return parts.scheme in ("http", "https") and is_complete and url.isprintable()
+    except ValueError:  # such as half an IPv6 address, or a port that is no number
         return False
 
 

@@ -158,7 +158,7 @@ def test_an_engine_that_ends_is_named(monkeypatch):
     """One that has never accepted a connection may be reachable from Gym's machine alone, and is not counted."""
     monkeypatch.setattr(nemo_gym, "_WATCH_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as engine:
-        urls = [f"http://127.0.0.1:{port}/v1" for port in (9, engine.getsockname()[1])]
+        urls = [f"http://127.0.0.1:{port}/v1" for port in (9, engine.getsockname()[1], "${port}")]
         threading.Timer(1.0, engine.close).start()
         with pytest.raises(DataError, match=f"agent simple at .* waits for the engine at {urls[1]}, which has ended"):
             samples(None, servers={"policy_base_url": urls})
@@ -241,6 +241,7 @@ LINES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "top_k": (LINE, {"top_k": 5}, "top_k is 5.* set actor_infer.generating_args.top_k to 0"),
     "nothing there": (LINE, {"url": "http://127.0.0.1:9"}, "head server at http://127.0.0.1:9 did not answer"),
     "half an address": (LINE, {"url": "http://[::1"}, r"rollout_args.url is 'http://\[::1'"),
+    "no port": (LINE, {"url": "http://gym:port"}, "rollout_args.url is 'http://gym:port'"),
     "no host": (LINE, {"url": "http://:80"}, "rollout_args.url is 'http://:80'"),
     "an unprintable host": (LINE, {"url": "http://a\x00b"}, "rollout_args.url is 'http://a b'"),
     **{
