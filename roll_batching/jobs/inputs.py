@@ -177,7 +177,7 @@ def read_prompts(config: JobConfig, tokenizer: Tokenizer, paths: Sequence[PathLi
     Raises DataError naming every line that cannot be used.
     """
     data = config.actor_train.data_args
-    files = paths or data.eval_file_name or data.file_name
+    files = paths or data.held_out_prompts(config.eval_samples) or data.prompts
     if files is None:
         raise ConfigError("the run's configuration names no file of prompts: name one")
     fit = Fit(

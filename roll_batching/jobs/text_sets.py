@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic
@@ -21,7 +21,7 @@ from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.fit import FOLDER, Fit, TokenCountCache, TokenCounts, token_counts
 from roll_batching.jobs.texts.image_references import ImageFields
 from roll_batching.jobs.texts.image_tokenizer import image_fields
-from roll_batching.jobs.texts.records import PathLike
+from roll_batching.jobs.texts.records import Paths
 from roll_batching.jobs.texts.texts import Conversation, Document, Instruction, Judged, Pair, Prompt, T, iterate_texts
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 
@@ -99,7 +99,7 @@ class TextSet(Generic[T]):
     """One set of texts that a job reads: kind, files, limits, and how chats and images are read."""
 
     kind: type[T]
-    paths: PathLike | Sequence[PathLike]
+    paths: Paths
     fit: Fit
     template: ChatTemplate | None = None
     """Chat template, for prompts from messages."""
@@ -196,7 +196,7 @@ def text_sets_of(
         kind, chat_fields = (Document, {}) if warmup.messages is None else (Conversation, _template_of(data, tokenizer))
         corpus = TextSet(kind=kind, paths=warmup.file_name, fit=fit, **chat_fields)
     if config.max_steps > 0:
-        assert data.file_name is not None and reward is not None  # check_runnable
+        assert data.prompts is not None and reward is not None  # check_runnable
         fit = Fit(
             tokenizer=tokenizer,
             max_length=config.prompt_length,
@@ -208,9 +208,10 @@ def text_sets_of(
         trained = (
             fit if fit.leaves_out else replace(fit, **_limit(config, config.prompt_length, "prompt_length", answer=1))
         )
-        prompts = prompts_of(data, data.file_name, trained)
-        if data.eval_file_name is not None and config.eval_samples:
-            heldout = prompts_of(data, data.eval_file_name, fit)
+        prompts = prompts_of(data, data.prompts, trained)
+        held_out = data.held_out_prompts(config.eval_samples)
+        if held_out is not None and config.eval_samples:
+            heldout = prompts_of(data, held_out, fit)
     return corpus, prompts, heldout
 
 
@@ -240,7 +241,7 @@ def _most_ranks_of_a_pack(config: JobConfig) -> int | None:
     return layout.max_cp_size(config.dp_size(config.world_size))
 
 
-def prompts_of(data: DataArgs, paths: PathLike | Sequence[PathLike], fit: Fit) -> TextSet[Prompt]:
+def prompts_of(data: DataArgs, paths: Paths, fit: Fit) -> TextSet[Prompt]:
     """Makes the text set of the prompts in `paths`. Raises DataError for chats without a chat template."""
     chat_fields = _template_of(data, fit.tokenizer) if data.messages is not None or data.chat else {}
     images = image_fields(data.images, fit.tokenizer)

@@ -282,7 +282,7 @@ class JobKeys(
         """Why no held-out data is evaluated, or None if some is."""
         if not self.eval_samples:
             return "eval_samples is 0"
-        if self.actor_train.data_args.eval_file_name is None:
+        if self.actor_train.data_args.held_out_prompts(self.eval_samples) is None:
             return "actor_train.data_args.eval_file_name is not given"
         if self.is_supervised or self.has_reward or self.rollout_function is not None:
             return None

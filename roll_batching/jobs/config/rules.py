@@ -190,7 +190,7 @@ def _shared_shapes(name: str, role: WorkerConfig) -> Iterator[Problem]:
 
 
 def _chats(job: JobKeys) -> Iterator[Problem]:
-    """Problems of the keys of chats and chat templates."""
+    """Problems of the keys of chats, chat templates and seeds."""
     data, path = job.actor_train.data_args, ("actor_train", "data_args")
     if data.chat and data.messages is not None:
         yield Problem((*path, "chat"), "is given beside messages, which hold whole chats; keep one of the two")
@@ -206,6 +206,12 @@ def _chats(job: JobKeys) -> Iterator[Problem]:
         value = getattr(data, key)
         if value and value != type(data).model_fields[key].default and not has_chats:
             yield Problem((*path, key), "is for chats: set messages or chat, or leave it out")
+    if data.seeds is not None:
+        if job.rollout_function is None or job.is_supervised:
+            yield Problem((*path, "seeds"), "is read by a rollout function only: set rollout_function, or leave it out")
+        for key in ("file_name", "messages", "chat", "images"):
+            if getattr(data, key):
+                yield Problem((*path, "seeds"), f"makes the prompts, and {key} is given, too: leave out one of the two")
 
 
 def _roles(job: JobKeys) -> Iterator[Problem]:
@@ -354,7 +360,7 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     if not job.max_steps:
         return problems
     data = job.actor_train.data_args
-    need(data.file_name, ("actor_train", "data_args", "file_name"), "is missing: the JSONL file of prompts")
+    need(data.prompts, ("actor_train", "data_args", "file_name"), "is missing: the JSONL file of prompts")
     need(
         job.has_reward or job.rollout_function or job.task == "distill",
         ("reward_function",),
@@ -364,7 +370,7 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     need(job.response_length, ("response_length",), "is missing: the longest response in tokens")
     if job.eval_samples and (job.has_reward or job.rollout_function):
         text = "is missing: the JSONL file of held-out prompts; or set eval_samples: 0"
-        need(data.eval_file_name, ("actor_train", "data_args", "eval_file_name"), text)
+        need(data.held_out_prompts(job.eval_samples), ("actor_train", "data_args", "eval_file_name"), text)
     problems += single_responses(job)
     if job.norm_std_type == "batch":
         text = "is batch, and a step has one response, which has no deviation: raise rollout_batch_size"

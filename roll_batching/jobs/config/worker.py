@@ -58,6 +58,12 @@ class DataArgs(Settings, read_if=_READ_IF):
     eval_file_name: str | list[str] | None = setting(
         None, help="Files of held-out prompts, texts or pairs, in the same formats."
     )
+    seeds: int | None = setting(
+        None,
+        help="rollout_function: in place of file_name, the number of prompts, `{prompt: N, seed: N}`, for "
+        "environments that begin by a seed. The next eval_samples numbers are held out, unless eval_file_name is given.",
+        ge=1,
+    )
     prompt: str = setting("prompt", help="Key of the prompt.")
     messages: str | None = setting(
         None,
@@ -125,6 +131,17 @@ class DataArgs(Settings, read_if=_READ_IF):
     chosen: str = setting("chosen", help="task: dpo: key of the better answer.")
     rejected: str = setting("rejected", help="task: dpo: key of the worse answer.")
     label: str = setting("label", help="task: kto: key of the verdict, true for a desirable answer.")
+
+    @property
+    def prompts(self) -> str | list[str] | range | None:
+        """The files of prompts, or the numbers of `seeds`."""
+        return self.file_name if self.seeds is None else range(self.seeds)
+
+    def held_out_prompts(self, count: int) -> str | list[str] | range | None:
+        """The files of held-out prompts, or `count` numbers behind `seeds`."""
+        if self.eval_file_name is not None or self.seeds is None:
+            return self.eval_file_name
+        return range(self.seeds, self.seeds + count)
 
 
 _GREEDY = 1e-4

@@ -11,6 +11,7 @@ one that takes its time delays no other.
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from roll_batching.jobs.texts.chat import ChatTemplate, TemplateArguments
 from roll_batching.planning.arrays import integer_of
 from roll_batching.registry import load_dotted, printable
 
-OBSERVATION = "{observation}"
-"""Where an observation stands in `observation_format`."""
+OBSERVATION, HISTORY, INSTRUCTION = "{observation}", "{history}", "{instruction}"
+"""Places of texts in `observation_format`; `{turn}`, `{turns_done}` and `{turns_left}` are numbers."""
+_PLACE = re.compile(r"\{(observation|history|instruction|turn|turns_done|turns_left)\}")
 
 
 class Environment(Protocol):
@@ -35,14 +37,16 @@ class Environment(Protocol):
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         """Begins the episode; returns the first observation and what is known of it.
 
-        `seed` is the same for all rollouts of a prompt; `options` is the prompt's line of the data file.
+        `seed` is the same for all rollouts of a prompt; `options` is the prompt's line of the data file. Of the facts
+        `instruction` is a text that precedes the first observation, or has its place in `observation_format`.
         """
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         """Acts by the model's text; returns observation, reward, whether it ended, whether it was cut off, and facts.
 
-        Of the facts `state` is a key of the state for `adv_estimator: gigpo` (default: the observation), and booleans
-        of the last turn become marks, whose shares are metrics.
+        Of the facts `state` is a key of the state for `adv_estimator: gigpo` (default: the observation), `valid` says
+        whether the text was an action (`format_penalty`), and booleans of the last turn become marks, whose shares are
+        metrics.
         """
 
 
@@ -59,6 +63,8 @@ class _Turn:
     made: Generation
     reward: float
     state: str | int
+    story: str
+    """What happened, as `{history}` tells it."""
 
 
 async def rollout(
@@ -71,7 +77,10 @@ async def rollout(
     max_turns: int = 8,
     history: int | None = None,
     observation_format: str = OBSERVATION,
+    action_pattern: str | None = None,
+    format_penalty: float = 0.0,
     chat: bool = False,
+    system: str | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> RolloutSample | list[RolloutSample]:
     """Plays one episode. Raises DataError where the first observation does not fit or has no place in its format.
@@ -82,33 +91,41 @@ async def rollout(
         max_turns: most turns; an episode that is not over then is not finished.
         history: each turn is a sample of its own, which reads the prompt, this many turns before it and its
             observation. None: the episode is one sample, in which each turn reads all before it.
-        observation_format: text around `{observation}`.
+        observation_format: text around `{observation}`, in which `{turn}`, `{turns_done}`, `{turns_left}`, `{instruction}`
+            (else it precedes the first) and `{history}` have places: a turn reads those before it as this text, not as
+            tokens.
+        action_pattern: regular expression, whose last group is the action. Text without a match is the action "".
+        format_penalty: added to the reward of a turn without a match, or that the environment calls not `valid`.
         chat: an observation is a user's message, rendered by the tokenizer's chat template; the first comes after the
             messages of the prompt's line under `messages`, if it has any.
+        system: with chat, the system message before all others.
         template_args: variables of the chat template; a line's `chat_template_kwargs` adds to them.
     """
-    if not isinstance(observation_format, str) or OBSERVATION not in observation_format:
-        raise DataError(f"observation_format is {observation_format!r}: it must contain {OBSERVATION}")
-    max_turns = integer_of("max_turns", max_turns, 1, error=DataError)
-    if history is not None:
-        history = integer_of("history", history, 0, error=DataError)
-    speaker = _Chat(tokenizer, prompt, template_args or {}) if chat else _Plain(tokenizer, prompt)
+    form = _Format(observation_format, integer_of("max_turns", max_turns, 1, error=DataError), history)
+    actions = _Actions(action_pattern, format_penalty)
+    speaker = _Chat(tokenizer, prompt, system, template_args or {}) if chat else _Plain(tokenizer, prompt)
     game: Environment = await asyncio.to_thread(load_dotted("environment", environment), **(environment_args or {}))
     try:
         observation, facts = await asyncio.to_thread(game.reset, seed=seed_of(prompt), options=prompt.record)
         _check_text("reset", observation)
+        instruction = str(facts.get("instruction", ""))
         turns: list[_Turn] = []
         is_over = is_cut = False
-        while not (is_over or is_cut) and len(turns) < max_turns:
-            text = observation_format.replace(OBSERVATION, observation)
-            before, seen = speaker.read(turns if history is None else turns[max(0, len(turns) - history) :], text)
+        while not (is_over or is_cut) and len(turns) < form.max_turns:
+            text = form.fill(observation, instruction, turns)
+            before, seen = speaker.read(form.read_before(turns), text)
             if not client.room([*before, *seen]):
                 break
             made = await client.generate([*before, *seen])
-            state = facts.get("state", observation)
-            observation, reward, is_over, is_cut, facts = await asyncio.to_thread(game.step, made.text)
+            state, shown = facts.get("state", observation), observation
+            action = actions.find(made.text)
+            observation, reward, is_over, is_cut, facts = await asyncio.to_thread(game.step, action or "")
             _check_text("step", observation)
-            turns.append(_Turn(text=text, before=before, seen=seen, made=made, reward=float(reward), state=state))
+            reward = float(reward) + actions.penalty(action, facts)
+            story = f"(turn {len(turns) + 1}, observation: {shown}, action: {action or made.text}, reward: {reward:g})"
+            turns.append(
+                _Turn(text=text, before=before, seen=seen, made=made, reward=reward, state=state, story=story)
+            )
     finally:
         if hasattr(game, "close"):
             await asyncio.to_thread(game.close)
@@ -129,6 +146,61 @@ def _check_text(method: str, observation: Any) -> None:
         raise DataError(f"the environment's {method} returned {kind} as the observation: return a text")
 
 
+class _Format:
+    """Texts of turns, and what they read of earlier ones. Raises DataError for a format that cannot be filled."""
+
+    def __init__(self, text: str, max_turns: int, history: int | None) -> None:
+        if not isinstance(text, str) or OBSERVATION not in text:
+            raise DataError(f"observation_format is {text!r}: it must contain {OBSERVATION}")
+        if history is not None:
+            history = integer_of("history", history, 0, error=DataError)
+        elif HISTORY in text:
+            raise DataError(f"observation_format has {HISTORY}: set history, the number of turns that it tells")
+        self._text, self.max_turns, self._history = text, max_turns, history
+
+    def _latest(self, turns: Sequence[_Turn]) -> Sequence[_Turn]:
+        return turns if self._history is None else turns[max(0, len(turns) - self._history) :]
+
+    def read_before(self, turns: Sequence[_Turn]) -> Sequence[_Turn]:
+        """The turns whose tokens the next one reads."""
+        return () if HISTORY in self._text else self._latest(turns)
+
+    def fill(self, observation: str, instruction: str, turns: Sequence[_Turn]) -> str:
+        """The text of the turn that follows `turns`."""
+        values = {
+            "observation": observation,
+            "instruction": instruction,
+            "history": ", ".join(turn.story for turn in self._latest(turns)),
+            "turn": len(turns) + 1,
+            "turns_done": len(turns),
+            "turns_left": self.max_turns - len(turns),
+        }
+        text = _PLACE.sub(lambda place: str(values[place[1]]), self._text)
+        return text if turns or not instruction or INSTRUCTION in self._text else f"{instruction}\n{text}"
+
+
+class _Actions:
+    """The actions in the model's texts. Raises DataError for a pattern that is no regular expression."""
+
+    def __init__(self, pattern: str | None, penalty: float) -> None:
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        except (re.error, TypeError) as error:
+            raise DataError(f"action_pattern {pattern!r} is no regular expression: {error}") from None
+        self._penalty = float(penalty)
+
+    def find(self, text: str) -> str | None:
+        """The action in `text`; None without one."""
+        if self._pattern is None:
+            return text
+        found = self._pattern.search(text)
+        return None if found is None else (found[self._pattern.groups] or "").strip()
+
+    def penalty(self, action: str | None, facts: Mapping[str, Any]) -> float:
+        """What is added to the reward of `action`."""
+        return 0.0 if action is not None and facts.get("valid", True) else self._penalty
+
+
 class _Plain:
     """Observations as texts behind the prompt."""
 
@@ -144,9 +216,12 @@ class _Plain:
 class _Chat:
     """Observations as a user's messages, by the chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: RolloutPrompt, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: RolloutPrompt, system: str | None, values: Mapping[str, Any]
+    ) -> None:
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
-        self._first = list(prompt.record.get("messages") or ())
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self._first += prompt.record.get("messages") or ()
         self._variables = TemplateArguments(values=values).of(prompt.record)
         if unread := sorted(self._variables.keys() - self._template.variables):
             raise DataError(f"template_args sets {unread[0]!r}, which the tokenizer's chat template does not read")
@@ -205,12 +280,26 @@ class FrozenLake:
         ice: share of places that are no holes.
         is_slippery: moves go astray, two times out of three.
         shows_map: False: the observation is the place alone, a letter from `a`.
+        has_words: for a language model: rows are lines, actions are Left, Down, Right and Up, and an instruction
+            explains the map.
     """
 
-    MOVES = "ldru"
+    MOVES = ("left", "down", "right", "up")
+    INSTRUCTION = (
+        "You walk on a frozen lake to the goal and avoid the holes. Map: P is you, S the start, F ice, H a hole, G the "
+        "goal.{slippery} Each answer is one of Left, Down, Right, Up."
+    )
 
-    def __init__(self, size: int = 4, ice: float = 0.8, is_slippery: bool = False, shows_map: bool = True) -> None:
-        self.size, self.ice, self.is_slippery, self.shows_map = size, ice, is_slippery, shows_map
+    def __init__(
+        self,
+        size: int = 4,
+        ice: float = 0.8,
+        is_slippery: bool = False,
+        shows_map: bool = True,
+        has_words: bool = False,
+    ) -> None:
+        self.size, self.ice, self.is_slippery = size, ice, is_slippery
+        self.shows_map, self.has_words = shows_map, has_words
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         """Draws the map by `seed`, and begins at its start."""
@@ -222,22 +311,28 @@ class FrozenLake:
         self.seed, self.rows = seed, generate_random_map(size=self.size, p=self.ice, seed=seed)
         self.game = gymnasium.make("FrozenLake-v1", desc=self.rows, is_slippery=self.is_slippery)
         self.place = int(self.game.reset(seed=seed)[0])
-        return self._observation(False)
+        text, facts = self._observation(arrived=False, valid=True)
+        if not self.has_words:
+            return text, facts
+        slippery = " Ice is slippery: you may go astray." if self.is_slippery else ""
+        return text, {**facts, "instruction": self.INSTRUCTION.format(slippery=slippery)}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        """Moves by the action's first letter."""
-        move = self.MOVES.find(action[:1]) if action else -1
+        """Moves by the action's word, or by its first letter."""
+        moves = self.MOVES if self.has_words else [name[0] for name in self.MOVES]
+        name = action.strip().lower() if self.has_words else action[:1]
         reward, is_over, is_cut = 0.0, False, False
-        if move >= 0:
-            place, given, is_over, is_cut, _ = self.game.step(move)
+        if name in moves:
+            place, given, is_over, is_cut, _ = self.game.step(moves.index(name))
             self.place, reward = int(place), float(given)
-        text, facts = self._observation(reward > 0)
+        text, facts = self._observation(arrived=reward > 0, valid=name in moves)
         return text, reward, bool(is_over), bool(is_cut), facts
 
-    def _observation(self, arrived: bool) -> tuple[str, Mapping[str, Any]]:
-        facts = {"state": f"{self.seed} {self.place}", "arrived": arrived}
+    def _observation(self, *, arrived: bool, valid: bool) -> tuple[str, Mapping[str, Any]]:
+        facts = {"state": f"{self.seed} {self.place}", "arrived": arrived, "valid": valid}
         if not self.shows_map:
             return chr(ord("a") + self.place), facts
         flat = "".join(self.rows)
         flat = flat[: self.place] + "P" + flat[self.place + 1 :]
-        return "/".join(flat[row * self.size : (row + 1) * self.size] for row in range(self.size)) + "=", facts
+        rows = [flat[row * self.size : (row + 1) * self.size] for row in range(self.size)]
+        return ("\n".join(rows) if self.has_words else "/".join(rows) + "="), facts

@@ -123,6 +123,8 @@ def _non_null(item: Any) -> Any:
 
 
 PathLike = str | Path
+Paths = PathLike | Sequence[PathLike] | range
+"""One file or several, or numbers that stand for lines: each is the text and the `seed` of one."""
 
 _LONGEST_LINE = 64 * 2**20
 """Most bytes of a line: a file without line ends would otherwise be read into memory at once."""
@@ -146,13 +148,15 @@ class Record:
     """Images under the key of images, then images in messages."""
 
 
-def as_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
-    """One path or several as a list."""
+def as_files(paths: Paths) -> list[Path]:
+    """One path or several as a list; numbers have no file."""
+    if isinstance(paths, range):
+        return []
     return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
 
 
 def iterate_records(
-    paths: PathLike | Sequence[PathLike],
+    paths: Paths,
     keys: Sequence[str],
     faults: Faults,
     on_bytes_read: Callable[[int], None] = lambda size: None,
@@ -173,6 +177,9 @@ def iterate_records(
     missing or does not hold a text. `on_bytes_read` is called from time to time with the number of bytes. With `images`
     records have images, and contents of messages may be lists of parts.
     """
+    if isinstance(paths, range):
+        yield from (Record((str(n),), {keys[0]: str(n), "seed": n}, f"seed {n}") for n in paths)
+        return
     files = as_files(paths)
     if not files:
         faults.add("No data file", "was named", "Name at least one.")

@@ -13,7 +13,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.texts.chat import ASSISTANT, NO_ARGUMENTS, ChatTemplate, Message, TemplateArguments
 from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.image_references import MARKER, ImageError, ImageFields, ImageReference
-from roll_batching.jobs.texts.records import PathLike, Record, iterate_records, value_at
+from roll_batching.jobs.texts.records import PathLike, Paths, Record, iterate_records, value_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Instruction:
 
 def iterate_texts(
     kind: type[T],
-    paths: PathLike | Sequence[PathLike],
+    paths: Paths,
     keys: Sequence[str],
     faults: Faults,
     on_bytes_read: Callable[[int], None] = lambda size: None,

@@ -18,12 +18,19 @@ from roll_batching.tools.conversion.draft import Draft
 from roll_batching.tools.conversion.foreign_file import section_at
 from roll_batching.tools.conversion.layouts import complete_fp8
 from roll_batching.tools.conversion.precision import convert_roll_precision
-from roll_batching.tools.conversion.roll_defaults import AGENTIC, ROLL, apply_defaults, convert_agentic, pipeline_of
+from roll_batching.tools.conversion.roll_agentic import convert_agentic
+from roll_batching.tools.conversion.roll_defaults import ROLL, apply_defaults, pipeline_of
 from roll_batching.tools.conversion.roll_distillation import (
     convert_on_policy,
     convert_texts,
     record_origins,
     rename_students,
+)
+from roll_batching.tools.conversion.roll_environments import (
+    AGENTIC,
+    convert_environments,
+    leave_out_values,
+    take_environments,
 )
 from roll_batching.tools.conversion.roll_rewards import REWARD_WORKERS, divide_prompts, translate_rewards
 from roll_batching.tools.conversion.train_infer import convert_roll_section
@@ -52,9 +59,10 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
         data["critic"] = {}
         lack = "critic: is missing: ROLL's would have no device; it has actor_train's here, and ROLL's other defaults"
         draft.missing.append(lack)
+    environments = take_environments(draft, data) if pipeline == "agentic" else None
     apply_defaults(draft, data, pipeline)
-    if pipeline == "agentic":
-        convert_agentic(draft, data)
+    if environments is not None:
+        convert_agentic(draft, data, section_at(environments, "train_env_manager"))
     if isinstance(kept := data.pop("max_ckpt_to_keep", None), int) and kept > 0:
         data["save_total_limit"], draft.origins["save_total_limit",] = kept, "max_ckpt_to_keep"
     for key, why in _UNSUPPORTED:
@@ -65,10 +73,9 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     validation = data.pop("validation", None)
     convert_roll_section(draft, data)
     translate_rewards(draft, data)
-    if pipeline == "agentic":  # unknown keys are settings of environments, which choose their names
-        for key in [key for key in data if field_at((key,)) is None and key not in FOREIGN_KEYS[JobKeys]]:
-            del data[key]
-            draft.leave_out(key, "refused", AGENTIC)
+    if environments is not None:
+        unknown = [key for key in data if field_at((key,)) is None and key not in FOREIGN_KEYS[JobKeys]]
+        leave_out_values(draft, data, unknown)
     _images(draft, data)
     _frozen_encoders(draft, data)
     draft.values = data
@@ -94,7 +101,9 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     for role in ("actor_train", "actor_infer", "reference"):
         for key, meaning in ROLL.data["meanings"].items():
             draft.meanings.setdefault((role, *key.split(".")), meaning)
-    if "eval_file_name" not in section_at(draft.values, "actor_train", "data_args"):
+    if environments is not None:
+        convert_environments(draft, environments)
+    if {"eval_file_name", "seeds"}.isdisjoint(section_at(draft.values, "actor_train", "data_args")):
         meaning = "the file names no held-out prompts: there is no evaluation"
         draft.put(("eval_samples",), 0, "validation.data_args.file_name", meaning)
     return draft
