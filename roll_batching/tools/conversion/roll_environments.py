@@ -47,7 +47,8 @@ def take_environments(draft: Draft, data: dict[str, Any]) -> dict[str, Any]:
     if not section_at(data, "actor_infer").get("generating_args"):
         for role, manager in (("actor_infer", "train_env_manager"), ("validation", "val_env_manager")):
             if isinstance(sampling := section_at(sections, manager).get("generating_args"), dict):
-                data[role] = {**section_at(data, role), "generating_args": dict(sampling)}
+                sampling = {key: value for key, value in sampling.items() if key != "num_return_sequences"}  # ROLL: 1
+                data[role] = {**section_at(data, role), "generating_args": sampling}
                 for key in sampling:
                     draft.origins[role, "generating_args", key] = f"{manager}.generating_args.{key}"
     return sections
@@ -117,7 +118,8 @@ def _rollout(draft: Draft, where: str, kind: str, player: str, section: dict[str
     if ":" not in kind:
         draft.put(("rollout_args", "action_pattern"), settings.get("action_pattern", _ACTION), f"{where}.env_config")
         draft.put(("rollout_args", "format_penalty"), settings.get("format_penalty", 0), f"{where}.env_config")
-    draft.put(("rollout_args", "chat"), True, f"{where}.env_manager_cls")
+    meaning = "ROLL renders with enable_thinking: false; set it in template_args if the chat template reads it"
+    draft.put(("rollout_args", "chat"), True, f"{where}.env_manager_cls", meaning)
     if isinstance(system := section.get("agent_system_template"), str):
         draft.put(("rollout_args", "system"), system, f"{where}.agent_system_template")
     length = section.get("history_length")

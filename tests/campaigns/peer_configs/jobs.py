@@ -143,12 +143,15 @@ def _start(job: JobConfig) -> None:
     from roll_batching.jobs.objectives.from_config import advantages_of, loss_of
     from roll_batching.jobs.rewards.contract import load_reward
     from roll_batching.jobs.rewards.pool import reward_of
+    from roll_batching.jobs.rollouts.contract import load_rollout_function
     from roll_batching.jobs.rollouts.prompts import prompts_by_domain
 
     job.check_runnable()
     reward = reward_of(job)
     for domain in reward.domains if reward is not None else ():
         load_reward(domain.path, domain.arguments)
+    if job.rollout_function is not None:
+        load_rollout_function(job.rollout_function, job.rollout_args)
     check_inputs(job)
     inputs = load_inputs(job)
     if inputs.prompts is not None and inputs.reward is not None:
@@ -172,7 +175,7 @@ def _supplied(settings: dict[str, Any], models: PeerModels, folder: Path) -> dic
         if section.get(key):
             section[key] = str(models.path(section[key]))
     data = settings.setdefault("actor_train", {}).setdefault("data_args", {})
-    for key in ("file_name", "eval_file_name"):
+    for key in () if "seeds" in data else ("file_name", "eval_file_name"):
         names = data.get(key) or "filled_in.jsonl"
         names = [names] if isinstance(names, str) else names
         data[key] = [str(_write_data(settings, name, folder / f"{key}{number}")) for number, name in enumerate(names)]
