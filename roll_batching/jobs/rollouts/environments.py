@@ -122,7 +122,8 @@ async def rollout(
             observation, reward, is_over, is_cut, facts = await asyncio.to_thread(game.step, action or "")
             _check_text("step", observation)
             reward = float(reward) + actions.penalty(action, facts)
-            story = f"(turn {len(turns) + 1}, observation: {shown}, action: {action or made.text}, reward: {reward:g})"
+            told = made.text if action is None else action
+            story = f"(turn {len(turns) + 1}, observation: {shown}, action: {told}, reward: {reward:g})"
             turns.append(
                 _Turn(text=text, before=before, seen=seen, made=made, reward=reward, state=state, story=story)
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ class Numbers(Counter):
 class Talks(Counter):
     def reset(self, *, seed: int, options: Any) -> tuple[str, dict[str, Any]]:
         return "+" * 80, {}
+
+
+class Teller:
+    """Shows what it was told; two turns, with a reward of 1.5 each."""
+
+    def __init__(self, valid: bool = True) -> None:
+        self.count, self.valid = 0, valid
+
+    def reset(self, *, seed: int, options: Any) -> tuple[str, dict[str, Any]]:
+        return "a", {"instruction": "go"}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return f"b{len(action)}", 1.5, self.count == 2, False, {"valid": self.valid}
 
 
 def write_lines(folder: Path, **more: Any) -> None:
@@ -119,6 +134,50 @@ def test_rollouts_of_a_prompt_have_one_seed(tmp_path):
     assert all(len(found) == 1 for found in starts.values()) and len({s[0] for f in starts.values() for s in f}) > 1
 
 
+def texts_of(folder: Path, **arguments: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Lines of rollouts.jsonl of a job with a character tokenizer of transformers, and this tokenizer."""
+    model = folder / "model"
+    tiny.write_model(model, "qwen3")
+    tokenizer = tiny.write_tokenizer(model)
+    write_lines(folder)
+    made = job_of(folder, **arguments)
+    del made["tokenizer"], made["actor_train"]["model_args"]["architecture"]
+    run_ranks(1, "tests.jobs.rl.jobs:run", made | {"pretrain": str(model), "sequence_length": 200})
+    lines = (folder / "runs" / "tiny" / "rollouts.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], tokenizer
+
+
+@pytest.mark.models
+def test_texts_of_turns_have_their_places(tmp_path):
+    """A turn reads those before it as text alone; braces around other words stay."""
+    form = "{instruction} {turn} {turns_done} {turns_left} {history} {observation} {x}"
+    more = {"history": 3, "max_turns": 4, "action_pattern": "()", "observation_format": form}
+    lines, tokenizer = texts_of(tmp_path, environment="Teller", **more)
+    text = tokenizer.decode(tokenizer.encode("go 2 1 3 (turn 1, observation: a, action: , reward: 1.5) b0 {x}"))
+    for line in lines:
+        assert line["response"].startswith(text) and line["prompt_tokens"] == len("a+0=")
+        assert (line["samples"], line["turns"], line["reward"]) == (2, 2, 3)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    ("more", "told", "reward"),
+    [
+        ({}, r"b[1-9]", 3),
+        ({"environment_args": {"valid": False}}, r"b[1-9]", 2),
+        ({"action_pattern": "(no)(way)"}, "b0", 2),
+        ({"action_pattern": "^()(.)"}, "b1", 3),
+    ],
+)
+def test_a_text_without_an_action_has_a_penalty(tmp_path, more, told, reward):
+    """The environment reads the action alone, and the instruction precedes the first observation."""
+    lines, _ = texts_of(tmp_path, environment="Teller", format_penalty=-0.5, **more)
+    whole = [line for line in lines if line["response"].count("$") == 0]  # an empty answer has no first letter
+    assert len(whole) > 5
+    for line in whole:
+        assert line["reward"] == reward and line["response"].startswith("go\na") and re.search(told, line["response"])
+
+
 @pytest.mark.models
 @pytest.mark.parametrize("history", [None, 1])
 def test_a_chat_is_what_the_template_renders(history, tmp_path):
@@ -128,7 +187,7 @@ def test_a_chat_is_what_the_template_renders(history, tmp_path):
     tokenizer = tiny.write_tokenizer(folder)
     messages = [{"role": "system", "content": "be brief"}]
     write_lines(tmp_path, messages=messages)
-    made = job_of(tmp_path, chat=True, history=history, observation_format="now {observation}")
+    made = job_of(tmp_path, chat=True, history=history, system="hi", observation_format="now {observation}")
     made["rollout_args"]["environment_args"] = {"turns": 2}
     del made["tokenizer"], made["actor_train"]["model_args"]["architecture"]
     run_ranks(1, "tests.jobs.rl.jobs:run", made | {"pretrain": str(folder)})
@@ -136,7 +195,7 @@ def test_a_chat_is_what_the_template_renders(history, tmp_path):
     ends = set()
     for line in lines:
         level = int(line["prompt"][2])
-        chat = [*messages, {"role": "user", "content": f"now {level}+{level}="}]
+        chat = [{"role": "system", "content": "hi"}, *messages, {"role": "user", "content": f"now {level}+{level}="}]
         start = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         if history is None:
             first, found, _ = line["response"].partition("<u>now +1$<a>")
@@ -166,6 +225,8 @@ def test_what_stands_between_two_turns(tmp_path):
     [
         ({"environment": "Talks"}, {}, "leaves no room within sequence_length"),
         ({"observation_format": "{text}"}, {}, "observation_format is '{text}': it must contain {observation}"),
+        ({"observation_format": "{observation}{history}"}, {}, "observation_format has {history}: set history"),
+        ({"action_pattern": "("}, {}, "action_pattern '(' is no regular expression"),
         ({"environment_args": {"rounds": 3}}, {}, "unexpected keyword argument 'rounds'"),
         ({"environment": "Missing"}, {}, "Missing"),
         ({"environment": "Numbers"}, {}, "the environment's step returned 3 as the observation: return a text"),

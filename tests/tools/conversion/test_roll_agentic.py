@@ -119,12 +119,13 @@ def test_groups_of_environments_are_told(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_a_rollout_function(tmp_path: Path) -> None:
-    done = converted(tmp_path, max_tokens_per_step=64)
+    agent = {"Game": {"env_type": "game", "env_manager_cls": "roll.AgentNativeStepEnvManager"}}
+    done = converted(tmp_path, custom_envs=agent, batch_adjust_mode="copy", use_token_reward=True)
     assert any(text.startswith("rollout_function: is missing") and "docs/rollouts.md" in text for text in done.missing)
     refused = {one.key: one.why for one in done.left_out_as("refused")}
-    for key in ("custom_envs", "train_env_manager", "val_env_manager", "max_tokens_per_step"):
-        assert "rollout_function (docs/rollouts.md)" in refused[key]
-    assert "not supported" not in " ".join(refused.values())
+    for key in ("custom_envs", "train_env_manager", "val_env_manager", "use_token_reward"):
+        assert "rollout_function" in refused[key] and "(docs/rollouts.md)" in refused[key]
+    assert "not supported" not in " ".join(refused.values()) and "batch_adjust_mode" not in refused
 
 
 PACKED = {"use_sequence_packing": True, "sequence_packing_args": {"max_packed_sequence_length_train": 1024}}
