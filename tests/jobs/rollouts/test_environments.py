@@ -163,19 +163,19 @@ def test_texts_of_turns_have_their_places(tmp_path):
 @pytest.mark.parametrize(
     ("more", "told", "reward"),
     [
-        ({}, r"b[1-9]", 3),
-        ({"environment_args": {"valid": False}}, r"b[1-9]", 2),
+        ({}, "b[1-9]", 3),
+        ({"environment_args": {"valid": False}}, "b[1-9]", 2),
         ({"action_pattern": "(no)(way)"}, "b0", 2),
-        ({"action_pattern": "^()(.)"}, "b1", 3),
+        ({"action_pattern": "(.*)"}, "b[1-9]", 3),
+        ({"action_pattern": "(.*)()"}, "b0", 3),
     ],
 )
 def test_a_text_without_an_action_has_a_penalty(tmp_path, more, told, reward):
     """The environment reads the action alone, and the instruction precedes the first observation."""
     lines, _ = texts_of(tmp_path, environment="Teller", format_penalty=-0.5, **more)
-    whole = [line for line in lines if line["response"].count("$") == 0]  # an empty answer has no first letter
-    assert len(whole) > 5
-    for line in whole:
-        assert line["reward"] == reward and line["response"].startswith("go\na") and re.search(told, line["response"])
+    assert all(line["reward"] == reward and line["response"].startswith("go\na") for line in lines)
+    read = [bool(re.search(told, line["response"])) for line in lines]
+    assert sum(read) > len(lines) / 2 and (told != "b0" or all(read)), "some answers are empty"
 
 
 @pytest.mark.models
