@@ -65,6 +65,10 @@ JOBS: dict[str, dict[str, Any]] = {
                      SAMPLING: {"do_sample": False}},
     "grpo, without evaluation": {**RL, "eval_samples": 0},
     "grpo, of a function": {**RL, "reward_function": None, "rollout_function": "own:function"},
+    "grpo, of seeds": {
+        **RL, "reward_function": None, "rollout_function": "own:function",
+        DATA: {"seeds": 9, "file_name": None, "eval_file_name": None},
+    },
     "gpg": {**RL, "loss_function": "gpg", "adv_estimator": "gpg"},
     "ppo": {**RL, "adv_estimator": "gae", "critic": {"use_sequence_packing": True}},
     "asynchronous": {**RL, "async_generation_ratio": 1},
@@ -91,7 +95,8 @@ def is_supervised(job: JobConfig) -> bool:
 
 def evaluates(job: JobConfig) -> bool:
     scored = is_supervised(job) or job.has_reward or job.rollout_function is not None
-    return bool(job.eval_samples) and job.actor_train.data_args.eval_file_name is not None and scored
+    data = job.actor_train.data_args
+    return bool(job.eval_samples and (data.eval_file_name or data.seeds) and scored)
 
 
 def has_stages(job: JobConfig) -> bool:
@@ -170,7 +175,10 @@ READ: list[tuple[Condition, str]] = [
     (lambda job: job.loss_agg_mode.endswith("-norm"), "loss_agg_length"),
     (lambda job: job.has_reward, "reward_workers reward_timeout reward_memory reward_failure"),
     (lambda job: bool(job.rewards), "actor_train.data_args.tag"),
-    (lambda job: job.rollout_function is not None, "rollout_function_timeout rollout_max_calls"),
+    (
+        lambda job: job.rollout_function is not None,
+        "rollout_function_timeout rollout_max_calls actor_train.data_args.seeds",
+    ),
     (lambda job: job.asynchronous, "max_staleness in_flight_updates partial_rollout sampler_restarts rollout_timeout"),
     (lambda job: job.warmup is not None, "warmup.*"),
     (lambda job: job.reference is not None, "reference.*"),
@@ -332,6 +340,17 @@ REFUSED = {
     "groups of one": ({"num_return_sequences_in_group": 1}, "is 1: grpo compares .* set adv_estimator to reinforce"),
     "KTO without weights": (
         {**JOBS["kto"], "loss_args": {"desirable_weight": 0.0, "undesirable_weight": 0}}, "nothing is trained",
+    ),
+    "seeds without a function": ({f"{DATA}.seeds": 9}, "data_args.seeds: is read by a rollout function only"),
+    "seeds beside a file": (
+        {f"{DATA}.seeds": 9, "rollout_function": "own:function"}, "seeds: makes the prompts, and file_name is given",
+    ),
+    "seeds of supervised texts": (
+        {**JOBS["sft"], f"{DATA}.seeds": 9, "rollout_function": "own:function"}, "seeds: is read by a rollout function",
+    ),
+    "seeds of chats": (
+        {"rollout_function": "own:function", DATA: {"seeds": 9, "file_name": None, "messages": "messages"}},
+        "seeds: makes the prompts, and messages is given",
     ),
     "tools without chats": ({f"{DATA}.tools": "functions"}, "data_args.tools: is for chats"),
     "a rate that rises": ({"actor_train.training_args": {"min_lr": 1e-4}}, "min_lr is 0.0001, above learning_rate"),
