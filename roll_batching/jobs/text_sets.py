@@ -209,9 +209,8 @@ def text_sets_of(
             fit if fit.leaves_out else replace(fit, **_limit(config, config.prompt_length, "prompt_length", answer=1))
         )
         prompts = prompts_of(data, data.prompts, trained)
-        held_out = data.held_out_prompts(config.eval_samples)
-        if held_out is not None and config.eval_samples:
-            heldout = prompts_of(data, held_out, fit)
+        if config.eval_samples and (paths := data.held_out_prompts(config.eval_samples)) is not None:
+            heldout = prompts_of(data, paths, fit)
     return corpus, prompts, heldout
 
 

@@ -60,8 +60,8 @@ class DataArgs(Settings, read_if=_READ_IF):
     )
     seeds: int | None = setting(
         None,
-        help="rollout_function: in place of file_name, the number of prompts, `{prompt: N, seed: N}`, for "
-        "environments that begin by a seed. The next eval_samples numbers are held out, unless eval_file_name is given.",
+        help="rollout_function: in place of file_name, the number of prompts, `{prompt: N, seed: N}`, for environments "
+        "that begin by a seed. The next eval_samples numbers are held out, unless eval_file_name is given.",
         ge=1,
     )
     prompt: str = setting("prompt", help="Key of the prompt.")

@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -91,9 +91,9 @@ async def rollout(
         max_turns: most turns; an episode that is not over then is not finished.
         history: each turn is a sample of its own, which reads the prompt, this many turns before it and its
             observation. None: the episode is one sample, in which each turn reads all before it.
-        observation_format: text around `{observation}`, in which `{turn}`, `{turns_done}`, `{turns_left}`, `{instruction}`
-            (else it precedes the first) and `{history}` have places: a turn reads those before it as this text, not as
-            tokens.
+        observation_format: text around `{observation}`, in which `{turn}`, `{turns_done}`, `{turns_left}`,
+            `{instruction}` (else it precedes the first) and `{history}` have places; a turn reads those before it as
+            this text, not as tokens.
         action_pattern: regular expression, whose last group is the action. Text without a match is the action "".
         format_penalty: added to the reward of a turn without a match, or that the environment calls not `valid`.
         chat: an observation is a user's message, rendered by the tokenizer's chat template; the first comes after the
@@ -101,8 +101,14 @@ async def rollout(
         system: with chat, the system message before all others.
         template_args: variables of the chat template; a line's `chat_template_kwargs` adds to them.
     """
-    form = _Format(observation_format, integer_of("max_turns", max_turns, 1, error=DataError), history)
-    actions = _Actions(action_pattern, format_penalty)
+    if not isinstance(observation_format, str) or OBSERVATION not in observation_format:
+        raise DataError(f"observation_format is {observation_format!r}: it must contain {OBSERVATION}")
+    max_turns = integer_of("max_turns", max_turns, 1, error=DataError)
+    if history is not None:
+        history = integer_of("history", history, 0, error=DataError)
+    elif HISTORY in observation_format:
+        raise DataError(f"observation_format has {HISTORY}: set history, the number of turns that it tells")
+    pattern = _compile(action_pattern)
     speaker = _Chat(tokenizer, prompt, system, template_args or {}) if chat else _Plain(tokenizer, prompt)
     game: Environment = await asyncio.to_thread(load_dotted("environment", environment), **(environment_args or {}))
     try:
@@ -111,22 +117,26 @@ async def rollout(
         instruction = str(facts.get("instruction", ""))
         turns: list[_Turn] = []
         is_over = is_cut = False
-        while not (is_over or is_cut) and len(turns) < form.max_turns:
-            text = form.fill(observation, instruction, turns)
-            before, seen = speaker.read(form.read_before(turns), text)
+        while not (is_over or is_cut) and len(turns) < max_turns:
+            latest = turns if history is None else turns[max(0, len(turns) - history) :]
+            values = {"turn": len(turns) + 1, "turns_done": len(turns), "turns_left": max_turns - len(turns)}
+            texts = {"observation": observation, "history": ", ".join(turn.story for turn in latest)}
+            form = observation_format
+            if instruction and not turns and INSTRUCTION not in form:
+                form = f"{INSTRUCTION}\n{form}"
+            text = _fill(form, {**values, **texts, "instruction": instruction})
+            before, seen = speaker.read([] if HISTORY in observation_format else latest, text)
             if not client.room([*before, *seen]):
                 break
             made = await client.generate([*before, *seen])
             state, shown = facts.get("state", observation), observation
-            action = actions.find(made.text)
+            action = _action_in(made.text, pattern)
             observation, reward, is_over, is_cut, facts = await asyncio.to_thread(game.step, action or "")
             _check_text("step", observation)
-            reward = float(reward) + actions.penalty(action, facts)
+            reward = float(reward) + (format_penalty if action is None or not facts.get("valid", True) else 0)
             told = made.text if action is None else action
             story = f"(turn {len(turns) + 1}, observation: {shown}, action: {told}, reward: {reward:g})"
-            turns.append(
-                _Turn(text=text, before=before, seen=seen, made=made, reward=reward, state=state, story=story)
-            )
+            turns.append(_Turn(text=text, before=before, seen=seen, made=made, reward=reward, state=state, story=story))
     finally:
         if hasattr(game, "close"):
             await asyncio.to_thread(game.close)
@@ -147,59 +157,24 @@ def _check_text(method: str, observation: Any) -> None:
         raise DataError(f"the environment's {method} returned {kind} as the observation: return a text")
 
 
-class _Format:
-    """Texts of turns, and what they read of earlier ones. Raises DataError for a format that cannot be filled."""
-
-    def __init__(self, text: str, max_turns: int, history: int | None) -> None:
-        if not isinstance(text, str) or OBSERVATION not in text:
-            raise DataError(f"observation_format is {text!r}: it must contain {OBSERVATION}")
-        if history is not None:
-            history = integer_of("history", history, 0, error=DataError)
-        elif HISTORY in text:
-            raise DataError(f"observation_format has {HISTORY}: set history, the number of turns that it tells")
-        self._text, self.max_turns, self._history = text, max_turns, history
-
-    def _latest(self, turns: Sequence[_Turn]) -> Sequence[_Turn]:
-        return turns if self._history is None else turns[max(0, len(turns) - self._history) :]
-
-    def read_before(self, turns: Sequence[_Turn]) -> Sequence[_Turn]:
-        """The turns whose tokens the next one reads."""
-        return () if HISTORY in self._text else self._latest(turns)
-
-    def fill(self, observation: str, instruction: str, turns: Sequence[_Turn]) -> str:
-        """The text of the turn that follows `turns`."""
-        values = {
-            "observation": observation,
-            "instruction": instruction,
-            "history": ", ".join(turn.story for turn in self._latest(turns)),
-            "turn": len(turns) + 1,
-            "turns_done": len(turns),
-            "turns_left": self.max_turns - len(turns),
-        }
-        text = _PLACE.sub(lambda place: str(values[place[1]]), self._text)
-        return text if turns or not instruction or INSTRUCTION in self._text else f"{instruction}\n{text}"
+def _fill(form: str, values: Mapping[str, Any]) -> str:
+    return _PLACE.sub(lambda place: str(values[place[1]]), form)
 
 
-class _Actions:
-    """The actions in the model's texts. Raises DataError for a pattern that is no regular expression."""
+def _compile(pattern: str | None) -> re.Pattern[str] | None:
+    """The regular expression `action_pattern`. Raises DataError for another text."""
+    try:
+        return None if pattern is None else re.compile(pattern, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise DataError(f"action_pattern {pattern!r} is no regular expression: {error}") from None
 
-    def __init__(self, pattern: str | None, penalty: float) -> None:
-        try:
-            self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
-        except (re.error, TypeError) as error:
-            raise DataError(f"action_pattern {pattern!r} is no regular expression: {error}") from None
-        self._penalty = float(penalty)
 
-    def find(self, text: str) -> str | None:
-        """The action in `text`; None without one."""
-        if self._pattern is None:
-            return text
-        found = self._pattern.search(text)
-        return None if found is None else (found[self._pattern.groups] or "").strip()
-
-    def penalty(self, action: str | None, facts: Mapping[str, Any]) -> float:
-        """What is added to the reward of `action`."""
-        return 0.0 if action is not None and facts.get("valid", True) else self._penalty
+def _action_in(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """The last group of the pattern's match in `text`, or all of it without a pattern; None without a match."""
+    if pattern is None:
+        return text
+    found = pattern.search(text)
+    return None if found is None else (found[pattern.groups] or "").strip()
 
 
 class _Plain:
@@ -270,6 +245,7 @@ def _sample(turns: Sequence[_Turn], *, finished: bool, marks: Mapping[str, bool]
     )
 
 
+@dataclass
 class FrozenLake:
     """gymnasium's FrozenLake (toy text) as text: `S` start, `F` ice, `H` hole, `G` goal, `P` the player's place.
 
@@ -285,22 +261,16 @@ class FrozenLake:
             explains the map.
     """
 
-    MOVES = ("left", "down", "right", "up")
-    INSTRUCTION = (
+    size: int = 4
+    ice: float = 0.8
+    is_slippery: bool = False
+    shows_map: bool = True
+    has_words: bool = False
+    MOVES: ClassVar = ("left", "down", "right", "up")
+    INSTRUCTION: ClassVar = (
         "You walk on a frozen lake to the goal and avoid the holes. Map: P is you, S the start, F ice, H a hole, G the "
-        "goal.{slippery} Each answer is one of Left, Down, Right, Up."
+        "goal. Each answer is one of Left, Down, Right, Up."
     )
-
-    def __init__(
-        self,
-        size: int = 4,
-        ice: float = 0.8,
-        is_slippery: bool = False,
-        shows_map: bool = True,
-        has_words: bool = False,
-    ) -> None:
-        self.size, self.ice, self.is_slippery = size, ice, is_slippery
-        self.shows_map, self.has_words = shows_map, has_words
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         """Draws the map by `seed`, and begins at its start."""
@@ -313,10 +283,8 @@ class FrozenLake:
         self.game = gymnasium.make("FrozenLake-v1", desc=self.rows, is_slippery=self.is_slippery)
         self.place = int(self.game.reset(seed=seed)[0])
         text, facts = self._observation(arrived=False, valid=True)
-        if not self.has_words:
-            return text, facts
-        slippery = " Ice is slippery: you may go astray." if self.is_slippery else ""
-        return text, {**facts, "instruction": self.INSTRUCTION.format(slippery=slippery)}
+        slippery = " Ice is slippery: you may go astray." * self.is_slippery
+        return text, facts | ({"instruction": self.INSTRUCTION + slippery} if self.has_words else {})
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         """Moves by the action's word, or by its first letter."""
@@ -329,8 +297,8 @@ class FrozenLake:
         text, facts = self._observation(arrived=reward > 0, valid=name in moves)
         return text, reward, bool(is_over), bool(is_cut), facts
 
-    def _observation(self, *, arrived: bool, valid: bool) -> tuple[str, Mapping[str, Any]]:
-        facts = {"state": f"{self.seed} {self.place}", "arrived": arrived, "valid": valid}
+    def _observation(self, *, arrived: bool, valid: bool) -> tuple[str, dict[str, Any]]:
+        facts: dict[str, Any] = {"state": f"{self.seed} {self.place}", "arrived": arrived, "valid": valid}
         if not self.shows_map:
             return chr(ord("a") + self.place), facts
         flat = "".join(self.rows)

@@ -19,9 +19,9 @@ _FLOOR_SHARE = 0.6
 class Sokoban:
     """Sokoban: `#` wall, `_` floor, `.` target, `$` box, `*` box on target, `@` player, `+` player on target.
 
-    Actions are Up, Down, Left and Right; another text leaves the player where it is. Rewards are gym-sokoban's: -0.1 for
-    each turn, 1 for a box pushed onto a target, -1 for one pushed off it, and 10 when all are on targets, which ends the
-    episode. A room is drawn by the seed, and made by pulling boxes off their targets, so that it has a solution.
+    Actions are Up, Down, Left and Right; another text leaves the player where it is. Rewards are gym-sokoban's: -0.1 a
+    turn, 1 for a box pushed onto a target, -1 for one pushed off, and 10 when all are on targets, which ends the
+    episode. The seed draws the room, in which boxes were pulled off their targets: it has a solution.
 
     Args:
         size: rows and columns, with the outer walls.
@@ -50,10 +50,8 @@ class Sokoban:
             self._draw(rng)
             if not self.places & self.targets:
                 return self._text(), {"instruction": self.INSTRUCTION}
-        raise DataError(
-            f"Sokoban: {_MOST_DRAWS} rooms of {self.rows} x {self.columns} left a box on its target: raise pulls, "
-            "enlarge the room, or use fewer boxes"
-        )
+        cure = "raise pulls, enlarge the room, or use fewer boxes"
+        raise DataError(f"Sokoban: {_MOST_DRAWS} rooms of {self.rows} x {self.columns} left a box on a target: {cure}")
 
     def _draw(self, rng: np.random.Generator) -> None:
         """Draws floor by a random walk, then targets, and pulls a box off each."""
@@ -112,12 +110,7 @@ _SEEDED = threading.Lock()
 
 
 class Gem:
-    """An environment of gem (gem-llm), such as `game:GuessTheNumber-v0`.
-
-    Args:
-        name: its name in gem's registry.
-        arguments: its arguments; a `seed` among them is replaced by the episode's.
-    """
+    """The environment `name` of gem (gem-llm); a `seed` among its arguments becomes the episode's."""
 
     def __init__(self, name: str, **arguments: Any) -> None:
         self.name, self.arguments = name, arguments

@@ -26,12 +26,7 @@ from roll_batching.tools.conversion.roll_distillation import (
     record_origins,
     rename_students,
 )
-from roll_batching.tools.conversion.roll_environments import (
-    AGENTIC,
-    convert_environments,
-    leave_out_values,
-    take_environments,
-)
+from roll_batching.tools.conversion.roll_environments import AGENTIC, convert_environments, take_environments
 from roll_batching.tools.conversion.roll_rewards import REWARD_WORKERS, divide_prompts, translate_rewards
 from roll_batching.tools.conversion.train_infer import convert_roll_section
 
@@ -74,8 +69,9 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     convert_roll_section(draft, data)
     translate_rewards(draft, data)
     if environments is not None:
-        unknown = [key for key in data if field_at((key,)) is None and key not in FOREIGN_KEYS[JobKeys]]
-        leave_out_values(draft, data, unknown)
+        for key in [key for key in data if field_at((key,)) is None and key not in FOREIGN_KEYS[JobKeys]]:
+            del data[key]
+            draft.leave_out(key, *ROLL.data["agentic"].get(key, ROLL.data["agentic"]["others"]))
     _images(draft, data)
     _frozen_encoders(draft, data)
     draft.values = data

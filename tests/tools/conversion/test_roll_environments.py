@@ -121,7 +121,8 @@ def test_turns_are_samples_whose_text_tells_earlier_ones(tmp_path: Path) -> None
     assert arguments["environment_args"] == {"size": [6, 6], "boxes": 1}
     text = "{instruction}\nafter {turns_done}: [{history}]\nnow {turn}: {observation}"
     assert arguments["observation_format"] == text and arguments["action_pattern"] == "<answer>(.*?)</answer>"
-    assert done.settings["adv_estimator"] == "gigpo" and "without a valid action" in changes(done)["rollout_args.history"]
+    assert "without a valid action" in changes(done)["rollout_args.history"]
+    assert done.settings["adv_estimator"] == "gigpo"
 
 
 @pytest.mark.config
@@ -146,7 +147,7 @@ def test_games_of_gem_keep_their_names_and_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "key", "words"),
     [
-        (SHOP, "rollout_args.environment", "reset(*, seed, options) and step(action) for ROLL's 'webshop'"),
+        (SHOP, "rollout_args.environment", "reset(*, seed, options) and step(action) for ROLL's webshop "),
         (LAKE | {"env_manager_cls": "a.VLTrajEnvManager"}, "rollout_function", "write VLTrajEnvManager of One as one"),
         ({}, "rollout_function", "write the environments of custom_envs as one"),
     ],
@@ -161,6 +162,7 @@ def test_what_is_left_to_write_is_named(tmp_path: Path, environment: dict[str, A
     ("more", "key", "words"),
     [
         ({"agent_template": "{goal} {observation}"}, "custom_envs.One.agent_template", "cannot be filled"),
+        ({"agent_template": "{history} {observation}"}, "custom_envs.One.agent_template", "cannot be filled"),
         ({"agent_template": "{observation.x}"}, "custom_envs.One.agent_template", "cannot be filled"),
         ({"agent_template": "go"}, "custom_envs.One.agent_template", "no place for the observation"),
         ({"env_config": {"grid_lookup": {0: "W"}}}, "custom_envs.One.env_config.grid_lookup", "no such argument"),
