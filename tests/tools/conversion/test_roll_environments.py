@@ -220,7 +220,7 @@ def trained(folder: Path, done: Conversion, **more: Any) -> tuple[list[dict[str,
 def test_a_converted_file_trains(environment: dict[str, Any], tmp_path: Path) -> None:
     """Both steps and the evaluation; groups share a seed, and rewards are the environment's with its penalties."""
     more = {"action_pattern": "(.*)"} if environment is SHOP else {}
-    done = converted(tmp_path, environment)
+    done = converted(tmp_path, environment, adv_estimator="gigpo" if environment is ROOM else "grpo")
     metrics, lines = trained(tmp_path, done, **({"environment": HERE + "Shop", **more} if more else {}))
     steps = [row for row in metrics if "loss" in row]
     assert len(steps) == 2 and any("eval_reward" in row for row in metrics)
