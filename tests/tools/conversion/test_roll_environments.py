@@ -189,14 +189,15 @@ class Shop:
     """What a user writes for an environment of ROLL's own: the reward is a digit's share of the model's text."""
 
     def __init__(self, observation_mode: str) -> None:
-        self.mode, self.count = observation_mode, 0
+        self.mode, self.count, self.seed = observation_mode, 0, -1
 
     def reset(self, *, seed: int, options: Any) -> tuple[str, dict[str, Any]]:
-        return f"{self.mode} {seed}", {}
+        self.seed = seed
+        return self.mode, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.count += 1
-        return f"+{self.count}", sum(map(ord, action)) % 10 / 10, self.count == 2, False, {}
+        return f"seed{self.seed}", sum(map(ord, action)) % 10 / 10, self.count == 2, False, {}
 
 
 def trained(folder: Path, done: Conversion, **more: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -229,6 +230,7 @@ def test_a_converted_file_trains(environment: dict[str, Any], tmp_path: Path) ->
     assert {line["prompt"] for line in lines if line["kind"] == "eval"} == set("4567")
     if environment is SHOP:
         assert all(row["turns_mean"] == 2 and row["grad_norm"] > 0 for row in steps) and steps[0]["reward"] > 0.1
+        assert all(f"seed{line['prompt']}" in line["response"] for line in lines)
         return
     penalty = -0.01 if environment is LAKE else -0.25
     for line in training:  # no answer of a random model has the form of an action
