@@ -130,7 +130,7 @@ async def rollout(
                 break
             made = await client.generate([*before, *seen])
             state, shown = facts.get("state", observation), observation
-            action = _action_in(made.text, pattern)
+            action = _find_action(made.text, pattern)
             observation, reward, is_over, is_cut, facts = await asyncio.to_thread(game.step, action or "")
             _check_text("step", observation)
             reward = float(reward) + (format_penalty if action is None or not facts.get("valid", True) else 0)
@@ -169,8 +169,8 @@ def _compile(pattern: str | None) -> re.Pattern[str] | None:
         raise DataError(f"action_pattern {pattern!r} is no regular expression: {error}") from None
 
 
-def _action_in(text: str, pattern: re.Pattern[str] | None) -> str | None:
-    """The last group of the pattern's match in `text`, or all of it without a pattern; None without a match."""
+def _find_action(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """The last group of the match in `text`, by default all of it; None without one."""
     if pattern is None:
         return text
     found = pattern.search(text)

@@ -17,11 +17,12 @@ _FLOOR_SHARE = 0.6
 
 
 class Sokoban:
-    """Sokoban: `#` wall, `_` floor, `.` target, `$` box, `*` box on target, `@` player, `+` player on target.
+    """Sokoban as text, in a room that the episode's seed draws.
 
-    Actions are Up, Down, Left and Right; another text leaves the player where it is. Rewards are gym-sokoban's: -0.1 a
-    turn, 1 for a box pushed onto a target, -1 for one pushed off, and 10 when all are on targets, which ends the
-    episode. The seed draws the room, in which boxes were pulled off their targets: it has a solution.
+    `#` is a wall, `_` floor, `.` a target, `$` a box, `*` a box on a target, `@` and `+` the player. Actions are Up,
+    Down, Left and Right; another text moves nothing. Rewards are gym-sokoban's: -0.1 a turn, 1 for a box pushed onto a
+    target, -1 for one pushed off, and 10 when all are on targets, which ends the episode. Boxes were pulled off their
+    targets, so that a room has a solution.
 
     Args:
         size: rows and columns, with the outer walls.
@@ -125,13 +126,13 @@ class Gem:
         with _SEEDED:
             self.game = gem.make(self.name, **arguments)
             text, facts = self.game.reset(seed=seed)
-        return _with_suffix(text, facts), {}
+        return _append_suffix(text, facts), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         """Acts by the text; gem finds the action in it."""
         text, reward, is_over, is_cut, facts = self.game.step(action)
-        return _with_suffix(text, facts), float(reward), bool(is_over), bool(is_cut), {}
+        return _append_suffix(text, facts), float(reward), bool(is_over), bool(is_cut), {}
 
 
-def _with_suffix(text: str, facts: Mapping[str, Any]) -> str:
+def _append_suffix(text: str, facts: Mapping[str, Any]) -> str:
     return f"{text}\n{facts['suffix']}" if facts.get("suffix") else str(text)

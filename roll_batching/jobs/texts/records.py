@@ -124,7 +124,7 @@ def _non_null(item: Any) -> Any:
 
 PathLike = str | Path
 Paths = PathLike | Sequence[PathLike] | range
-"""One file or several, or numbers that stand for lines: each is the text and the `seed` of one."""
+"""One file or several, or numbers: each is the prompt and the `seed` of a line."""
 
 _LONGEST_LINE = 64 * 2**20
 """Most bytes of a line: a file without line ends would otherwise be read into memory at once."""

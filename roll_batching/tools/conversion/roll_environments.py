@@ -38,7 +38,7 @@ _MOST_SEEDS = 100_000
 
 
 def take_environments(draft: Draft, data: dict[str, Any]) -> dict[str, Any]:
-    """Takes environments and managers out of `data`, and their generating_args where actor_infer has none, as ROLL."""
+    """Takes environments and managers out of `data`; their sampling counts where actor_infer has none."""
     sections = {key: data.pop(key, None) for key in _SECTIONS}
     if not section_at(data, "actor_infer").get("generating_args"):
         for role, manager in (("actor_infer", "train_env_manager"), ("validation", "val_env_manager")):
@@ -51,7 +51,7 @@ def take_environments(draft: Draft, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert_environments(draft: Draft, sections: dict[str, Any]) -> None:
-    """Writes the rollout function of the first training environment, its prompts and its evaluation into `draft`."""
+    """Writes rollout function, prompts and evaluation of the first training environment."""
     tag = next(iter(_tags(sections, "train_env_manager")), "")
     section = section_at(sections, "custom_envs", tag)
     player = str(section.get("env_manager_cls") or "TrajEnvManager").rpartition(".")[2]
