@@ -20,9 +20,8 @@ class Sokoban:
     """Sokoban as text, in a room that the episode's seed draws.
 
     `#` is a wall, `_` floor, `.` a target, `$` a box, `*` a box on a target, `@` and `+` the player. Actions are Up,
-    Down, Left and Right; another text moves nothing. Rewards are gym-sokoban's: -0.1 a turn, 1 for a box pushed onto a
-    target, -1 for one pushed off, and 10 when all are on targets, which ends the episode. Boxes were pulled off their
-    targets, so that a room has a solution.
+    Down, Left and Right. Rewards are gym-sokoban's: -0.1 a turn, 1 for a box pushed onto a target, -1 for one pushed
+    off, and 10 at the end, when all are on targets. Boxes were pulled off their targets: a room has a solution.
 
     Args:
         size: rows and columns, with the outer walls.
