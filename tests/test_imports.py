@@ -184,7 +184,7 @@ LINES = {
     "huggingface": 2_745,
     "integrations": 3_015,
     "jobs": 650,
-    "jobs.config": 6_800,
+    "jobs.config": 6_825,
     "jobs.driver": 700,
     "jobs.engines": 2_680,
     "jobs.launch": 1_650,

@@ -233,7 +233,7 @@ class FunctionCalls:
                 if self.sender is None or not await self.sender.has_restarted(client.servers):
                     break
             items = list(result) if isinstance(result, (list, tuple)) else [result]
-            known = {id(item) for others in self._returned.values() for item in others}
+            known = {id(item) for others in self._returned.copy().values() for item in others}
             if len(known | {id(item) for item in items}) < len(known) + len(items):
                 raise SampleFault("it returned an object that it has returned for another sample: make a new one")
             self._returned[number] = items
