@@ -300,7 +300,7 @@ def test_no_rollout_is_lost_or_trained_on_twice(folder, kind, fault, report):
     function = "tests.jobs.engines.test_in_flight:suffers"
     arguments = {"folder": str(folder), "fault": fault, "url": urls[0], "text": "a+2b+2=", "seconds": 3.0}
     try:
-        run_ranks(1, RUN, free_job(folder, kind, urls, function, arguments))
+        run_ranks(2 if kind == "sglang" else 1, RUN, free_job(folder, kind, urls, function, arguments))
     finally:
         process.kill()
     prompts, steps = prompts_of(folder)
