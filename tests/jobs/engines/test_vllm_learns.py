@@ -53,6 +53,7 @@ def write_model(folder: Path) -> None:
 
 
 def lake_job(folder: Path, url: str, **changes):
+    changes = {"max_steps": STEPS, **changes}
     made = job(
         folder,
         rollout_function="roll_batching.jobs.rollouts.environments:rollout",
@@ -66,7 +67,6 @@ def lake_job(folder: Path, url: str, **changes):
         sequence_length=112,
         rollout_batch_size=16,
         num_return_sequences_in_group=8,
-        max_steps=STEPS,
         warmup=None,
         eval_samples=0,
         loss_agg_mode="rollout-token-mean",
@@ -94,7 +94,7 @@ def test_the_lake_is_learned_while_weights_change_under_its_rollouts(tmp_path, r
     found = {}
     try:
         server.wait()
-        for name, changes in (("learns", {}), ("control", {"control": "shuffled"})):
+        for name, changes in (("learns", {}), ("control", {"control": "shuffled", "max_steps": 15})):
             run_ranks(
                 1, "tests.jobs.rl.jobs:run", lake_job(tmp_path, server.url, exp_name=name, **changes), timeout=900
             )
