@@ -73,6 +73,9 @@ NOT_SFT_OR_GRPO = Feature("another task than sft or grpo", "task", lambda job: j
 ASYNC = _rl("sampling ahead of training", "async_generation_ratio", lambda job: job.asynchronous)
 IN_FLIGHT = _rl("updates in flight", "in_flight_updates", lambda job: job.asynchronous and job.in_flight_updates)
 PARTIAL = _rl("partial rollouts", "partial_rollout", lambda job: job.asynchronous and job.partial_rollout)
+STALE_TOKENS = _rl(
+    "a limit of the age of tokens", "max_staleness", lambda job: IN_FLIGHT.is_on(job) and job.max_staleness is not None
+)
 ALTERNATING = _rl("updates between requests", IN_FLIGHT.key, lambda job: not job.in_flight_updates)
 OWN_SAMPLER = _rl(
     "a sampler on other devices",

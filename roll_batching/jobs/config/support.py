@@ -46,6 +46,13 @@ _REFUSED = {
     (f.PARTIAL, f.ALTERNATING): (
         "is true, and new weights would wait for the rollouts under way; set in_flight_updates to true"
     ),
+    (f.STALE_TOKENS, f.GIGPO): (
+        "lets the loss skip tokens, and gigpo reads turns as runs of tokens; leave it out under in_flight_updates"
+    ),
+    (f.PARTIAL, f.SHARES): (
+        "is true, and which prompts come first would decide the shares that domain_interleave_probs fixes; leave one "
+        "of the two out"
+    ),
     (f.DYNAMIC, f.SHARES): (
         "would change the shares of domains that domain_interleave_probs fixes; leave one of the two out"
     ),

@@ -27,7 +27,8 @@ _REPLY_SECONDS = 2.0
 class FreeRequests:
     """Sends requests to `engine` in one event loop, between `open` and `close`. Calls may overlap.
 
-    Limits are the engine's: a server has at most `max_in_flight` requests at once, and further ones wait for a slot.
+    Limits are the engine's: a server has at most `max_in_flight` of these requests at once, and further ones wait for
+    a slot.
     """
 
     def __init__(self, engine: Replicas) -> None:
@@ -101,6 +102,7 @@ class FreeRequests:
         """Whether one of `servers` has restarted since its last weights, so that its responses may be of others."""
         if self._engine.api.process_path is None:  # every reply names the version of its weights
             return False
+        await self._is_open.wait()  # in an update the engine has processes already that did not sample these
         now = {f"{url} {self._losses[url]}": url for url in self._servers}
         if not set(servers) <= set(now):  # dropped meanwhile: what it was when it answered is not known
             return True

@@ -330,11 +330,11 @@ class Replicas:
 
         `drop_unreachable`: also drops servers that do not identify their process. `among`: looks at these URLs only.
         """
-        expected = dict(self._live)  # calls overlap, and drop servers meanwhile
+        expected = dict(self._live)  # calls overlap, also of other threads, and drop servers meanwhile
 
         async def check(url: str) -> str | None:
             try:
-                return None if await self._process(session, url) == expected[url] else _RESTARTED
+                return None if await self._process(session, url) == expected.get(url) else _RESTARTED
             except (RequestFailed, MalformedReply) as error:
                 return str(error) if drop_unreachable else None
 

@@ -1,6 +1,6 @@
 """Asynchronous rollouts: requests for later steps are sampled in other processes while earlier steps train.
 
-Requests are numbered in the order of the prompts, and a step takes the rollouts of its prompts: every prompt is
+By default requests are numbered in the order of the prompts, and a step takes the rollouts of its prompts: each is
 trained on once, in the order of a synchronous run, and the saved position in the data is that of the completed steps.
 After s steps the requests of at most 1 + s + `async_generation_ratio` steps have been sent; so a sample is at most
 `async_generation_ratio` steps old (rounded up), and a sampler that is faster than training waits. With a ratio of 0
@@ -35,7 +35,7 @@ from roll_batching.jobs.observe.run_files import Metrics
 from roll_batching.jobs.roles.client import FREE_SAMPLER, SAMPLER, RoleClient, Weights, answer_timeout
 from roll_batching.jobs.roles.sampler import Answer, Request
 from roll_batching.jobs.rollouts.prompts import Prompts, prompt_stream
-from roll_batching.jobs.rollouts.rollout import StepScores
+from roll_batching.jobs.rollouts.rollout import StepScores, impute_failed
 from roll_batching.jobs.rollouts.token_versions import VERSIONS_SPEC, WEIGHT_VERSIONS
 from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.seeds import step_seed
@@ -198,7 +198,8 @@ class AsyncRollouts:
         shown = self.config.rollout_samples  # of the whole step; -1: all
         shown = (part + 1) * shown // self.parts - part * shown // self.parts if shown > 0 else shown
         if self._num_requests not in self.arrivals.taken:
-            self._send(client, Request(number=self._num_requests, prompts=prompts, seed=seed, shown=shown))
+            first = rank_slice(len(self._prompts), part, self.parts).start
+            self._send(client, Request(number=self._num_requests, prompts=prompts, seed=seed, shown=shown, first=first))
         self._num_requests += 1
 
     def _send_more(self, client: RoleClient, step: int, batch_number: int) -> int:
@@ -250,6 +251,8 @@ class AsyncRollouts:
                     f"the reward function failed on all {len(scores.ids)} responses of a step, which no reward_failure "
                     "can replace: the sampler's warnings above say how"
                 )
+            if self.config.reward_failure == "drop":
+                scores = replace(scores, rewards=impute_failed(scores, self.config.group_size))
             batch, of_tokens = fresh_tokens(batch, self._version, self.config.max_staleness)
             metrics |= of_tokens
         return batch, scores, metrics

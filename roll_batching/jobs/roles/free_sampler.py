@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.engines.client import EngineClient
 from roll_batching.jobs.engines.replicas import Replicas
@@ -66,7 +67,11 @@ class FreeSampler(SerialSampler):
                 return super().answer(request)
         assert self._rollouts is not None, "weights come first"
         encoded = encode_prompts(request.prompts, self.tokenizer, max_length=self.config.prompt_length)
-        prompts = rollout_prompts(encoded, request.prompts, replace(self.sampling, seed=request.seed))
+        first = request.first * self.sampling.num_return_sequences
+        prompts = [
+            replace(prompt, sample=first + prompt.sample)
+            for prompt in rollout_prompts(encoded, request.prompts, replace(self.sampling, seed=request.seed))
+        ]
         self._requests[request.number] = request, time.perf_counter()
         self._rollouts.start(request.number, prompts, request.seed)
         return None
@@ -81,6 +86,8 @@ class FreeSampler(SerialSampler):
             return  # training has ended
         except Exception as error:
             self._reply(failure_of(error))
+            if not isinstance(error, RollBatchingError):
+                raise  # its traceback belongs into the output
 
     def _answer_of(self, complete: CompleteRequest) -> Answer:
         request, started = self._requests.pop(complete.number)
@@ -107,7 +114,7 @@ class FreeSampler(SerialSampler):
         return Answer(
             number=request.number,
             version=self.version,
-            seconds=seconds,
+            seconds=time.perf_counter() - started,
             lengths=rollouts.batch.lengths.numpy(),
             fields={name: rollouts.batch[name].numpy() for name in rollouts.batch.schema},
             scores=scores,
@@ -125,7 +132,7 @@ def _one_answer(config: JobConfig) -> LoadedRolloutFunction:
         )
 
     return LoadedRolloutFunction(
-        path="of one answer",
+        path="(none: one answer)",
         function=answer,
         arguments={},
         timeout=config.rollout_function_timeout,

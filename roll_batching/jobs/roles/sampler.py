@@ -35,6 +35,8 @@ class Request:
     seed: int
     shown: int
     """Number of responses whose texts are returned for the sample log; -1: all."""
+    first: int = 0
+    """Index of the first prompt in the step."""
     held_out: bool = False
     """Whether to sample by `validation.generating_args`, for an evaluation."""
 

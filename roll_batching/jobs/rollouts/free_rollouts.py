@@ -27,13 +27,20 @@ class EngineSender:
 
     def __init__(self, requests: FreeRequests, settings: GenerationSettings) -> None:
         self._requests, self._settings = requests, settings
-        self._seeds: list[tuple[int, int]] = []
+        self._seeds: dict[int, tuple[int, int]] = {}
         """By number, the step's seed and the rollout's index in the step."""
+        self._num_prompts = 0
         self.open, self.close, self.has_restarted = requests.open, requests.close, requests.has_restarted
 
     def add(self, prompts: Sequence[RolloutPrompt], seed: int) -> None:
         """Adds rollouts of whole groups, of a step with this seed."""
-        self._seeds += [(seed, prompt.sample) for prompt in prompts]
+        self._seeds |= {number: (seed, prompt.sample) for number, prompt in enumerate(prompts, self._num_prompts)}
+        self._num_prompts += len(prompts)
+
+    def forget(self, numbers: range) -> None:
+        """Forgets complete rollouts."""
+        for number in numbers:
+            del self._seeds[number]
 
     async def sample(self, request: TokenRequest, /) -> SampledTokens:
         """Samples the tokens of one request."""
@@ -107,6 +114,7 @@ class FreeRollouts:
             return None
         del self._num_open[number]
         numbers = self._numbers.pop(number)
+        self._sender.forget(numbers)
         prompts = [self._calls.prompts[rollout] for rollout in numbers]
         return CompleteRequest(number=number, prompts=prompts, rollouts=self._calls.collect(numbers))
 

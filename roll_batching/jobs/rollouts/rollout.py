@@ -271,7 +271,8 @@ def score_rollouts(
 ) -> StepScores:
     """Scores each rollout on the leader of its replica; returns the scores of all on every rank. Collective.
 
-    `sample_log` holds `shown` rollouts (-1: all), spread evenly over the step. `is_step`: they are all of a step.
+    `sample_log` holds `shown` rollouts (-1: all), spread evenly over the step. `is_step`: they are all
+    of a step, so that failed ones are compared with the others.
 
     Raises RankError, the same on all ranks, when the reward function fails, exceeds its time limit or returns a number
     that is not finite and `reward_failure` is `error`; it names the samples. DataError where it fails on a whole step.
@@ -297,12 +298,12 @@ def score_rollouts(
     if dist.get_rank() == 0:
         failed, total = scores.failed.sum(), len(scores.ids)
         logger.warning("the reward function failed on %d of %d responses: %s", failed, total, first)
-    if reward.failure == "drop":
-        return replace(scores, rewards=_impute_failed(scores, rollouts.group_size))
+    if is_step and reward.failure == "drop":
+        return replace(scores, rewards=impute_failed(scores, rollouts.group_size))
     return scores
 
 
-def _impute_failed(scores: StepScores, group_size: int) -> np.ndarray:
+def impute_failed(scores: StepScores, group_size: int) -> np.ndarray:
     """Returns rewards, float64 `[n]`, with failed ones replaced by the mean of their group.
 
     If the whole group failed, by the mean of their domain, and if that failed, too, by 0.

@@ -15,7 +15,7 @@ VERSIONS_SPEC = FieldSpec("token", pad=-1)
 
 
 class TokenVersions:
-    """What a rollout's client has sampled, by token and log-prob, which samples pass on as they are."""
+    """What a rollout's client has sampled, by token and log-prob in fp32, which samples pass on."""
 
     def __init__(self) -> None:
         self._versions: defaultdict[tuple[int, float], deque[int]] = defaultdict(deque)
@@ -28,7 +28,7 @@ class TokenVersions:
     def add(self, sampled: SampledTokens) -> None:
         """Adds the tokens of one call."""
         for token, log_prob, version in zip(sampled.tokens, sampled.log_probs, sampled.versions, strict=False):
-            self._versions[token, log_prob].append(version)
+            self._versions[token, float(np.float32(log_prob))].append(version)
             self._oldest = version if self._oldest < 0 else min(version, self._oldest)
 
     def take(self, tokens: np.ndarray, mask: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
@@ -39,6 +39,8 @@ class TokenVersions:
         """
         versions = np.full(len(tokens), -1, dtype=np.int64)
         for place in np.flatnonzero(mask).tolist():
-            known = self._versions.get((int(tokens[place]), float(log_probs[place]))) or deque([self._oldest])
+            known = self._versions.get((int(tokens[place]), float(np.float32(log_probs[place])))) or deque(
+                [self._oldest]
+            )
             versions[place] = known.popleft() if len(known) > 1 else known[0]
         return versions

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -186,6 +188,46 @@ def test_what_a_restarted_server_sampled_before_an_update_is_sampled_again(model
     assert {1} in whole and {0, 1} in whole, "those of the other server keep their tokens"
 
 
+@pytest.mark.parametrize("fault", ["restarted", "dropped"])
+def test_rollouts_learn_that_a_server_is_another_when_they_return(models, fault):
+    """During an update, which has its new process already; or after another thread has dropped it."""
+    process, urls = start(models[0][0], "--kind", "vllm", *OPTIONS)
+    slept = threading.Event()
+
+    async def slow_at_the_end(prompt, client, tokenizer):
+        sample = await one_answer(prompt, client, tokenizer, tokens=3)
+        await asyncio.to_thread(slept.wait, 2.0)
+        return sample
+
+    try:
+        engine = Replicas(urls, DIALECTS["vllm"], EngineLimits(seconds=20, in_flight=8, retries=1))
+        engine.update_weights(models[1][0].resolve(), 0)
+        with FreeRollouts(engine, function_of(slow_at_the_end), TOKENIZER, SETTINGS) as free:
+            slept.set()
+            free.start(0, prompts()[:1], seed=1)
+            complete(free, 1)
+            slept.clear()
+            order(urls[0], "restart")
+            free.start(1, prompts(), seed=7)
+            time.sleep(1.0)
+            if fault == "dropped":
+                engine.drop({urls[0]: "as an evaluation does"}, "", "")
+                slept.set()
+            else:
+                with free.interrupted():
+                    engine.update_weights(models[2][0].resolve(), 1)
+                    slept.set()
+                    time.sleep(1.0)
+            (rollouts,) = complete(free, 1).values()
+    finally:
+        process.kill()
+    samples = [rollout.samples[0] for rollout in rollouts]
+    versions = {version for sample in samples for version in sample.versions.tolist()}
+    assert versions == ({0, 1} if fault == "restarted" else {0})
+    for sample in samples:
+        assert gap(models[1 + int(sample.versions[0])][1], sample, sample.mask) < 1e-5
+
+
 # ---- steps
 
 
@@ -232,6 +274,7 @@ def test_old_tokens_are_counted_and_masked():
 def prompts_of(folder):
     """Of every step the prompts of its samples, and how often each was trained on."""
     lines = [json.loads(line) for line in (folder / "runs" / "tiny" / "rollouts.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["kind"] == "train"]
     return Counter(line["prompt"] for line in lines), Counter(line["step"] for line in lines)
 
 
@@ -273,12 +316,13 @@ def test_steps_do_not_wait_for_a_slow_rollout(folder, kind, report):
     process, urls = start(folder / "model", "--kind", kind, *OPTIONS)
     function = "tests.jobs.rollouts.rollout_functions:slow_for"
     made = free_job(folder, kind, urls, function, {"text": "a+2b+2=", "seconds": 6.0})
+    made |= {"eval_samples": 4, "eval_steps": 2}
     try:
-        run_ranks(1, RUN, made)
+        run_ranks(2, RUN, made)
         rows = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
         prompts, steps = prompts_of(folder)
         saved = folder / "runs" / "tiny" / "checkpoints" / "rl-000002"
-        run_ranks(1, RUN, made | {"resume_from_checkpoint": str(saved)})
+        run_ranks(2, RUN, made | {"resume_from_checkpoint": str(saved)})
         again = prompts_of(folder)
     finally:
         process.kill()
@@ -289,6 +333,7 @@ def test_steps_do_not_wait_for_a_slow_rollout(folder, kind, report):
     assert prompts == {prompt: 9 for prompt in prompts} and len(prompts) == 8, "three epochs of groups of three"
     assert steps == {step: 12 for step in range(1, 7)} and again == (prompts, steps)
     assert max(waits[1:5]) < 3 and max(row["weight_versions_mean"] for row in rows) > 1
+    assert [row["eval_updates"] for row in rows if "eval_reward" in row] == [0, 2, 4, 6]
     assert max(row["staleness_max"] for row in rows) >= 2 and all(row["grad_norm"] > 0 for row in rows)
 
 
