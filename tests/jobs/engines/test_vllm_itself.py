@@ -194,18 +194,18 @@ def test_requests_that_are_interrupted_are_answered_again(models, servers):
 
 
 def test_it_goes_on_with_new_weights_while_requests_run(models, servers, report):
-    """Three updates while 64 answers are under way: each token is of the weights that its version says."""
+    """Three updates while 256 answers are under way: each token is of the weights that its version says."""
     client = engine(*(server.url for server in servers))
     client.update_weights(models[0][0].resolve(), 0)
     settings = replace(SETTINGS, max_new_tokens=200, stop_token_ids=(5, 41), eos_token_id=41)
     prompts = [
         RolloutPrompt(tokens=request.tokens, text="", record={}, sample=place, seed=place)
-        for place, request in enumerate(questions())
+        for place, request in enumerate(questions(64))
     ]
     with FreeRollouts(client, function_of(one_answer, length=240, tokens=200), TOKENIZER, settings) as free:
         free.start(0, prompts, seed=7)
         for version in (1, 2, 3):
-            time.sleep(0.3)
+            time.sleep(0.2)
             started = time.monotonic()
             with free.interrupted():
                 client.update_weights(models[version % 2][0].resolve(), version)
@@ -219,7 +219,7 @@ def test_it_goes_on_with_new_weights_while_requests_run(models, servers, report)
             right.append(gap_of(models[version % 2][1], sample, sample.versions == version, 1.3))
             wrong.append(gap_of(models[1 - version % 2][1], sample, sample.versions == version, 1.3))
     count = sum(versions > 1 for versions in mixed)
-    report(f"{count} of 64 answers of up to {max(mixed)} weights, log-probs within {max(right):.1e}")
+    report(f"{count} of 256 answers of up to {max(mixed)} weights, log-probs within {max(right):.1e}")
     report(f"an update took {took:.2f} s")
     assert count > 8 and max(right) < 5e-5 and np.median(wrong) > 0.1
     assert client.metrics()["engine_failed_attempts"] == 0
