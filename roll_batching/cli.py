@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from roll_batching.commands.check_loss import check_loss
-from roll_batching.commands.convert_config import convert_config
-from roll_batching.commands.evaluate import evaluate
-from roll_batching.commands.export import export
-from roll_batching.commands.generate import generate
-from roll_batching.commands.plan import ALGORITHMS_OF_MODES, plan
-from roll_batching.commands.rehearse import rehearse
-from roll_batching.commands.report import report
-from roll_batching.commands.simulate import simulate
-from roll_batching.commands.train import dpo, sft, train
+from roll_batching import __version__
+from roll_batching.commands import COMMANDS
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.secret_names import redact_forms
 
-app = typer.Typer(
-    help="Plans, packs and balances every training step on Megatron-Core.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command(epilog=ALGORITHMS_OF_MODES)(plan)
-app.command()(convert_config)
-app.command()(simulate)
-app.command()(rehearse)
-app.command()(train)
-app.command()(sft)
-app.command()(dpo)
-app.command()(export)
-app.command()(generate)
-app.command()(report)
-app.command("eval")(evaluate)
-app.command()(check_loss)
+
+class _LazyCommand(TyperCommand):
+    """A command whose module is imported when it is called: `--help` and completion need none."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The context of the command itself."""
+        module_name, _, function = COMMANDS[str(self.name)][0].partition(":")
+        module = importlib.import_module(f"roll_batching.commands.{module_name}")
+        single = typer.Typer(add_completion=False)
+        single.command(self.name, epilog=getattr(module, "EPILOG", None))(getattr(module, function))
+        return typer.main.get_command(single).make_context(info_name, args, parent=parent, **extra)
+
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(is_given: bool) -> None:
+    if is_given:
+        typer.echo(f"roll-batching {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Plans, packs and balances every training step on Megatron-Core."""
+
+
+for _name, (_, _summary) in COMMANDS.items():
+    app.command(_name, cls=_LazyCommand, help=_summary)(lambda: None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

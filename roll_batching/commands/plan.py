@@ -67,7 +67,7 @@ TABLE_ROWS = (
 )
 """Printed table: label, key of the report, format, and meaning."""
 
-ALGORITHMS_OF_MODES = "\n\n".join(
+EPILOG = "\n\n".join(
     [
         *(
             f"{mode.capitalize()} mode: {'; '.join(f'{entry.name} ({entry.summary})' for entry in registry)}."
