@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ _STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 _OURS = os.path.join(os.path.dirname(__file__), "")
 _INSTALLED = frozenset({"site-packages", "dist-packages", "torch", "megatron"})
 """Folders of packages that a user has not written; torch and Megatron may run from their sources."""
+DOTTED = r"[^/:.]+(\.[^/:.]+)*:.+"
+"""Pattern of package.module:name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +79,7 @@ class Registry(Generic[E]):
 
 def is_dotted(name: object) -> bool:
     """Whether `name` has the form package.module:name. Paths of files and relative modules have not."""
-    if not isinstance(name, str):
-        return False
-    module, colon, attribute = name.partition(":")
-    return bool(colon and attribute) and "" not in module.split(".") and "/" not in module
+    return isinstance(name, str) and re.fullmatch(DOTTED, name) is not None
 
 
 def load_dotted(kind: str, path: str) -> Any:

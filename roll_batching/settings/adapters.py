@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import field_validator, model_validator
 
 from roll_batching.errors import LayoutError
-from roll_batching.settings.fields import TRAINED, Settings, setting
+from roll_batching.settings.fields import TRAINED, AlsoInFile, Settings, setting
 
 LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -20,10 +20,15 @@ ALL_LINEAR = "all-linear"
 PROJECTIONS = tuple(part for parts in LAYERS.values() for part in parts)
 
 
+_WITH_COMMAS = AlsoInFile(
+    str, lambda value: tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+)
+
+
 class AdapterArgs(Settings):
     """Keys of `model_args` for training a part of the model."""
 
-    lora_target: tuple[str, ...] | None = setting(
+    lora_target: Annotated[tuple[str, ...] | None, _WITH_COMMAS] = setting(
         None,
         help="Trains LoRA adapters of these projections and freezes the model (docs/fine-tuning.md): all-linear, or "
         "some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj as a list or with commas; linear_qkv, "
@@ -39,19 +44,12 @@ class AdapterArgs(Settings):
         help="Directory in PEFT's format (adapter_config.json, adapter_model.safetensors) from which adapters start. "
         "Its r, lora_alpha and projections must be those of the keys above. Default: new adapters.",
     )
-    freeze_module_prefix: tuple[str, ...] | None = setting(
+    freeze_module_prefix: Annotated[tuple[str, ...] | None, _WITH_COMMAS] = setting(
         None,
         help="Parameters whose names begin with one of these are not trained: Megatron's names "
         "(decoder.layers.0.mlp, embedding), with layers numbered over the whole model. A list, or with commas.",
         roles=TRAINED,
     )
-
-    @field_validator("lora_target", "freeze_module_prefix", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(","))
-        return value
 
     @field_validator("lora_target")
     @classmethod

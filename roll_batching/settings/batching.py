@@ -11,7 +11,7 @@ from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning import BatchingSpec
 from roll_batching.planning.batching_spec import Mode, Objective, Oversize, load_algorithm
 from roll_batching.planning.registry import ALGORITHMS
-from roll_batching.settings.fields import Pass, RegisteredName, Settings, require_positive, setting
+from roll_batching.settings.fields import OR_NULL, Pass, RegisteredName, Settings, require_positive, setting
 
 LogprobPlan = Literal["train", "own", "rollout", "none"]
 SharePrefixes = bool | Literal["auto"]
@@ -156,7 +156,7 @@ class RoleBatching(Settings):
     use_sequence_packing: bool = setting(
         False, help="Packed mode for training and for passes without gradient.", passes=("train", "infer")
     )
-    sequence_packing_args: SequencePackingArgs = setting(
+    sequence_packing_args: Annotated[SequencePackingArgs, OR_NULL] = setting(
         default_factory=SequencePackingArgs, help="Settings of packed mode.", mode="packed", passes=("train", "infer")
     )
     use_dynamic_batching: bool | None = setting(
@@ -203,7 +203,7 @@ class RoleBatching(Settings):
         mode="padded",
         passes=("train", "infer"),
     )
-    planning_args: PlanningArgs = setting(
+    planning_args: Annotated[PlanningArgs, OR_NULL] = setting(
         default_factory=PlanningArgs, help="Further settings of the planner.", passes=("train", "infer")
     )
 

@@ -18,7 +18,9 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     create_model,
     model_serializer,
 )
@@ -27,7 +29,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from roll_batching.errors import ConfigError
 from roll_batching.planning.batching_spec import Mode
-from roll_batching.registry import Registry
+from roll_batching.registry import DOTTED, Registry
 
 Pass = Literal["train", "infer"]
 """A pass over samples in planned micro-batches, with (`train`) or without (`infer`) gradient."""
@@ -147,6 +149,25 @@ class InFile:
     type: Any
 
 
+@dataclass(frozen=True)
+class AlsoInFile:
+    """Annotation of a field: a further type that a file may give, and its conversion."""
+
+    type: Any
+    convert: Callable[[Any], Any]
+    """Converts values of that type, and returns others unchanged."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.convert, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), TypeAdapter(self.type).json_schema()]}
+
+
+OR_NULL = AlsoInFile(None, lambda value: {} if value is None else value)
+"""Annotation of a section: `section: ~` is a section of defaults."""
+
+
 def require_positive(value: int | str | None) -> int | str | None:
     """`value`. Raises ValueError for a number below 1; words and None pass."""
     if isinstance(value, int) and value < 1:
@@ -223,6 +244,10 @@ class RegisteredName:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        names = {"enum": list(self.registry.names)}, {"type": "string", "pattern": f"^{DOTTED}$"}
+        return {"anyOf": [*names, *(option for option in handler(schema).get("anyOf", ()) if option["type"] == "null")]}
 
 
 def registered_name(field: FieldInfo) -> RegisteredName | None:

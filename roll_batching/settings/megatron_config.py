@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
@@ -13,6 +13,7 @@ from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
 from roll_batching.settings.fields import (
     POLICY,
     TRAINED,
+    AlsoInFile,
     RegisteredName,
     Settings,
     Switch,
@@ -28,6 +29,13 @@ FSDP_STRATEGIES = ("fsdp2_train", "fsdp2_infer", "deepspeed_train", "deepspeed_i
 OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Keys of the precisions of an optimizer's state, as Megatron's OptimizerConfig has them."""
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+_TORCHS = AlsoInFile(  # NeMo-RL and Megatron in Python write precisions as torch does.
+    Annotated[str, Field(pattern=f"^(torch\\.)?({'|'.join(_PRECISIONS)})$")],
+    lambda value: _PRECISIONS.get(str(value).removeprefix("torch."), value),
+)
+_WITH_COMMAS = AlsoInFile(  # Megatron's command line and ROLL write recompute_modules so.
+    str, lambda value: [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+)
 
 
 class ClusterConfig(section_of(Cluster)):  # type: ignore[misc]
@@ -159,18 +167,18 @@ class MegatronConfig(Settings, read_if=_READ_IF):
         "its state is not saved.",
         roles=TRAINED,
     )
-    main_grads_dtype: Literal["fp32", "bf16"] = setting(
+    main_grads_dtype: Annotated[Literal["fp32", "bf16"], _TORCHS] = setting(
         "fp32",
         help="Gradients that the precision-aware optimizer reads; bf16 needs grad_reduce_in_fp32: false.",
         roles=TRAINED,
     )
-    main_params_dtype: Literal["fp32", "fp16"] = setting(
+    main_params_dtype: Annotated[Literal["fp32", "fp16"], _TORCHS] = setting(
         "fp32", help="The precision-aware optimizer's copy of the parameters.", roles=TRAINED
     )
-    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = setting(
+    exp_avg_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], _TORCHS] = setting(
         "fp32", help="The precision-aware optimizer's first moments.", roles=TRAINED
     )
-    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = setting(
+    exp_avg_sq_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], _TORCHS] = setting(
         "fp32", help="The precision-aware optimizer's second moments.", roles=TRAINED
     )
     recompute_granularity: Literal["full", "selective"] | None = setting(
@@ -182,7 +190,7 @@ class MegatronConfig(Settings, read_if=_READ_IF):
     recompute_num_layers: int | None = setting(
         None, help="full: layers per recomputed unit, or recomputed layers.", ge=1, roles=TRAINED
     )
-    recompute_modules: list[str] | None = setting(
+    recompute_modules: Annotated[list[str] | None, _WITH_COMMAS] = setting(
         None, help="selective: parts of a layer. Default: core_attn.", roles=TRAINED
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
@@ -351,17 +359,9 @@ class MegatronConfig(Settings, read_if=_READ_IF):
 
     @model_validator(mode="before")
     @classmethod
-    def _spellings(cls, data: Any) -> Any:
+    def _dynamic_sizes(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        # NeMo-RL and Megatron in Python write precisions as torch does.
-        words: dict[str, Any] = {
-            key: _PRECISIONS.get(str(data[key]).removeprefix("torch."), data[key])
-            for key in data.keys() & {*OPTIMIZER_DTYPES}
-        }
         if data.get("dynamic_context_parallel") is True and data.get("context_parallel_size", 1) == 1:
-            words["context_parallel_size"] = "auto"
-        # Megatron's command line and ROLL write recompute_modules as one comma-separated text.
-        if isinstance(data.get("recompute_modules"), str):
-            words["recompute_modules"] = [name.strip() for name in data["recompute_modules"].split(",") if name.strip()]
-        return {**data, **words}
+            return {**data, "context_parallel_size": "auto"}
+        return data

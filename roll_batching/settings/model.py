@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ValidationError, model_validator
 
 from roll_batching.errors import ConfigError, LayoutError
 from roll_batching.settings.adapters import AdapterArgs
-from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
+from roll_batching.settings.fields import MOST_TOKENS, AlsoInFile, Settings, setting
 from roll_batching.settings.model_parts import (
     MOST_PARTS,
     WIDEST,
@@ -174,7 +174,11 @@ class ModelArgs(AdapterArgs):
         "has it, and no other role.",
     )
     value_head_std: float = setting(0.0, help="Standard deviation of a value head's random start; 0: it is 0.", ge=0)
-    dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = setting(
+    # ROLL writes `~` for "take what the checkpoint says"; here the device decides.
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16", "fp64"],
+        AlsoInFile(None, lambda value: "auto" if value is None else value),
+    ] = setting(
         "auto",
         help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only. fp16 "
         "trains with a loss scale (training_args.initial_loss_scale).",
@@ -202,14 +206,6 @@ class ModelArgs(AdapterArgs):
         if described is None or described.problems:
             return data
         return {**data, "architecture": _over(described.architecture, data.get("architecture"))}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _auto_dtype(cls, data: Any) -> Any:
-        # ROLL writes `~` for "take what the checkpoint says"; here the device decides.
-        if isinstance(data, dict) and "dtype" in data and data["dtype"] is None:
-            return {**data, "dtype": "auto"}
-        return data
 
 
 def _over(below: Any, given: Any) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from roll_batching.errors import LayoutError
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
-from roll_batching.settings.fields import OLD_LOG_PROBS, POLICY, TRAINED, Roles, Settings, setting
+from roll_batching.settings.fields import OLD_LOG_PROBS, OR_NULL, POLICY, TRAINED, Roles, Settings, setting
 from roll_batching.settings.megatron_config import ENGINE_STRATEGIES, MEGATRON_STRATEGIES, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig, ModelArgs
 from roll_batching.settings.training import TrainingArgs
@@ -25,7 +25,7 @@ class StrategyArgs(Settings):
         "(servers at engine_args.urls, or that the job starts), hf_infer. Engines read model directories: without "
         "`pretrain` rollouts run on the Megatron model itself, with a notice.",
     )
-    strategy_config: MegatronConfig = setting(
+    strategy_config: Annotated[MegatronConfig, OR_NULL] = setting(
         default_factory=MegatronConfig,
         help="Settings of the Megatron strategies; under sglang and vllm the options of servers that the job starts, "
         "in the names of their command lines with underscores (gpu_memory_utilization: 0.8).",
@@ -47,7 +47,7 @@ class StrategyArgs(Settings):
     def _set_engine_options_aside(cls, data: Any, handler: ModelWrapValidatorHandler[StrategyArgs]) -> StrategyArgs:
         if not isinstance(data, dict):
             return handler(data)
-        data = {key: value for key, value in data.items() if key != "strategy_config" or value is not None}
+        data = dict(data)
         is_engine = data.get("strategy_name") in ENGINE_STRATEGIES and isinstance(data.get("strategy_config"), dict)
         options: Any = data.pop("strategy_config") if is_engine else {}
         args = handler(data)
@@ -58,9 +58,11 @@ class StrategyArgs(Settings):
 class RoleSettings(RoleBatching, read_if={"logprob_plan": OLD_LOG_PROBS}):
     """Model, optimizer, layout and batching of a `MegatronTrainStrategy` or `MegatronInferStrategy`."""
 
-    model_args: ModelArgs = setting(default_factory=ModelArgs, help="The model.")
-    training_args: TrainingArgs = setting(default_factory=TrainingArgs, help="Optimizer and mini-batch.", roles=TRAINED)
-    strategy_args: StrategyArgs = setting(default_factory=StrategyArgs, help="The strategy.")
+    model_args: Annotated[ModelArgs, OR_NULL] = setting(default_factory=ModelArgs, help="The model.")
+    training_args: Annotated[TrainingArgs, OR_NULL] = setting(
+        default_factory=TrainingArgs, help="Optimizer and mini-batch.", roles=TRAINED
+    )
+    strategy_args: Annotated[StrategyArgs, OR_NULL] = setting(default_factory=StrategyArgs, help="The strategy.")
 
     logprob_plan: LogprobPlan = setting(
         "train",
@@ -83,15 +85,6 @@ class RoleSettings(RoleBatching, read_if={"logprob_plan": OLD_LOG_PROBS}):
         help="Minutes that a collective may wait for another rank before the job ends; 0.5 is half a minute.",
         gt=0,
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_sections(cls, data: Any) -> Any:
-        # An empty section (`training_args: ~`) is a section of defaults.
-        if not isinstance(data, dict):
-            return data
-        sections = {name for name in cls.model_fields if name.endswith("_args")}
-        return {key: {} if value is None and key in sections else value for key, value in data.items()}
 
     def with_training(self, **changes: Any) -> Self:
         """A copy whose `training_args` have the given values, checked. Raises pydantic's ValidationError."""

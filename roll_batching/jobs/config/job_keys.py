@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -24,7 +24,7 @@ from roll_batching.jobs.config.rollout_keys import (
 )
 from roll_batching.jobs.config.worker import Environment, ValidationConfig, WorkerConfig
 from roll_batching.settings.batching import refuse_without_old_log_probs
-from roll_batching.settings.fields import MOST_TOKENS, ROLLOUTS, TRAINED, Switch, setting
+from roll_batching.settings.fields import MOST_TOKENS, OR_NULL, ROLLOUTS, TRAINED, Switch, setting
 
 TRACKERS = ("wandb", "swanlab")
 """Trackers that can receive the metrics."""
@@ -41,7 +41,7 @@ NOT_EVALUATED = "nothing is evaluated"
 
 def _set_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
     """`data` with `name` as the model of actor_train, unless `data` gives one, or has no sections to hold it."""
-    train = data.get("actor_train", {})
+    train = {} if data.get("actor_train") is None else data["actor_train"]
     model = train.get("model_args", {}) if isinstance(train, dict) else None
     model = {} if model is None and isinstance(train, dict) else model
     if not isinstance(name, str) or not isinstance(model, dict) or model.get("model_name_or_path") is not None:
@@ -228,8 +228,10 @@ class JobKeys(
 
     max_grad_norm: float | None = setting(None, help="Short form of actor_train.training_args.max_grad_norm.", ge=0)
 
-    actor_train: WorkerConfig = setting(default_factory=WorkerConfig, help="The policy in training.")
-    actor_infer: WorkerConfig = setting(
+    actor_train: Annotated[WorkerConfig, OR_NULL] = setting(
+        default_factory=WorkerConfig, help="The policy in training."
+    )
+    actor_infer: Annotated[WorkerConfig, OR_NULL] = setting(
         default_factory=WorkerConfig,
         help="Rollouts: actor_train's model samples them with these generating_args, in another parallel layout where "
         "strategy_config gives other sizes (docs/cluster.md).",
@@ -260,16 +262,10 @@ class JobKeys(
 
     @model_validator(mode="before")
     @classmethod
-    def _empty_roles(cls, data: Any) -> Any:
-        """Replaces null by an empty section, and sets `pretrain` as actor_train's model, from which roles take it.
-
-        YAML reads a section without any key under it (`actor_train:`) as null.
-        """
+    def _set_models(cls, data: Any) -> Any:
+        """Sets `pretrain` as actor_train's model, from which roles take it, and gives them their vision encoders."""
         if not isinstance(data, dict):
             return data  # pydantic reports it
-        data = {key: {} if value is None and key in ROLES[:2] else value for key, value in data.items()}
-        if isinstance(data.get("train"), dict) and data["train"].get("train_policy", {}) is None:
-            data["train"] = {key: value for key, value in data["train"].items() if key != "train_policy"}
         return _build_encoders(_set_model(data, data.get("pretrain")))
 
     @property

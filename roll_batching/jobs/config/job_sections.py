@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from roll_batching.settings.fields import MOST_PROCESSES, Settings, Switch, setting
+from roll_batching.settings.fields import MOST_PROCESSES, OR_NULL, Settings, Switch, setting
 from roll_batching.settings.training import TrainingArgs
 
 _CHARACTERS = Switch(lambda tokenizer: tokenizer.type == "char", "tokenizer.type is hf")
@@ -141,7 +141,9 @@ class TrainSection(Settings, read_if={"max_num_steps": _STREAMS}):
     sequence_packing: bool = setting(
         False, help="Pack samples end to end, in place of rectangles. Needs train_policy.enable_dp_load_balancing."
     )
-    train_policy: TrainPolicy = setting(default_factory=TrainPolicy, help="How the stream is batched.")
+    train_policy: Annotated[TrainPolicy, OR_NULL] = setting(
+        default_factory=TrainPolicy, help="How the stream is batched."
+    )
 
     @property
     def batches_per_step(self) -> int:

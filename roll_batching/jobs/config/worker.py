@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, field_validator
-
 from roll_batching.jobs.config.devices import parse_devices
 from roll_batching.registry import Entry, Registry
-from roll_batching.settings.fields import MOST_TOKENS, OLD_LOG_PROBS, POLICY, Roles, Settings, Switch, setting, tasks
+from roll_batching.settings.fields import (
+    MOST_TOKENS,
+    OLD_LOG_PROBS,
+    OR_NULL,
+    POLICY,
+    AlsoInFile,
+    Roles,
+    Settings,
+    Switch,
+    setting,
+    tasks,
+)
 from roll_batching.settings.role import RoleSettings
 
 
@@ -18,7 +27,11 @@ def _to_strings(value: Any) -> Any:
     return {k: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()}
 
 
-Environment = Annotated[dict[str, str], BeforeValidator(_to_strings)]
+def _read_devices(value: Any) -> Any:
+    return None if value is None else tuple(parse_devices(value))
+
+
+Environment = Annotated[dict[str, str], AlsoInFile(dict[str, float | str] | None, _to_strings)]
 """Environment variables; numbers become strings."""
 
 PROMPTED = Roles(names=("actor_train",), otherwise="prompts are described by actor_train.data_args")
@@ -161,7 +174,7 @@ class GeneratingArgs(Settings, read_if={key: _unless_greedy(key) for key in ("to
     )
     temperature: float = setting(1.0, help="Sampling temperature.", gt=0)
     top_p: float = setting(1.0, help="Sample among the most likely tokens whose probabilities sum to this.", gt=0, le=1)
-    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = setting(
+    top_k: Annotated[int, AlsoInFile(Literal[-1], lambda value: 0 if value == -1 else value)] = setting(
         0, help="Sample among this many most likely tokens; 0, or -1 as in engines: all.", ge=0
     )
     do_sample: bool = setting(True, help="false: greedy decoding.")
@@ -205,7 +218,8 @@ class RouterReplay(Settings):
     """`router_replay`: whose experts the tokens of a mixture have in training."""
 
     mode: Annotated[
-        Literal["disabled", "R2", "R3"], BeforeValidator(lambda value: "disabled" if value == "disable" else value)
+        Literal["disabled", "R2", "R3"],
+        AlsoInFile(Literal["disable"], lambda value: "disabled" if value == "disable" else value),
     ] = setting(
         "disabled",
         help="R2: the experts that routers chose in the pass of old log-probs are the experts of training, in all "
@@ -267,10 +281,14 @@ class EngineArgs(Settings):
 class WorkerConfig(RoleSettings, read_if={"router_replay logprob_temperature": OLD_LOG_PROBS}):
     """One role of the job."""
 
-    data_args: DataArgs = setting(default_factory=DataArgs, help="The data.", roles=PROMPTED)
-    generating_args: GeneratingArgs = setting(default_factory=GeneratingArgs, help="Sampling.", roles=SAMPLED)
-    engine_args: EngineArgs = setting(default_factory=EngineArgs, help="Engine of the rollouts.", roles=SAMPLED)
-    device_mapping: tuple[int, ...] | None = setting(
+    data_args: Annotated[DataArgs, OR_NULL] = setting(default_factory=DataArgs, help="The data.", roles=PROMPTED)
+    generating_args: Annotated[GeneratingArgs, OR_NULL] = setting(
+        default_factory=GeneratingArgs, help="Sampling.", roles=SAMPLED
+    )
+    engine_args: Annotated[EngineArgs, OR_NULL] = setting(
+        default_factory=EngineArgs, help="Engine of the rollouts.", roles=SAMPLED
+    )
+    device_mapping: Annotated[tuple[int, ...] | None, AlsoInFile(int | str, _read_devices)] = setting(
         None,
         help="Devices of the role, one process each: a list, `list(range(0,8))` or `0-7`. On a machine without GPUs it "
         "only counts processes. actor_infer and reference share all devices of actor_train (the default), or have "
@@ -291,8 +309,3 @@ class WorkerConfig(RoleSettings, read_if={"router_replay logprob_temperature": O
         "sampling temperature, so that they are those of the sampled distribution; ROLL: 1.",
         gt=0,
     )
-
-    @field_validator("device_mapping", mode="before")
-    @classmethod
-    def _read_devices(cls, value: Any) -> Any:
-        return None if value is None else tuple(parse_devices(value))

@@ -168,7 +168,7 @@ def _set_value(source: Source, parts: list[str], value: Any, place: Place) -> No
 # ---- references
 
 
-_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
 class _Unresolved(Exception):
@@ -218,10 +218,10 @@ class _Resolver:
         if not isinstance(value, str) or "${" not in value:
             self._count(path, characters=len(value) if isinstance(value, str) else 0)
             return value
-        match = _REFERENCE.fullmatch(value)
+        match = REFERENCE.fullmatch(value)
         if match:
             return self._look_up(path, match[1], trail)
-        return _REFERENCE.sub(lambda match: self._text(path, match[1], trail), value)
+        return REFERENCE.sub(lambda match: self._text(path, match[1], trail), value)
 
     def _text(self, path: KeyPath, reference: str, trail: tuple[str, ...]) -> str:
         value = self._look_up(path, reference, trail)
