@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from roll_batching import __version__
 from roll_batching.cli import main
+from roll_batching.commands import COMMANDS
 from roll_batching.planning.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +91,75 @@ def test_help_names_the_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0 and "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_line_of_a_command_is_the_first_of_its_own_help(name):
+    target, summary = COMMANDS[name]
+    module, _, function = target.partition(":")
+    command = getattr(importlib.import_module(f"roll_batching.commands.{module}"), function)
+    assert inspect.getdoc(command).split("\n\n")[0] == summary
+
+
+def python(*arguments, **variables):
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python_runs_the_package_as_a_command():
+    assert python("-m", "roll_batching", "--version") == f"roll-batching {__version__}\n"
+    assert python("-m", "roll_batching", "--help") == python("-m", "roll_batching.cli", "--help")
+
+
+def test_help_imports_no_command_and_is_quick(report):
+    code = (
+        "import sys\nfrom roll_batching.cli import main\ntry:\n    main(['--help'])\nfinally:\n"
+        "    print([name for name in sys.modules if name.startswith('roll_batching.')], file=sys.stdout)"
+    )
+    imported = set(ast.literal_eval(python("-c", code).splitlines()[-1]))
+    rooms = {"cli", "commands", "errors", "known_warnings", "secret_names"}
+    assert imported == {f"roll_batching.{room}" for room in rooms}
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        python("-m", "roll_batching", "--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    report(f"--help: {min(seconds):.2f} s of processor time")
+    assert min(seconds) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("roll-batching tr", "train"), ("roll-batching plan --max-t", "--max-tokens")]
+)
+def test_a_shell_completes_commands_and_options(words, offered):
+    variables = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert python("-m", "roll_batching", _ROLL_BATCHING_COMPLETE="complete_bash", **variables).split() == [offered]
+
+
+def test_completion_is_installed_for_the_shell(tmp_path):
+    command = f"{sys.executable} -m roll_batching --install-completion; true"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    (file,) = (path for path in tmp_path.rglob("*") if path.name.startswith("roll-batching"))
+    assert "complete -o default -F _roll_batching_completion roll-batching" in file.read_text(), done.stderr
+    assert str(file) in (tmp_path / ".bashrc").read_text()
 
 
 def test_help_names_every_algorithm_and_what_it_does(capsys, monkeypatch):
