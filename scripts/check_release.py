@@ -58,7 +58,7 @@ USE_OF_EXTRAS = {
 import hydra, omegaconf, roll_batching.tools.conversion
 """,
     "dev": """
-import datasets, hypothesis, mkdocs, mypy, pytest, torchdata, transformers, xdist
+import datasets, hypothesis, jsonschema, mkdocs, mypy, pytest, torchdata, transformers, xdist
 """,
     "docs": """
 import material, mkdocs, mkdocstrings_handlers.python, ruff
@@ -285,7 +285,7 @@ def check_floors(source: Path, environment: Environment) -> None:
     needs = [*project["dependencies"], *extras["convert"], *extras["parquet"]]
     oldest = [need.replace(">=", "==") for need in needs]
     pinned = dict(re.findall(r"^([\w-]+)==([^\s;]+)", (source / "constraints.txt").read_text(), re.MULTILINE))
-    environment.install(*oldest, *(f"{name}=={pinned[name]}" for name in ("hypothesis", "pytest")))
+    environment.install(*oldest, *(f"{name}=={pinned[name]}" for name in ("hypothesis", "jsonschema", "pytest")))
     print("      " + ", ".join(oldest))
     environment.run(
         *("python", "-m", "pytest", "-q", "-x", "-m", "not slow", "tests/planning", "tests/jobs/config"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from roll_batching.errors import LayoutError
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching

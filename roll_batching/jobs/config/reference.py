@@ -42,6 +42,7 @@ A job is one YAML file, in ROLL's shape and, where ROLL has a name, under ROLL's
 - `${path.to.key}` in a value stands for another key's value.
 - Unknown keys, impossible values and keys that contradict each other are errors. They are reported together, each with
   its line, its path and the nearest valid name or value.
+- Editors complete and check files by a [JSON schema](yaml-jobs.md#in-an-editor), which `roll-batching schema` prints.
 - A file has at most 256 KiB, and at most 20,000 values after aliases, merges and references are expanded.
 - Keys of other frameworks that have no effect here get a notice when the job starts, or an error
   ([list](#keys-of-other-frameworks)). Nothing is ignored silently.

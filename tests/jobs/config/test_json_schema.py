@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import hypothesis
+import pydantic
 import pytest
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from pydantic import ValidationError
 
 from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, Verdict, foreign_paths
@@ -56,14 +56,15 @@ def sections(schema=SCHEMA, path=()):
 
 
 def below(value, path):
-    for option in (value, *value.get("anyOf", ())):
-        reference = option.get("$ref", "").rpartition("/")[2]
-        if reference not in ("", "Reference"):
-            yield from sections(SCHEMA["$defs"][reference], path)
-        if "items" in option:
-            yield from below(option["items"], path)
-        if isinstance(option.get("additionalProperties"), dict):
-            yield from below(option["additionalProperties"], (*path, ANY_NAME))
+    reference = value.get("$ref", "").rpartition("/")[2]
+    if reference not in ("", "Reference"):
+        yield from sections(SCHEMA["$defs"][reference], path)
+    for option in (*value.get("anyOf", ()), *value.get("allOf", ())):
+        yield from below(option, path)
+    if "items" in value:
+        yield from below(value["items"], path)
+    if isinstance(value.get("additionalProperties"), dict):
+        yield from below(value["additionalProperties"], (*path, ANY_NAME))
 
 
 def test_it_is_a_valid_schema():
@@ -108,10 +109,17 @@ def run(*, seed):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_file_of_the_site_is_what_the_command_prints():
-    page = SCHEMA_FILE.read_text()
-    assert page == run(seed="1"), "run roll-batching schema > docs/job.schema.json"
-    assert page == run(seed="2")
+def test_the_command_prints_the_same_schema_every_time():
+    assert json.loads(run(seed="1")) == SCHEMA
+    assert run(seed="1") == run(seed="2")
+
+
+@pytest.mark.skipif(
+    f"pydantic=={pydantic.VERSION}" not in (ROOT / "constraints.txt").read_text(),
+    reason="versions of pydantic spell the same rules differently",
+)
+def test_the_file_of_the_site_is_current():
+    assert SCHEMA_FILE.read_text() == run(seed="1"), "run roll-batching schema > docs/job.schema.json"
 
 
 # ---- wrong files
@@ -254,7 +262,7 @@ def validator_of(settings):
 def kinds_of_errors(settings, name, value):
     try:
         settings.model_validate({name: value})
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         errors = [item for item in error.errors() if item["loc"][:1] == (name,)]
         return {item["type"] for item in errors if item["type"] != "missing" or isinstance(item["loc"][-1], int)}
     return set()
