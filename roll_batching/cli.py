@@ -40,7 +40,7 @@ def _print_version(is_given: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _read_options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,

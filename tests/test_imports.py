@@ -50,7 +50,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
 TOOLS = ("tools.conversion", "tools.rehearsal", "tools.simulation", "tools.report")
 """Rooms above the jobs that only commands import."""
 
-FLOORS = (*PLUGIN, *JOBS, TOOLS, ("commands",), ("cli",))
+FLOORS = (*PLUGIN, *JOBS, TOOLS, ("commands",), ("cli",), ("__main__",))
 
 LONGEST_FILE = 400
 LONGEST_FUNCTION_IN_PLANNING = 60
@@ -176,15 +176,15 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_600
+MOST_FILES, MOST_LINES = 100, 18_610
 LINES = {
-    "": 850,
-    "commands": 1_450,
+    "": 860,
+    "commands": 1_500,
     "distributed": 800,
     "huggingface": 2_745,
     "integrations": 3_015,
     "jobs": 650,
-    "jobs.config": 6_825,
+    "jobs.config": 6_935,
     "jobs.driver": 700,
     "jobs.engines": 2_680,
     "jobs.launch": 1_650,
@@ -207,7 +207,7 @@ LINES = {
     "packing": 1_750,
     "planning": 10_340,
     "samples": 2_320,
-    "settings": 3_550,
+    "settings": 3_560,
     "strategy": 7_630,
     "tools": 50,
     "tools.conversion": 6_680,

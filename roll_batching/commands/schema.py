@@ -12,6 +12,6 @@ def schema() -> None:
 
     Write it to a file, and name that file in the first line of a job: # yaml-language-server: $schema=job.schema.json
     """
-    from roll_batching.jobs.config.json_schema import job_schema
+    from roll_batching.jobs.config.json_schema import build_job_schema
 
-    typer.echo(json.dumps(job_schema(), indent=2))
+    typer.echo(json.dumps(build_job_schema(), indent=2))

@@ -18,9 +18,7 @@ LAYERS = {
 """Hugging Face's projections in each of Megatron's linear layers, in the order of their rows."""
 ALL_LINEAR = "all-linear"
 PROJECTIONS = tuple(part for parts in LAYERS.values() for part in parts)
-
-
-_WITH_COMMAS = AlsoInFile(
+_OR_WITH_COMMAS = AlsoInFile(
     str, lambda value: tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 )
 
@@ -28,7 +26,7 @@ _WITH_COMMAS = AlsoInFile(
 class AdapterArgs(Settings):
     """Keys of `model_args` for training a part of the model."""
 
-    lora_target: Annotated[tuple[str, ...] | None, _WITH_COMMAS] = setting(
+    lora_target: Annotated[tuple[str, ...] | None, _OR_WITH_COMMAS] = setting(
         None,
         help="Trains LoRA adapters of these projections and freezes the model (docs/fine-tuning.md): all-linear, or "
         "some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj as a list or with commas; linear_qkv, "
@@ -44,7 +42,7 @@ class AdapterArgs(Settings):
         help="Directory in PEFT's format (adapter_config.json, adapter_model.safetensors) from which adapters start. "
         "Its r, lora_alpha and projections must be those of the keys above. Default: new adapters.",
     )
-    freeze_module_prefix: Annotated[tuple[str, ...] | None, _WITH_COMMAS] = setting(
+    freeze_module_prefix: Annotated[tuple[str, ...] | None, _OR_WITH_COMMAS] = setting(
         None,
         help="Parameters whose names begin with one of these are not trained: Megatron's names "
         "(decoder.layers.0.mlp, embedding), with layers numbered over the whole model. A list, or with commas.",

@@ -29,11 +29,11 @@ FSDP_STRATEGIES = ("fsdp2_train", "fsdp2_infer", "deepspeed_train", "deepspeed_i
 OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Keys of the precisions of an optimizer's state, as Megatron's OptimizerConfig has them."""
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
-_TORCHS = AlsoInFile(  # NeMo-RL and Megatron in Python write precisions as torch does.
+_OR_TORCHS_NAME = AlsoInFile(  # NeMo-RL and Megatron in Python write precisions as torch does.
     Annotated[str, Field(pattern=f"^(torch\\.)?({'|'.join(_PRECISIONS)})$")],
     lambda value: _PRECISIONS.get(str(value).removeprefix("torch."), value),
 )
-_WITH_COMMAS = AlsoInFile(  # Megatron's command line and ROLL write recompute_modules so.
+_OR_WITH_COMMAS = AlsoInFile(  # Megatron's command line and ROLL write recompute_modules so.
     str, lambda value: [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 )
 
@@ -167,18 +167,18 @@ class MegatronConfig(Settings, read_if=_READ_IF):
         "its state is not saved.",
         roles=TRAINED,
     )
-    main_grads_dtype: Annotated[Literal["fp32", "bf16"], _TORCHS] = setting(
+    main_grads_dtype: Annotated[Literal["fp32", "bf16"], _OR_TORCHS_NAME] = setting(
         "fp32",
         help="Gradients that the precision-aware optimizer reads; bf16 needs grad_reduce_in_fp32: false.",
         roles=TRAINED,
     )
-    main_params_dtype: Annotated[Literal["fp32", "fp16"], _TORCHS] = setting(
+    main_params_dtype: Annotated[Literal["fp32", "fp16"], _OR_TORCHS_NAME] = setting(
         "fp32", help="The precision-aware optimizer's copy of the parameters.", roles=TRAINED
     )
-    exp_avg_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], _TORCHS] = setting(
+    exp_avg_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], _OR_TORCHS_NAME] = setting(
         "fp32", help="The precision-aware optimizer's first moments.", roles=TRAINED
     )
-    exp_avg_sq_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], _TORCHS] = setting(
+    exp_avg_sq_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], _OR_TORCHS_NAME] = setting(
         "fp32", help="The precision-aware optimizer's second moments.", roles=TRAINED
     )
     recompute_granularity: Literal["full", "selective"] | None = setting(
@@ -190,7 +190,7 @@ class MegatronConfig(Settings, read_if=_READ_IF):
     recompute_num_layers: int | None = setting(
         None, help="full: layers per recomputed unit, or recomputed layers.", ge=1, roles=TRAINED
     )
-    recompute_modules: Annotated[list[str] | None, _WITH_COMMAS] = setting(
+    recompute_modules: Annotated[list[str] | None, _OR_WITH_COMMAS] = setting(
         None, help="selective: parts of a layer. Default: core_attn.", roles=TRAINED
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
@@ -360,8 +360,6 @@ class MegatronConfig(Settings, read_if=_READ_IF):
     @model_validator(mode="before")
     @classmethod
     def _dynamic_sizes(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if data.get("dynamic_context_parallel") is True and data.get("context_parallel_size", 1) == 1:
-            return {**data, "context_parallel_size": "auto"}
-        return data
+        is_dynamic = isinstance(data, dict) and data.get("dynamic_context_parallel") is True
+        is_open = is_dynamic and data.get("context_parallel_size", 1) == 1
+        return {**data, "context_parallel_size": "auto"} if is_open else data

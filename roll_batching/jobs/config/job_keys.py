@@ -263,7 +263,7 @@ class JobKeys(
     @model_validator(mode="before")
     @classmethod
     def _set_models(cls, data: Any) -> Any:
-        """Sets `pretrain` as actor_train's model, from which roles take it, and gives them their vision encoders."""
+        """Sets `pretrain` as actor_train's model, and the vision encoders of all roles."""
         if not isinstance(data, dict):
             return data  # pydantic reports it
         return _build_encoders(_set_model(data, data.get("pretrain")))

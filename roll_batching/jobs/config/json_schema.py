@@ -21,16 +21,16 @@ _NOTES = {"description", "default", "deprecated"}
 """Keywords of a schema that restrict no value."""
 
 
-def job_schema() -> Schema:
+def build_job_schema() -> Schema:
     """The JSON schema (draft 2020-12) of job files."""
     schema = JobKeys.model_json_schema(schema_generator=_Generator)
-    sections = {name: _with_references(section) for name, section in schema.pop("$defs").items()}
+    sections = {name: _allow_references(section) for name, section in schema.pop("$defs").items()}
     sections["Reference"] = {
         "description": "Another key's value, as ${path.to.key}.",
         "type": "string",
         "pattern": REFERENCE.pattern,
     }
-    job = _with_references(schema) | {"title": "Job of roll-batching"}
+    job = _allow_references(schema) | {"title": "Job of roll-batching"}
     return {"$schema": _Generator.schema_dialect, **job, "$defs": sections}
 
 
@@ -45,7 +45,7 @@ class _Generator(GenerateJsonSchema):
         # Overrides and model directories give keys, too; the loader reports missing ones.
         section.pop("required", None)
         keys: Schema = section["properties"]
-        keys |= {key.name: _foreign_key(key) for key in FOREIGN_KEYS.get(schema["cls"], {}).values()}
+        keys |= {key.name: _describe_foreign_key(key) for key in FOREIGN_KEYS.get(schema["cls"], {}).values()}
         if schema["cls"] is StrategyArgs:
             layout = keys["strategy_config"]
             keys["strategy_config"] = {key: value for key, value in layout.items() if key in _NOTES}
@@ -56,32 +56,32 @@ class _Generator(GenerateJsonSchema):
         return section
 
 
-def _foreign_key(key: ForeignKey) -> Schema:
+def _describe_foreign_key(key: ForeignKey) -> Schema:
     values = {"enum": [None, *key.allowed]} if key.verdict is Verdict.REFUSED else {}
     return {"description": key.reason, "deprecated": True, **values}
 
 
-def _with_references(schema: Schema) -> Schema:
+def _allow_references(schema: Schema) -> Schema:
     """`schema` of a section or list, whose values may be references."""
     result = dict(schema)
     for key, inner in schema.items():
         if key == "properties":
-            result[key] = {name: _value(value) for name, value in inner.items()}
+            result[key] = {name: _allow_reference(value) for name, value in inner.items()}
         elif key == "prefixItems":
-            result[key] = [_value(value) for value in inner]
+            result[key] = [_allow_reference(value) for value in inner]
         elif key in ("items", "additionalProperties") and isinstance(inner, dict):
-            result[key] = _value(inner)
+            result[key] = _allow_reference(inner)
         elif key in ("then", "else"):
-            result[key] = _with_references(inner)
+            result[key] = _allow_references(inner)
     return result
 
 
-def _value(schema: Schema) -> Schema:
+def _allow_reference(schema: Schema) -> Schema:
     """`schema` of a value, which may be a reference."""
     values = {key: inner for key, inner in schema.items() if key not in _NOTES}
     if not values:
         return schema
-    options = list(_options(values))
+    options = list(_list_options(values))
     if not any(
         option.get("type") == "string" and not option.keys() & {"enum", "const", "pattern"} for option in options
     ):
@@ -90,10 +90,10 @@ def _value(schema: Schema) -> Schema:
     return {**notes, **(options[0] if len(options) == 1 else {"anyOf": options})}
 
 
-def _options(schema: Schema) -> Iterator[Schema]:
+def _list_options(schema: Schema) -> Iterator[Schema]:
     """The alternatives of `schema`; those of alternatives are among them."""
     if "anyOf" in schema:
         for option in schema["anyOf"]:
-            yield from _options(option)
+            yield from _list_options(option)
     else:
-        yield _with_references(schema)
+        yield _allow_references(schema)

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, Verdict, foreign_paths
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.json_schema import job_schema
+from roll_batching.jobs.config.json_schema import build_job_schema
 from roll_batching.jobs.config.key_paths import ANY_NAME, all_keys
 from roll_batching.jobs.config.yaml_values import read_values
 from tests.jobs.config.jobs import BASE, changed
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 SCHEMA_FILE = ROOT / "docs" / "job.schema.json"
 OURS = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").rglob("*.yaml"))]
 ROLLS = sorted((Path(__file__).parent / "data").glob("roll_*.yaml"))
-SCHEMA = job_schema()
+SCHEMA = build_job_schema()
 VALIDATOR = Draft202012Validator(SCHEMA)
 
 

@@ -124,6 +124,8 @@ def annotated(annotation: ast.expr | None) -> Types:
     if isinstance(annotation, ast.BinOp):
         return annotated(annotation.left) | annotated(annotation.right)
     if isinstance(annotation, ast.Subscript):
+        if ast.unparse(annotation.value) == "Annotated" and isinstance(annotation.slice, ast.Tuple):
+            return annotated(annotation.slice.elts[0])
         inside = frozenset(node.id for node in ast.walk(annotation.slice) if isinstance(node, ast.Name))
         return Types(items=inside)
     return NOTHING
