@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
+import tomllib
 from pathlib import Path
 
 import hypothesis
@@ -21,7 +25,7 @@ from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, Verdict, foreig
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.json_schema import build_job_schema
 from roll_batching.jobs.config.key_paths import ANY_NAME, all_keys
-from roll_batching.jobs.config.yaml_values import read_values
+from roll_batching.jobs.config.yaml_values import YamlFaults, read_values
 from tests.jobs.config.jobs import BASE, changed
 from tests.support.tiny_job import with_changes
 
@@ -91,6 +95,26 @@ def test_files_of_jobs_are_valid(file):
     assert problems_of(values_of(file)) == []
 
 
+def test_settings_on_pages_are_valid(report):
+    """Parts of jobs, indented or fenced."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    count = 0
+    for page in pages:
+        text = page.read_text()
+        blocks = [textwrap.dedent(block) for block in re.findall(r"(?:^ {4}.*\n|^\n)+", text, re.MULTILINE)]
+        blocks += re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+        tables = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+        for block in blocks:
+            with contextlib.suppress(YamlFaults):
+                tables.append(read_values(block)[0])
+        for data in tables:
+            if isinstance(data, dict) and data.keys() & SCHEMA["properties"].keys():
+                assert problems_of(data) == [], page
+                count += 1
+    assert count > 30
+    report(f"{count} examples on pages")
+
+
 @pytest.mark.parametrize("file", [*(file for file in OURS if file.parent.name == "configs"), *ROLLS], ids=named)
 def test_resolved_settings_are_valid(file):
     """A run writes them to config.yaml, which can be run again."""
@@ -153,6 +177,7 @@ WRONG = {
     f"{LAYOUT}.exp_avg_dtype": "float8",
     f"{LAYOUT}.context_parallel_size": "automatic",
     f"{TRAIN}.strategy_args.strategy_name": "megatron",
+    "actor_infer.strategy_args": {"strategy_name": "vllm", "strategy_config": [1]},
     "actor_infer.generating_args.top_k": -2,
     "actor_infer.generating_args.stop_strings": ["x"],
     "reward_args": ["x"],
