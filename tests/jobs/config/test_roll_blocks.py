@@ -118,7 +118,6 @@ OBSTACLES = {
     "`rewards`": (["rewards={judge: {worker_cls: LLMJudgeRewardWorker}}"], "worker_cls: unknown key"),
     "`reference`": (["reference.device_mapping=0-7"], "reference.device_mapping"),
     "`stop_strings`": (["actor_infer.generating_args.stop_strings=[x]"], "end token"),
-    "`adv_estimator: gigpo`": (["adv_estimator=gigpo"], "set rollout_function"),
 }
 """What docs/roll.md says is left out of ROLL's files, and what the loader says of it."""
 
