@@ -47,7 +47,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
 )
 """The rooms of the jobs, above the plugin, likewise."""
 
-TOOLS = ("tools.conversion", "tools.rehearsal", "tools.simulation", "tools.report")
+TOOLS = ("tools.conversion", "tools.doctor", "tools.rehearsal", "tools.simulation", "tools.report")
 """Rooms above the jobs that only commands import."""
 
 FLOORS = (*PLUGIN, *JOBS, TOOLS, ("commands",), ("cli",), ("__main__",))
@@ -211,6 +211,7 @@ LINES = {
     "strategy": 7_630,
     "tools": 50,
     "tools.conversion": 6_680,
+    "tools.doctor": 700,
     "tools.rehearsal": 3_770,
     "tools.report": 1_750,
     "tools.simulation": 1_050,

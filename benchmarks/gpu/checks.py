@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from roll_batching.tools.doctor.machine import package_versions, visible_gpus
 
 Case = dict[str, Any]
 """{"case": name, "figures": {name: number}, "limits": {name: [value, at most]}, "notes": anything}."""
@@ -173,24 +173,11 @@ CHECKS = (
 
 def machine() -> dict[str, Any]:
     """GPUs, versions and commit; does not import torch into this process."""
-    names = ("roll-batching", "torch", "triton", "megatron-core", "numpy", "transformer-engine", "flash-attn")
-    names += ("flash-attn-4", "nvidia-cutlass-dsl")
-    versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        gpus = []
     return {
-        "gpus": gpus,
+        "gpus": visible_gpus(),
         "cores": os.cpu_count(),
         "platform": platform.platform(),
-        "versions": versions,
+        "versions": package_versions(),
         "commit": os.environ.get("GPU_CHECKS_COMMIT") or commit(),
         "date": time.strftime("%Y-%m-%d"),
     }

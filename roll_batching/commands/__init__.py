@@ -24,6 +24,10 @@ COMMANDS = {
         "train:dpo",
         "Preference training on pairs of responses: `train` for a file with task dpo or without a task.",
     ),
+    "doctor": (
+        "doctor:doctor",
+        "Check machines, ranks, kernels, layouts and the folder of runs; alone, or on all ranks under torchrun.",
+    ),
     "export": (
         "export:export",
         "Write a checkpoint as a Hugging Face directory, with the tensor names and dtypes of its initial model.",

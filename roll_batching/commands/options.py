@@ -50,14 +50,16 @@ def require_torch(task: str) -> None:
         raise RollBatchingError(f"{task} needs torch and megatron-core: pip install 'roll-batching[megatron,hf]'")
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str, *, first: str = "right") -> None:
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], title: str, *, first: str = "right", others: str = "right"
+) -> None:
     """Print a table of texts, numbers to the right; `first`: alignment of the first column, "left" for names."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title)
     for place, name in enumerate(header):
-        table.add_column(name, justify="right" if place else first)  # type: ignore[arg-type]
+        table.add_column(name, justify=others if place else first)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
     console = Console()

@@ -179,10 +179,10 @@ def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
     messages = [message for message, *_ in everyone]
     if any(messages):
         return _group_messages(ranks, messages)
-    differences = _differences(ranks, [facts for _, _, facts, _, _ in everyone])
+    differences = describe_differences(ranks, [facts for _, _, facts, _, _ in everyone])
     for replica in sorted({replica for _, replica, *_ in everyone}):
         members = [i for i, (_, member_replica, *_) in enumerate(everyone) if member_replica == replica]
-        differences |= _differences([ranks[i] for i in members], [everyone[i][3] for i in members])
+        differences |= describe_differences([ranks[i] for i in members], [everyone[i][3] for i in members])
     cures = {label: cure for *_, rank_cures in everyone for label, cure in rank_cures.items()}
     return "; ".join(
         f"ranks differ in {label}: {values}" + (f". {cures[label]}" if cures.get(label) else "")
@@ -190,7 +190,7 @@ def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
     )
 
 
-def _differences(ranks: Sequence[int], facts: Sequence[dict[str, str]]) -> dict[str, str]:
+def describe_differences(ranks: Sequence[int], facts: Sequence[dict[str, str]]) -> dict[str, str]:
     """Text for each fact that differs between these ranks, by label: its values, and the ranks of each."""
     differences = {}
     for label in sorted({label for rank_facts in facts for label in rank_facts}):

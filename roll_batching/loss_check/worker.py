@@ -223,22 +223,30 @@ def fill_weights(chunks: Sequence[Any], vocabulary: int, tp_rank: int, tp_size: 
 
 
 def whole_gradients(chunks: Sequence[Any], vocabulary: int, tp_group: Any) -> dict[str, torch.Tensor]:
-    """Gradients of the whole model by name, without padded tokens, on the host. Collective over `tp_group`."""
+    """Gradients of this stage's parameters by name, without padded tokens, on the host. Collective over `tp_group`."""
     gradients = {}
     for name, parameter in _parameters(chunks):
         dim, parts = _split(name, parameter)
-        local = parameter.main_grad.detach().float().cpu()
+        local = parameter.main_grad.detach().float()
         if dim is not None:
             shards = [torch.empty_like(local) for _ in range(tp_group.size())]
             dist.all_gather(shards, local.contiguous(), group=tp_group)
             pieces = [shard.chunk(parts, dim) for shard in shards]
             local = torch.cat([piece[part] for part in range(parts) for piece in pieces], dim)
-        gradients[name] = local[:vocabulary].clone() if _of_vocabulary(name) else local.clone()
+        gradients[name] = (local[:vocabulary] if _of_vocabulary(name) else local).to("cpu", copy=True)
     return gradients
 
 
 def _parameters(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [entry for chunk in chunks for entry in gpt_of(chunk).named_parameters()]
+    return [(_global_name(gpt_of(chunk), name), p) for chunk in chunks for name, p in gpt_of(chunk).named_parameters()]
+
+
+def _global_name(gpt: Any, name: str) -> str:
+    """A parameter's name in the whole model, whose layers are numbered over all pipeline stages."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
+    return ".".join(parts)
 
 
 def _of_vocabulary(name: str) -> bool:

@@ -117,7 +117,7 @@ def wait_for_ranks(info: RankInfo, minutes: float, *, notice_after: float = _SEC
     """
     from torch.distributed import DistError
 
-    limit = f"for {minutes:g} minutes at most (actor_train.backend_timeout)"
+    limit = f"for {minutes:g} minutes at most (in jobs: actor_train.backend_timeout)"
     timeout = datetime.timedelta(minutes=minutes)
     started = time.monotonic()
 
@@ -141,8 +141,8 @@ def wait_for_ranks(info: RankInfo, minutes: float, *, notice_after: float = _SEC
             missing -= {rank for rank in missing if store.check([f"{_KEY}/{rank}"])}
             if missing and time.monotonic() - started > timeout.total_seconds():
                 raise LayoutError(
-                    f"{_ranks(missing)} of {info.world_size} did not start within {minutes:g} minutes "
-                    "(actor_train.backend_timeout): start one process per rank, or set WORLD_SIZE to their number"
+                    f"{_ranks(missing)} of {info.world_size} did not start within {minutes:g} minutes (in jobs: "
+                    "actor_train.backend_timeout): start one process per rank, or set WORLD_SIZE to their number"
                 )
             if missing:
                 time.sleep(0.1)

@@ -108,7 +108,7 @@ def test_who_does_not_come_is_named(rank, minutes, waiting, end, tmp_path, repor
     begun = [line.split(" s ")[0] for line in notices]
     assert begun[:2] == [f"notice: rank {rank} has waited {seconds}" for seconds in (0.5, 1)], said
     assert waiting in notices[-1]
-    assert all(f"for {minutes} minutes at most (actor_train.backend_timeout)" in line for line in notices)
+    assert all(f"for {minutes} minutes at most (in jobs: actor_train.backend_timeout)" in line for line in notices)
     assert said.splitlines()[-1].startswith(end)
     assert len(said.splitlines()) == len(notices) + 1, "torch says nothing of its own"
     report(notices[-1])

@@ -1,0 +1,70 @@
+"""`roll-batching doctor`: what works on these machines, what does not, and what to do next."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from roll_batching.commands.options import print_table, require_torch
+from roll_batching.files import atomic_file, check_replaceable
+
+if TYPE_CHECKING:
+    from roll_batching.tools.doctor.examination import Record
+
+_MARK = {"written_by": "roll-batching doctor"}
+"""First key of the file of --json."""
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Folder for runs, which all ranks should share.")] = Path("."),
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Larger sizes and more layouts, or under a minute on a CPU.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write versions and the values of each rank to this file as JSON.")
+    ] = None,
+) -> None:
+    """Check machines, ranks, kernels, layouts and the folder of runs; alone, or on all ranks under torchrun.
+
+    Exit code 0: no check failed; 1: one did.
+    """
+    require_torch("the examination")
+    is_first = os.environ.get("RANK", "0") == "0"
+    if json_file is not None and is_first:
+        check_replaceable(json_file, "doctor", lambda content: json.dumps(_MARK)[1:-1].encode() in content[:200])
+    from roll_batching.tools.doctor.examination import checks_of, examine, has_late_rank, open_session
+
+    session = open_session(folder, full=full)
+    records = examine(session, checks_of(session.world_size, full=full))
+    if is_first:
+        _print(records, session.world_size)
+        if json_file is not None:
+            content = {**_MARK, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "full": full}
+            with atomic_file(json_file) as partial:
+                partial.write_text(json.dumps({**content, "checks": records}, indent=1) + "\n")
+    if has_late_rank(records):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a thread that hangs in a collective cannot be ended
+    raise typer.Exit(int(any(record["status"] == "failed" for record in records)))
+
+
+def _print(records: Sequence[Record], ranks: int) -> None:
+    rows = []
+    for record in records:
+        finding = record["finding"] + (f"\nNext: {cure}" if (cure := record["next"]) else "")
+        rows.append((record["name"], record["status"], finding, record["catches"]))
+    print_table(
+        ("check", "result", "finding", "would have caught"), rows, f"{ranks} ranks", first="left", others="left"
+    )
+    counts = {
+        status: sum(r["status"] == status for r in records) for status in ("passed", "failed", "not possible here")
+    }
+    typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))

@@ -1,0 +1,285 @@
+"""Checks of ranks and training: kernels, collectives, layouts against one rank, a checkpoint equal to the bit."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from roll_batching.distributed import digest
+from roll_batching.distributed.parallel_layout import start_processes
+from roll_batching.loss_check.scenarios import VOCABULARY, random_samples
+from roll_batching.loss_check.worker import fill_weights, role_settings, whole_gradients
+from roll_batching.losses import PolicyLoss
+from roll_batching.losses.contract import loss_spec
+from roll_batching.modeling.requirements import ModelDemands
+from roll_batching.packing import AttentionBackend, PackLayout
+from roll_batching.packing.attention_backend import attention_backend
+from roll_batching.packing.params import packed_params
+from roll_batching.registry import describe_error
+from roll_batching.samples import SampleBatch, distribute, gather_lengths
+from roll_batching.settings.attention_backends import ATTENTION_BACKENDS, AUTO
+from roll_batching.strategy import MegatronTrainStrategy
+from roll_batching.tools.doctor.session import Session, Steps
+
+_LOSS = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
+_BF16, _FP32 = 2e-2, 1e-4
+"""Largest relative errors of attention: rounding of bf16, and of fp32 sums in another order."""
+
+
+def _relative_error(tensor: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `expected`; infinite where the tensor is not finite."""
+    right = expected.detach().double()
+    gap = (tensor.detach().double().to(right.device) - right).norm() / right.norm()
+    return float(gap.nan_to_num(nan=float("inf")))
+
+
+def _leave_layout() -> None:
+    """Ends Megatron's groups of the last layout."""
+    gc.collect()  # a strategy refers to itself, and to its groups
+    parallel_state.destroy_model_parallel()
+
+
+def layout_checks(ranks: int, *, full: bool) -> dict[str, Callable[[Session], Steps]]:
+    """A check per parallel layout of this number of ranks; `full`: also two kinds of parallelism at once."""
+    tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    pipeline, context = {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+    layouts: dict[str, dict[str, Any]] = {f"DP {ranks}": {}}
+    if ranks % 2 == 0:
+        layouts |= {"TP 2": tensor, "PP 2": pipeline, "CP 2": context}
+    if ranks % 4 == 0 and full:
+        layouts |= {"TP 2, PP 2": tensor | pipeline, "TP 2, CP 2": tensor | context, "PP 2, CP 2": pipeline | context}
+    return {f"layout {name}": partial(check_layout, layout=layout) for name, layout in layouts.items()}
+
+
+class _Training:
+    """A tiny model in one layout, and the samples of its steps."""
+
+    def __init__(self, session: Session, layout: dict[str, Any]) -> None:
+        batches = [random_samples(loss_spec(_LOSS), {}, seed, pairs=False) for seed in range(session.world_size)]
+        for number, batch in enumerate(batches):
+            batch.ids.add_(1000 * number)
+        whole = SampleBatch.concat(batches)
+        self.strategy = MegatronTrainStrategy(
+            role_settings(
+                "packed",
+                {**layout, "attention_backend": "dense"},
+                vocabulary=VOCABULARY,
+                samples=len(whole),
+                tokens=whole.num_tokens,
+                value_head=False,
+            )
+        )
+        self.strategy.initialize()
+        place = self.strategy.layout
+        fill_weights(self.strategy.chunks, VOCABULARY, place.tp_rank, place.tp_size)
+        local = whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
+        self.plan = self.strategy.plan(gather_lengths(local))
+        self.local = distribute(local, self.plan)
+
+    def gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
+        """The loss of the whole batch, and gradients of the parameters on this rank's stage."""
+        self.strategy.zero_grad()
+        loss, _ = self.strategy.forward_backward(self.local, self.plan, _LOSS)
+        return loss, whole_gradients(self.strategy.chunks, VOCABULARY, self.strategy.layout.tp_group)
+
+    def step(self) -> int:
+        """Makes an optimizer step; returns the digest of this rank's weights."""
+        self.strategy.train_step(self.local, self.plan, _LOSS)
+        return self.digest()
+
+    def digest(self) -> int:
+        """Digest of this rank's weights, bit by bit."""
+        weights = [parameter.detach().cpu() for chunk in self.strategy.chunks for parameter in chunk.parameters()]
+        return digest(*(weight.numpy().tobytes() for weight in weights))
+
+
+def check_one_rank(session: Session) -> Steps:
+    """A broken torch or Megatron-Core, or a rank that computes something else."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    session.device = start_processes()
+    session.kept["reference"] = _Training(session, {}).gradients()
+    values = yield session.kept["reference"][0]
+    limit = session.limits.largest_difference * max(abs(values[0]), 0.1)
+    wrong = [rank for rank, loss in enumerate(values) if not abs(loss - values[0]) <= limit]
+    return [f"rank {rank} has the loss {values[rank]:.6g}, rank 0 {values[0]:.6g}" for rank in wrong], "trains alone"
+
+
+def check_attention(session: Session) -> Steps:
+    """A kernel that is wrong on a GPU, though training goes on."""
+    session.require("one rank")
+    types = (torch.float32,) if session.device.type == "cpu" else (torch.bfloat16, torch.float32)
+    measured: dict[str, Any] = {}
+    for name, dtype in [(name, dtype) for name in ATTENTION_BACKENDS.names if name != AUTO for dtype in types]:
+        backend, case = attention_backend(name, session.device.type), f"{name} {str(dtype).removeprefix('torch.')}"
+        demands = ModelDemands(dtype=dtype, head_dim=128, backend=backend, engine_layers=False)
+        try:
+            if refusals := demands.refusals_here(session.device):
+                measured[case] = {"refused": "; ".join(refusals)}
+                continue
+            tokens = (400, 4000) if session.full else (400,)
+            measured[case] = {"error": max(_measure_error(backend, session.device, dtype, n) for n in tokens)}
+        except Exception as error:  # kernels raise anything; the next backend may still be right
+            measured[case] = {"failed": describe_error(error)}
+    values = yield measured
+    problems = []
+    for rank, cases in enumerate(values):
+        for case, value in cases.items():
+            if "failed" in value:
+                problems.append(f"{case} fails on rank {rank}: {value['failed']}")
+            elif "error" in value and not value["error"] <= (_FP32 if case.endswith("float32") else _BF16):
+                problems.append(f"{case} is off by {value['error']:.1%} on rank {rank}")
+            elif "refused" in value and any("refused" not in other.get(case, value) for other in values):
+                problems.append(f"{case} does not run on rank {rank}: {value['refused']}")
+    right = [f"{case} {value['error']:.0e}" for case, value in measured.items() if "error" in value]
+    absent = sorted({case.split()[0] for case, value in measured.items() if "refused" in value})
+    return problems, f"errors: {', '.join(right)}" + (f" (do not run here: {', '.join(absent)})" if absent else "")
+
+
+def _measure_error(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
+    """Largest relative error of output and gradients on one pack, with 16 heads of 128 channels on 8."""
+    heads = {"num_attention_heads": 16, "num_query_groups": 8, "kv_channels": 128}
+    mask, groups = AttnMaskType.causal, ProcessGroupCollection.use_mpu_process_groups()
+    config = TransformerConfig(num_layers=1, hidden_size=2048, attention_dropout=0.0, **heads)
+    arguments = {"config": config, "layer_number": 1, "attn_mask_type": mask, "attention_type": "self"}
+    core = backend.build_core(None, **arguments, pg_collection=groups).to(device)
+    g = torch.Generator().manual_seed(tokens)
+    lengths = torch.randint(1, tokens // 8, (16,), generator=g).numpy()
+    params = packed_params(PackLayout(lengths=lengths, segments=lengths, cp_size=1), 0, device, attention=backend)
+    inputs = [torch.randn(lengths.sum(), n, 128, generator=g).to(device, dtype).requires_grad_() for n in (16, 8, 8)]
+    out = core(*inputs, None, attn_mask_type=mask, packed_seq_params=params)
+    exact = [leaf.detach().double().cpu().requires_grad_() for leaf in inputs]
+    sequences = zip(*(leaf.transpose(0, 1)[None].split(lengths.tolist(), 2) for leaf in exact), strict=True)
+    expected = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in sequences]
+    right = torch.cat(expected, 2)[0].transpose(0, 1).flatten(1)
+    upstream = torch.randn(right.shape, generator=g)
+    gradients = torch.autograd.grad(out, inputs, upstream.to(device, dtype))
+    wanted = torch.autograd.grad(right, exact, upstream.to(dtype).double())
+    return max(_relative_error(a, b) for a, b in zip((out, *gradients), (right, *wanted), strict=True))
+
+
+def check_group(session: Session) -> Steps:
+    """Ranks that cannot reach each other, or a rank without a GPU."""
+    _leave_layout()
+    if dist.is_initialized():  # by this rank alone
+        dist.destroy_process_group()
+    session.device = start_processes()
+    dist.barrier()
+    session.kept["memory"] = _held_memory(session.device)
+    values = yield dist.get_backend()
+    return [], f"{len(values)} over {values[0]}"
+
+
+def check_speed(session: Session) -> Steps:
+    """A rank that all others wait for in every step."""
+    size, dtype = (4096, torch.bfloat16) if session.device.type == "cuda" else (384, torch.float32)
+    matrix = torch.randn(size, size, device=session.device, dtype=dtype)
+    times = []
+    for _ in range(40):
+        started = time.perf_counter()
+        float(torch.mm(matrix, matrix)[0, 0])  # waits for the device
+        times.append(1e3 * (time.perf_counter() - started))
+    times = sorted(times[5:])  # without warm-up
+    values = yield {"fastest": times[0], "spread": times[len(times) * 3 // 4] - times[0]}
+    middle, spread = (statistics.median_low(value[name] for value in values) for name in ("fastest", "spread"))
+    limit, slowest = max(session.limits.largest_slowdown * middle, middle + spread), [v["fastest"] for v in values]
+    problems = [
+        f"rank {rank} takes {milliseconds:.2f} ms per matmul, the median rank {middle:.2f} ms"
+        for rank, milliseconds in enumerate(slowest)
+        if milliseconds > limit
+    ]
+    return problems, f"{middle:.2f} ms per matmul, slowest rank {max(slowest):.2f} ms"
+
+
+def check_collectives(session: Session) -> Steps:
+    """A network that hangs or changes data."""
+    session.require_others()
+    ranks, rank = session.world_size, session.rank
+    part = ((1 << 22) if session.full else (1 << 18)) // ranks
+
+    def fill(value: float, size: int = part * ranks) -> torch.Tensor:
+        return torch.full((size,), float(value), device=session.device)
+
+    total, by_source = ranks * (ranks + 1) / 2, torch.arange(1.0, ranks + 1).repeat_interleave(part).to(session.device)
+    mine, shard = fill(rank + 1), fill(rank + 1, part)
+    reduced, copied, gathered, scattered, exchanged = fill(rank + 1), fill(rank + 1), fill(0), fill(0, part), fill(0)
+    collectives: dict[str, tuple[Callable[[], Any], torch.Tensor, Any]] = {
+        "all_reduce": (lambda: dist.all_reduce(reduced), reduced, total),
+        "broadcast": (lambda: dist.broadcast(copied, src=ranks - 1), copied, ranks),
+        "all_gather": (lambda: dist.all_gather_into_tensor(gathered, shard), gathered, by_source),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(scattered, mine), scattered, total),
+        "all_to_all": (lambda: dist.all_to_all_single(exchanged, mine), exchanged, by_source),
+    }
+    seconds, wrong = {}, []
+    for name, (collective, tensor, expected) in collectives.items():
+        started = time.perf_counter()
+        collective()
+        if not bool((tensor == expected).all()):  # also waits for the device
+            wrong.append(name)
+        seconds[name] = time.perf_counter() - started
+    values = yield {"seconds": seconds, "wrong": wrong}
+    problems = [f"{', '.join(value['wrong'])}: wrong on rank {i}" for i, value in enumerate(values) if value["wrong"]]
+    slowest = {name: max(value["seconds"][name] for value in values) for name in seconds}
+    return problems, ", ".join(f"{name} {1e3 * most:.0f} ms" for name, most in slowest.items())
+
+
+def check_memory(session: Session) -> Steps:
+    """A leak, with which long runs end out of memory."""
+    _leave_layout()
+    values = yield _held_memory(session.device) - session.kept["memory"]
+    limit = session.limits.largest_leak
+    problems = [f"rank {rank} keeps {kept >> 20:,} MiB" for rank, kept in enumerate(values) if kept > limit]
+    return problems, f"at most {max(*values, 0) >> 20:,} MiB more than before"
+
+
+def _held_memory(device: torch.device) -> int:
+    """Allocated bytes of the GPU; on the CPU the resident bytes of this process."""
+    return int(torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss)
+
+
+def check_layout(session: Session, layout: dict[str, Any]) -> Steps:
+    """Losses or gradients that depend on the parallel layout."""
+    session.require_others()
+    session.require("one rank")
+    _leave_layout()
+    loss, gradients = _Training(session, layout).gradients()
+    right, expected = session.kept["reference"]
+    errors = {name: _relative_error(gradient, expected[name]) for name, gradient in gradients.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    values = yield {"the loss": abs(loss - right) / max(abs(right), 0.1), f"the gradient of {worst}": errors[worst]}
+    limit = session.limits.largest_difference
+    found = [
+        (error, f"{name} differs by {error:.1%} on rank {i}") for i, v in enumerate(values) for name, error in v.items()
+    ]
+    return [text for error, text in found if not error <= limit], f"differences up to {max(found)[0]:.0e}"
+
+
+def check_checkpoint(session: Session) -> Steps:
+    """A resumed run that goes on with other weights."""
+    session.require("folder" if session.world_size == 1 else "folder shared")
+    _leave_layout()
+    training, path = _Training(session, {}), session.folder / "checkpoint"
+    saved = training.step()
+    training.strategy.save(path)
+    after = training.step()
+    training.strategy.load(path)
+    values = yield {
+        "the step changes weights": saved != after,
+        "loaded weights": training.digest() == saved,
+        "weights after the next step": training.step() == after,
+    }
+    wrong = [f"{name}: not equal on rank {i}" for i, value in enumerate(values) for name, ok in value.items() if not ok]
+    return wrong, "equal to the bit after loading, and after the next step"

@@ -1,0 +1,146 @@
+"""`roll-batching doctor`: passes on sound ranks, names each planted fault with its rank, and never hangs."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from roll_batching.tools.doctor.examination import checks_of
+from tests.support.commands import run_command
+from tests.support.ranks import run_ranks
+
+
+def examine_planted(tmp_path, fault, *checks, limits=None, seconds=60.0):
+    """The records of both ranks, equal, by name."""
+    payload = {"home": str(tmp_path), "fault": fault, "checks": checks, "limits": limits or {}, "seconds": seconds}
+    run_ranks(2, "tests.tools.doctor.faults:run_checks", payload, timeout=120, check=False, grace=5)
+    files = sorted(tmp_path.glob("records-*"))
+    records = [json.loads(file.read_text()) for file in files]
+    for each in records[1:]:  # both ranks read the same answers
+        assert [(r["name"], r["status"], r["finding"]) for r in each] == [
+            (r["name"], r["status"], r["finding"]) for r in records[0]
+        ]
+    assert not list(tmp_path.glob("*/.doctor-*")), "files of the examination stay"
+    return {record["name"]: record for record in records[0]}
+
+
+FAULTS = {
+    "wrong_backend": (("one rank", "attention"), "attention", "mine float32 is off by 1.0% on rank 1"),
+    "failing_backend": (("one rank", "attention"), "attention", "mine float32 fails on rank 1: RuntimeError: no ker"),
+    "slow_rank": (("speed",), "speed", "rank 1 takes "),
+    "file_in_place_of_folder": (("folder",), "folder", "rank 1: NotADirectoryError"),
+    "another_folder": (("folder", "folder shared"), "folder shared", "rank 1 does not see files of ranks [0]"),
+    "other_version": (("installed",), "installed", "megatron-core: 0.16.1 on rank 0, 0.15.0 on rank 1"),
+    "old_versions": (("installed",), "installed", "megatron-core, which is 0.15.0 here"),
+    "no_locks": (("folder",), "folder", "rank 1: OSError: this file system has no locks (No locks available)"),
+    "local_locks": (("folder", "folder shared"), "folder shared", "rank 1 gets locks held by [0]"),
+    "clock_an_hour_off": (("clocks",), "clocks", "the clock of rank 1 is off by +3600 s"),
+    "wrong_broadcast": (("process group", "collectives"), "collectives", "broadcast: wrong on rank 1"),
+    "wrong_alone": (("one rank",), "one rank", "rank 1 has the loss "),
+    "wrong_in_groups": (
+        ("one rank", "process group", "layout DP 2"),
+        "layout DP 2",
+        "the gradient of embedding.word_embeddings.weight differs by 1.0% on rank 1",
+    ),
+    "wrong_checkpoint": (
+        ("process group", "folder", "folder shared", "checkpoint"),
+        "checkpoint",
+        "loaded weights: not equal on rank 1",
+    ),
+}
+
+
+NAME_BOTH = {"local_locks", "other_version"}
+"""Faults between two ranks, neither of which is right."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_with_its_rank(tmp_path, fault):
+    checks, name, finding = FAULTS[fault]
+    records = examine_planted(tmp_path, fault, *checks)
+    assert records[name]["status"] == "failed" and finding in records[name]["finding"], records[name]
+    assert records[name]["next"] and records[name]["catches"]
+    accuses_rank_0 = records[name]["finding"].startswith("rank 0") or " on rank 0" in records[name]["finding"]
+    assert accuses_rank_0 == (fault in NAME_BOTH)
+    assert {record["status"] for other, record in records.items() if other != name} <= {"passed"}
+
+
+def test_without_a_fault_the_same_checks_pass(tmp_path):
+    names = dict.fromkeys(name for checks, *_ in FAULTS.values() for name in checks)
+    records = examine_planted(tmp_path, "", *names)
+    assert {name: record["status"] for name, record in records.items()} == dict.fromkeys(names, "passed")
+
+
+@pytest.mark.parametrize(
+    ("limits", "name", "finding"),
+    [
+        ({"least_shared_memory": 1 << 60}, "limits", "rank 1: /dev/shm has "),
+        ({"least_open_files": 1 << 40}, "limits", "open files (ulimit -Hn), fewer than"),
+        ({"largest_leak": -(1 << 40)}, "memory", "rank 1 keeps "),
+    ],
+)
+def test_a_machine_beyond_a_limit_is_named(tmp_path, limits, name, finding):
+    record = examine_planted(tmp_path, "", "process group", name, limits=limits)[name]
+    assert record["status"] == "failed" and finding in record["finding"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "findings"),
+    [
+        ("never_joins", ["rank 0: not done after 3 s, inside ", "rank 1: not done after 3 s, inside <lambda> (faults"]),
+        ("stopped_process", ["rank 0: not done after 3 s", "rank 1: no answer within 8 s"]),
+    ],
+)
+def test_a_collective_that_hangs_is_named_and_ends(tmp_path, fault, findings):
+    started = time.monotonic()
+    records = examine_planted(tmp_path, fault, "process group", "collectives", "memory", seconds=3.0)
+    assert time.monotonic() - started < 60
+    assert records["collectives"]["status"] == "failed"
+    assert all(finding in records["collectives"]["finding"] for finding in findings), records["collectives"]
+    assert records["memory"]["status"] == "not possible here" and "collectives" in records["memory"]["finding"]
+
+
+# ---- the command
+
+
+def test_the_command_alone(tmp_path):
+    result = run_command("doctor", "--folder", tmp_path, "--json", tmp_path / "report.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    status = {check["name"]: check["status"] for check in report["checks"]}
+    assert {name for name, value in status.items() if value != "passed"} == {
+        "collectives",
+        "folder shared",
+        "layout DP 1",
+    }
+    assert "10 passed, 0 failed, 3 not possible here" in result.stdout and "torchrun" in result.stdout
+    assert report["checks"][0]["ranks"][0]["value"]["versions"]["torch"] and report["date"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "report.json"]
+
+
+def test_the_command_fails_with_a_folder_that_is_a_file_and_keeps_files_of_others(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert run_command("doctor", "--json", file).returncode == 2 and file.read_text() == "mine"
+    result = run_command("doctor", "--folder", file)
+    assert result.returncode == 1 and "NotADirectoryError" in result.stdout and "2 failed" not in result.stdout
+
+
+def run_main(folder):
+    from roll_batching.cli import main
+
+    try:
+        main(["doctor", "--folder", folder, "--json", f"{folder}/report.json"])
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_command_on_ranks(tmp_path, ranks):
+    assert run_ranks(ranks, "tests.tools.doctor.test_doctor:run_main", str(tmp_path)) == [0] * ranks
+    checks = json.loads((tmp_path / "report.json").read_text())["checks"]
+    assert {check["status"] for check in checks} == {"passed"}
+    assert [check["name"] for check in checks] == [check.name for check in checks_of(ranks, full=False)]
+    assert all(len(check["ranks"]) == ranks for check in checks)
