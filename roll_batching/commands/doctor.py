@@ -8,15 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from roll_batching.commands.options import print_table, require_torch
 from roll_batching.files import atomic_file, check_replaceable
-
-if TYPE_CHECKING:
-    from roll_batching.tools.doctor.examination import Record
 
 _MARK = {"written_by": "roll-batching doctor"}
 """First key of the file of --json."""
@@ -39,7 +36,7 @@ def doctor(
     is_first = os.environ.get("RANK", "0") == "0"
     if json_file is not None and is_first:
         check_replaceable(json_file, "doctor", lambda content: json.dumps(_MARK)[1:-1].encode() in content[:200])
-    from roll_batching.tools.doctor.examination import checks_of, examine, has_late_rank, open_session
+    from roll_batching.tools.doctor.examination import ANSWERS, checks_of, examine, open_session
 
     session = open_session(folder, full=full)
     records = examine(session, checks_of(session.world_size, full=full))
@@ -49,22 +46,19 @@ def doctor(
             content = {**_MARK, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "full": full}
             with atomic_file(json_file) as partial:
                 partial.write_text(json.dumps({**content, "checks": records}, indent=1) + "\n")
-    if has_late_rank(records):
+    if not session.passed[ANSWERS]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a thread that hangs in a collective cannot be ended
     raise typer.Exit(int(any(record["status"] == "failed" for record in records)))
 
 
-def _print(records: Sequence[Record], ranks: int) -> None:
-    rows = []
-    for record in records:
-        finding = record["finding"] + (f"\nNext: {cure}" if (cure := record["next"]) else "")
-        rows.append((record["name"], record["status"], finding, record["catches"]))
-    print_table(
-        ("check", "result", "finding", "would have caught"), rows, f"{ranks} ranks", first="left", others="left"
-    )
-    counts = {
-        status: sum(r["status"] == status for r in records) for status in ("passed", "failed", "not possible here")
-    }
-    typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
+def _print(records: Sequence[dict[str, Any]], ranks: int) -> None:
+    rows = [
+        (r["name"], r["status"], r["finding"] + (f"\nNext: {r['next']}" if r["next"] else ""), r["catches"])
+        for r in records
+    ]
+    header = ("check", "result", "finding", "would have caught")
+    print_table(header, rows, f"Ranks: {ranks}", first="left", others="left")
+    statuses = [record["status"] for record in records]
+    typer.echo(", ".join(f"{statuses.count(s)} {s}" for s in ("passed", "failed", "not possible here")))

@@ -23,51 +23,60 @@ from roll_batching.tools.doctor.session import GRACE_SECONDS, Answer, Session, S
 
 _RENDEZVOUS_MINUTES = 2.0
 _REPORT = "report it, with the file of --json"
+_SEVERAL, _START = "several ranks", "start one per GPU: torchrun --nproc-per-node 8 --no-python roll-batching doctor"
+ANSWERS = "an answer of every rank"
 
 
 class Check(NamedTuple):
-    """One check."""
+    """A check; the docstring of `run` names the fault that it finds."""
 
     name: str
     run: Callable[[Session], Steps]
-    """Its docstring names the fault that it finds."""
     seconds: float
     """Time limit of the measurement."""
     cure: str
     """What to do when it fails."""
-    stops: bool = False
-    """Whether nothing can follow when it fails."""
-
-
-Record = dict[str, Any]
-"""Outcome of a check: name, status, finding, next, catches, seconds, and the answers of all ranks."""
+    needs: tuple[str, ...] = ()
+    """Conditions and checks without which it cannot run."""
 
 
 def checks_of(world_size: int, *, full: bool) -> list[Check]:
     """The checks for a number of ranks, in order."""
     slow = 300 if full else 60
-    layouts = training.layout_checks(world_size, full=full)
-    same = "install the same versions on all machines (docs/installing.md)"
-    raised = "raise them: docker run --shm-size=16g --ulimit memlock=-1 --ulimit nofile=65536"
-    kernel = "choose another attention_backend (docs/kernels.md), or reinstall its package on that machine"
-    ports = "open the ports between the machines, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, NCCL_DEBUG=INFO"
-    network = "see where each rank waits; run on one machine, then on pairs, with NCCL_DEBUG=INFO"
-    writable = "give --folder a writable folder with locks, on a file system that all machines share"
-    mounted = "mount one file system on all machines, with locks (NFS: neither nolock nor local_lock)"
+    group, shared = ("process group",), "folder shared" if world_size > 1 else "folder"
     return [
-        Check("installed", machine.check_installed, 30, same),
+        Check("installed", machine.check_installed, 30, "install the same versions everywhere (docs/installing.md)"),
         Check("clocks", machine.check_clocks, 10, "synchronise the clock of that machine (chrony, ntpd)"),
-        Check("limits", machine.check_resources, 10, raised),
+        Check(
+            "limits", machine.check_resources, 10, "docker run --shm-size=16g --ulimit memlock=-1 --ulimit nofile=65536"
+        ),
         Check("one rank", training.check_one_rank, slow, "read the error; where one rank alone is wrong, test its GPU"),
-        Check("attention", training.check_attention, slow, kernel),
-        Check("process group", training.check_group, 60, ports, stops=True),
+        Check(
+            "attention",
+            training.check_attention,
+            slow,
+            "choose another attention_backend, or reinstall it",
+            ("one rank",),
+        ),
+        Check("process group", training.check_group, 60, "open ports; set NCCL_SOCKET_IFNAME; read NCCL_DEBUG=INFO"),
         Check("speed", training.check_speed, slow, "look for other jobs, heat and power limits on that machine"),
-        Check("collectives", training.check_collectives, slow / 2, network),
-        Check("folder", machine.check_folder, slow, writable),
-        Check("folder shared", machine.check_sharing, 30, mounted),
-        *(Check(name, run, slow, f"train in a layout that passes; {_REPORT}") for name, run in layouts.items()),
-        Check("checkpoint", training.check_checkpoint, slow, f"keep runs on another file system; {_REPORT}"),
-        Check("memory", training.check_memory, 10, _REPORT),
+        Check(
+            "collectives",
+            training.check_collectives,
+            slow / 2,
+            "run on fewer machines, with NCCL_DEBUG=INFO",
+            (*group, _SEVERAL),
+        ),
+        Check("folder", machine.check_folder, slow, "give --folder a writable folder, on a file system with locks"),
+        Check(
+            "folder shared", machine.check_sharing, 30, "mount one file system, without nolock", ("folder", _SEVERAL)
+        ),
+        *(
+            Check(name, run, slow, f"train in a layout that passes; {_REPORT}", ("one rank", *group, _SEVERAL))
+            for name, run in training.layout_checks(world_size, full=full).items()
+        ),
+        Check("checkpoint", training.check_checkpoint, slow, f"use another file system; {_REPORT}", (*group, shared)),
+        Check("memory", training.check_memory, 10, _REPORT, group),
     ]
 
 
@@ -83,25 +92,31 @@ def open_session(path: Path, *, full: bool) -> Session:
     session = Session(store=store, rank=rank, world_size=world_size, folder=path, full=full)
     token = session.exchange("start", Answer("value", uuid.uuid4().hex[:12]), 60.0)[0].value
     session.folder = path / f".doctor-{token}"
+    session.passed = {_SEVERAL: world_size > 1, ANSWERS: True}
     return session
 
 
-def examine(session: Session, checks: Sequence[Check]) -> list[Record]:
+def examine(session: Session, checks: Sequence[Check]) -> list[dict[str, Any]]:
     """Runs `checks` on all ranks; returns the same records on each. Collective.
 
-    After a check that hangs on some rank, or without which no other makes sense, the rest is not run. Ends the process
-    group unless a rank hangs.
+    After a check that is late on some rank, the rest is not run. Else this ends the process group.
     """
-    records: list[Record] = []
-    broken = ""
+    records: list[dict[str, Any]] = []
     for check in checks:
-        started = time.monotonic()
-        steps, answer = check.run(session), Answer("impossible", f"{broken!r} failed: mend that first")
-        answers = [answer] * session.world_size
-        if not broken:
+        started, steps, answers = time.monotonic(), check.run(session), []
+        if missing := [need for need in (ANSWERS, *check.needs) if not session.passed.get(need)]:
+            status, finding, cure = (
+                "not possible here",
+                f"needs {missing[0]}",
+                _START if missing[0] is _SEVERAL else "mend that first",
+            )
+        else:
             answers = session.exchange(check.name, session.call(partial(next, steps), check.seconds), check.seconds)
-        status, finding, cure = _conclude(check, steps, answers)
+            problems, summary = _judge(check, steps, answers)
+            status, finding = ("failed", "; ".join(problems)) if problems else ("passed", summary)
+            cure = check.cure if problems else ""
         session.passed[check.name] = status == "passed"
+        session.passed[ANSWERS] &= all(answer.status != "late" for answer in answers)
         records.append(
             {
                 "name": check.name,
@@ -113,10 +128,8 @@ def examine(session: Session, checks: Sequence[Check]) -> list[Record]:
                 "ranks": [answer._asdict() for answer in answers],
             }
         )
-        if any(answer.is_late for answer in answers) or (check.stops and status == "failed"):
-            broken = broken or check.name
     machine.remove_files(session)
-    if not has_late_rank(records):
+    if session.passed[ANSWERS]:
         leave_processes()
     session.store.set(f"doctor/end/{session.rank}", json.dumps(Answer("value")))
     if session.rank == 0:  # it may hold the store, which the others still read
@@ -124,21 +137,13 @@ def examine(session: Session, checks: Sequence[Check]) -> list[Record]:
     return records
 
 
-def _conclude(check: Check, steps: Steps, answers: Sequence[Answer]) -> tuple[str, str, str]:
-    """(status, finding, what to do) of a check from the answers of all ranks."""
-    failures = {rank: str(a.value) for rank, a in enumerate(answers) if a.status not in ("value", "impossible")}
+def _judge(check: Check, steps: Steps, answers: Sequence[Answer]) -> tuple[list[str], str]:
+    """(problems, summary) of a check from the answers of all ranks."""
+    failures = {rank: str(answer.value) for rank, answer in enumerate(answers) if answer.status != "value"}
     if failures:
-        return "failed", str(rank_error(check.name, failures)), check.cure
-    if reasons := [str(answer.value) for answer in answers if answer.status == "impossible"]:
-        reason, _, cure = reasons[0].partition(": ")
-        return "not possible here", reason, cure
+        return [str(rank_error(check.name, failures))], ""
     try:
         steps.send([answer.value for answer in answers])
     except StopIteration as end:
-        problems, summary = end.value
-    return ("failed", "; ".join(problems), check.cure) if problems else ("passed", summary, "")
-
-
-def has_late_rank(records: Sequence[Record]) -> bool:
-    """Whether a rank hangs or is gone, so that this process cannot end by itself."""
-    return any(Answer(**answer).is_late for record in records for answer in record["ranks"])
+        result: tuple[list[str], str] = end.value
+    return result

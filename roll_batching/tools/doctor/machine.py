@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import roll_batching
+from roll_batching.jobs.launch.devices import NEEDED
 
 if TYPE_CHECKING:  # versions are read without importing torch
     from roll_batching.tools.doctor.session import Session, Steps
@@ -23,8 +24,9 @@ if TYPE_CHECKING:  # versions are read without importing torch
 _NEEDED = (("torch", "2.6"), ("megatron-core", "0.16"), ("psutil", "5.9"))
 """Earliest versions. Without psutil Megatron's checkpoint writer hangs."""
 _PACKAGES = "torch triton megatron-core numpy transformer-engine flash-attn flash-attn-4 nvidia-cutlass-dsl psutil"
-
-
+LEAST_SHARED_MEMORY = 1 << 30
+_CLOCK_SECONDS = 5.0
+"""Largest difference between clocks."""
 _SEEN_SECONDS = 10.0
 """NFS shows another machine's new file after some seconds."""
 
@@ -73,43 +75,38 @@ def check_clocks(session: Session) -> Steps:
     """Machines whose logs, certificates and file times do not fit together."""
     values = yield time.time()  # ranks begin a check within a fraction of a second
     offsets = [value - statistics.median_low(values) for value in values]
-    limit = session.limits.clock_seconds
-    problems = [f"the clock of rank {rank} is off by {x:+.0f} s" for rank, x in enumerate(offsets) if abs(x) > limit]
+    problems = [
+        f"the clock of rank {rank} is off by {x:+.0f} s" for rank, x in enumerate(offsets) if abs(x) > _CLOCK_SECONDS
+    ]
     return problems, f"within {max(map(abs, offsets)):.1f} s"
 
 
 def check_resources(session: Session) -> Steps:
     """NCCL or data loaders that die of 'bus error' or 'too many open files'."""
-    shared, limits = os.statvfs("/dev/shm"), session.limits
+    shared, has_infiniband = os.statvfs("/dev/shm"), Path("/dev/infiniband").exists()
+    unlimited = 1 << 63  # of limits, which the system calls -1
+    files, locked = (
+        resource.getrlimit(x)[1] % (2 * unlimited) for x in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+    )
     values = yield {
-        "shared": shared.f_bavail * shared.f_frsize,
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
-        "has_infiniband": Path("/dev/infiniband").exists(),
+        "MiB free in /dev/shm": [shared.f_bavail * shared.f_frsize >> 20, LEAST_SHARED_MEMORY >> 20],
+        "open files (ulimit -Hn)": [files, NEEDED],
+        "bytes of locked memory (ulimit -Hl)": [locked, unlimited if has_infiniband else 0],
     }
-    problems = []
-    for rank, value in enumerate(values):
-        if value["shared"] < limits.least_shared_memory:
-            least = limits.least_shared_memory >> 20
-            problems.append(f"rank {rank}: /dev/shm has {value['shared'] >> 20:,} MiB free, fewer than {least:,}")
-        if 0 <= value["files"] < limits.least_open_files:  # -1: unlimited
-            problems.append(
-                f"rank {rank}: {value['files']} open files (ulimit -Hn), fewer than {limits.least_open_files}"
-            )
-        if value["has_infiniband"] and value["locked"] >= 0:
-            problems.append(f"rank {rank}: locked memory is limited to {value['locked'] >> 10:,} KiB (ulimit -Hl)")
-    return problems, f"/dev/shm: {min(v['shared'] for v in values) >> 20:,} MiB; files: {values[0]['files']}"
+    pairs = [(rank, name, *pair) for rank, value in enumerate(values) for name, pair in value.items()]
+    problems = [f"rank {i}: {found:,} {name}, needed: {least:,}" for i, name, found, least in pairs if found < least]
+    return problems, ", ".join(f"{found:,} {name}" for rank, name, found, _ in pairs[:2])
 
 
-def _lock(session: Session, rank: int) -> int:
-    """Locks the file of `rank`; returns its descriptor. Raises OSError where that is not possible."""
+def _lock(session: Session, rank: int) -> bool:
+    """Locks the file of `rank`; False while another process holds the lock. Raises OSError without locks."""
     lock = os.open(session.folder / f"lock-{rank}", os.O_RDWR | os.O_CREAT)
+    session.kept.setdefault("locks", []).append(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
+    except BlockingIOError:
+        return False
+    return True
 
 
 def check_folder(session: Session) -> Steps:
@@ -128,7 +125,7 @@ def check_folder(session: Session) -> Steps:
     if file.read_bytes() != data:
         raise OSError(f"{file} has other content than was written")
     try:
-        session.kept["lock"] = _lock(session, session.rank)
+        _lock(session, session.rank)
     except OSError as error:
         raise OSError(f"this file system has no locks ({error.strerror}), so two runs could use one folder") from None
     values = yield len(data) / seconds / 1e6
@@ -137,20 +134,12 @@ def check_folder(session: Session) -> Steps:
 
 def check_sharing(session: Session) -> Steps:
     """Checkpoints whose parts lie on different machines."""
-    session.require_others()
-    session.require("folder")
     others = [rank for rank in range(session.world_size) if rank != session.rank]
     end, unseen = time.monotonic() + _SEEN_SECONDS, others
     while unseen and time.monotonic() < end:
         unseen = [rank for rank in others if not (session.folder / f"rank-{rank}").exists()]
         time.sleep(0.05)
-    unlocked = []
-    for rank in sorted(set(others) - set(unseen)):
-        try:
-            os.close(_lock(session, rank))
-            unlocked.append(rank)
-        except BlockingIOError:  # as it must be: that rank holds the lock
-            continue
+    unlocked = [rank for rank in others if rank not in unseen and _lock(session, rank)]
     values = yield {"unseen": unseen, "unlocked": unlocked}
     problems = [f"rank {i} does not see files of ranks {v['unseen']}" for i, v in enumerate(values) if v["unseen"]]
     problems += [f"rank {i} gets locks held by {v['unlocked']}" for i, v in enumerate(values) if v["unlocked"]]
@@ -158,7 +147,7 @@ def check_sharing(session: Session) -> Steps:
 
 
 def remove_files(session: Session) -> None:
-    """Releases this rank's lock, and removes the files of the examination."""
-    if (lock := session.kept.pop("lock", None)) is not None:
+    """Releases this rank's locks, and removes the files of the examination."""
+    for lock in session.kept.pop("locks", ()):
         os.close(lock)
     shutil.rmtree(session.folder, ignore_errors=True)  # on every rank: their folders may differ

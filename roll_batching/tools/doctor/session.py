@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from roll_batching.errors import RollBatchingError
-from roll_batching.jobs.launch.devices import NEEDED
 from roll_batching.registry import describe_error
 
 GRACE_SECONDS = 5.0
@@ -27,34 +26,12 @@ GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 
-class NotPossibleError(Exception):
-    """A check that cannot run here: the reason, ": ", and what to do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds beyond which a check fails."""
-
-    least_shared_memory: int = 1 << 30
-    least_open_files: int = NEEDED
-    clock_seconds: float = 5.0
-    largest_slowdown: float = 1.5
-    largest_difference: float = 2e-4
-    """Of loss and gradients between layouts in fp32, relative."""
-    largest_leak: int = 256 << 20
-
-
 class Answer(NamedTuple):
     """Status of a check on one rank, with the measured value (JSON) or a message."""
 
     status: str
-    """value, error, impossible, hang or absent."""
+    """value, error, or late: the rank hangs or is gone."""
     value: Any = None
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the rank can take no part in later checks."""
-        return self.status in ("hang", "absent")
 
 
 @dataclass(kw_only=True)
@@ -67,24 +44,12 @@ class Session:
     folder: Path
     """Folder for runs, as this rank sees it."""
     full: bool
-    limits: Limits = field(default_factory=Limits)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     passed: dict[str, bool] = field(default_factory=dict)
-    """Whether earlier checks passed, by name."""
+    """Whether earlier checks passed, by name, and other conditions of later ones."""
     kept: dict[str, Any] = field(default_factory=dict)
     """Values of this rank for later checks."""
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-
-    def require(self, check: str) -> None:
-        """Raises NotPossibleError unless the check of that name has passed."""
-        if not self.passed.get(check):
-            raise NotPossibleError(f"{check!r} did not pass: mend that first")
-
-    def require_others(self) -> None:
-        """Raises NotPossibleError where one rank runs alone."""
-        if self.world_size == 1:
-            command = "torchrun --nproc-per-node 8 --no-python roll-batching doctor"
-            raise NotPossibleError(f"one rank runs: start one process per GPU: {command}")
 
     def call(self, function: Callable[[], Any], seconds: float) -> Answer:
         """Calls `function` in the worker thread; after `seconds` the answer says where it hangs."""
@@ -92,22 +57,20 @@ class Session:
         future = self.worker.submit(function)
         try:
             return Answer("value", future.result(seconds))
-        except NotPossibleError as reason:
-            return Answer("impossible", str(reason))
         except (Exception, SystemExit) as error:
             if future.done():
                 return Answer("error", str(error) if isinstance(error, RollBatchingError) else describe_error(error))
         frame = traceback.extract_stack(sys._current_frames()[thread])[-1]
         place = f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
-        return Answer("hang", f"not done after {seconds:g} s, inside {place}")
+        return Answer("late", f"not done after {seconds:g} s, inside {place}")
 
     def exchange(self, topic: str, answer: Answer, seconds: float) -> list[Answer]:
-        """All ranks' answers; those that rank 0 lacks after `seconds` and a grace are absent. Collective."""
+        """All ranks' answers; those that rank 0 lacks after `seconds` and a grace are late. Collective."""
         self.store.set(f"doctor/{topic}/{self.rank}", json.dumps(answer))
         key, seconds = f"doctor/{topic}/all", seconds + GRACE_SECONDS
         if self.rank == 0:
             answers = self.collect(topic, seconds)
-            lost = Answer("absent", f"no answer within {seconds:g} s")
+            lost = Answer("late", f"no answer within {seconds:g} s")
             self.store.set(key, json.dumps([answers.get(rank, lost) for rank in range(self.world_size)]))
         end = time.monotonic() + 2 * seconds
         while not self.store.check([key]):
