@@ -48,7 +48,6 @@ def doctor(
                 partial.write_text(json.dumps({**content, "checks": records}, indent=1) + "\n")
     if not session.passed[ANSWERS]:
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(1)  # a thread that hangs in a collective cannot be ended
     raise typer.Exit(int(any(record["status"] == "failed" for record in records)))
 
@@ -60,5 +59,5 @@ def _print(records: Sequence[dict[str, Any]], ranks: int) -> None:
     ]
     header = ("check", "result", "finding", "would have caught")
     print_table(header, rows, f"Ranks: {ranks}", first="left", others="left")
-    statuses = [record["status"] for record in records]
+    statuses = [r["status"] for r in records]
     typer.echo(", ".join(f"{statuses.count(s)} {s}" for s in ("passed", "failed", "not possible here")))

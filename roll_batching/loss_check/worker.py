@@ -9,6 +9,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import socket
 import sys
 import tempfile
@@ -238,15 +239,12 @@ def whole_gradients(chunks: Sequence[Any], vocabulary: int, tp_group: Any) -> di
 
 
 def _parameters(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(_global_name(gpt_of(chunk), name), p) for chunk in chunks for name, p in gpt_of(chunk).named_parameters()]
+    return [(_whole_name(gpt_of(chunk), name), p) for chunk in chunks for name, p in gpt_of(chunk).named_parameters()]
 
 
-def _global_name(gpt: Any, name: str) -> str:
+def _whole_name(gpt: Any, name: str) -> str:
     """A parameter's name in the whole model, whose layers are numbered over all pipeline stages."""
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
-    return ".".join(parts)
+    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(gpt.decoder.layers[int(m[0])].layer_number - 1), name)
 
 
 def _of_vocabulary(name: str) -> bool:

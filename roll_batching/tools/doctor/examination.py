@@ -21,7 +21,6 @@ from roll_batching.lifetime import end_with_parent
 from roll_batching.tools.doctor import machine, training
 from roll_batching.tools.doctor.session import GRACE_SECONDS, Answer, Session, Steps
 
-_RENDEZVOUS_MINUTES = 2.0
 _REPORT = "report it, with the file of --json"
 _SEVERAL, _START = "several ranks", "start one per GPU: torchrun --nproc-per-node 8 --no-python roll-batching doctor"
 ANSWERS = "an answer of every rank"
@@ -43,36 +42,22 @@ class Check(NamedTuple):
 def checks_of(world_size: int, *, full: bool) -> list[Check]:
     """The checks for a number of ranks, in order."""
     slow = 300 if full else 60
-    group, shared = ("process group",), "folder shared" if world_size > 1 else "folder"
+    group, several = ("process group",), ("process group", _SEVERAL)
+    shared = "folder shared" if world_size > 1 else "folder"
+    shm = "docker run --shm-size=16g --ulimit memlock=-1 --ulimit nofile=65536"
     return [
         Check("installed", machine.check_installed, 30, "install the same versions everywhere (docs/installing.md)"),
         Check("clocks", machine.check_clocks, 10, "synchronise the clock of that machine (chrony, ntpd)"),
-        Check(
-            "limits", machine.check_resources, 10, "docker run --shm-size=16g --ulimit memlock=-1 --ulimit nofile=65536"
-        ),
+        Check("limits", machine.check_resources, 10, shm),
         Check("one rank", training.check_one_rank, slow, "read the error; where one rank alone is wrong, test its GPU"),
-        Check(
-            "attention",
-            training.check_attention,
-            slow,
-            "choose another attention_backend, or reinstall it",
-            ("one rank",),
-        ),
+        Check("attention", training.check_attention, slow, "choose another attention_backend", ("one rank",)),
         Check("process group", training.check_group, 60, "open ports; set NCCL_SOCKET_IFNAME; read NCCL_DEBUG=INFO"),
         Check("speed", training.check_speed, slow, "look for other jobs, heat and power limits on that machine"),
-        Check(
-            "collectives",
-            training.check_collectives,
-            slow / 2,
-            "run on fewer machines, with NCCL_DEBUG=INFO",
-            (*group, _SEVERAL),
-        ),
+        Check("collectives", training.check_collectives, slow / 2, "set NCCL_DEBUG=INFO; try pairs of ranks", several),
         Check("folder", machine.check_folder, slow, "give --folder a writable folder, on a file system with locks"),
-        Check(
-            "folder shared", machine.check_sharing, 30, "mount one file system, without nolock", ("folder", _SEVERAL)
-        ),
+        Check("folder shared", machine.check_sharing, 30, "mount one file system everywhere", ("folder", _SEVERAL)),
         *(
-            Check(name, run, slow, f"train in a layout that passes; {_REPORT}", ("one rank", *group, _SEVERAL))
+            Check(name, run, slow, f"train in a layout that passes; {_REPORT}", ("one rank", *several))
             for name, run in training.layout_checks(world_size, full=full).items()
         ),
         Check("checkpoint", training.check_checkpoint, slow, f"use another file system; {_REPORT}", (*group, shared)),
@@ -87,8 +72,7 @@ def open_session(path: Path, *, full: bool) -> Session:
     if (info := rank_info()) is not None:
         if info.is_supervised:
             end_with_parent(os.getppid())
-        rank, world_size = info.rank, info.world_size
-        store = wait_for_ranks(info, _RENDEZVOUS_MINUTES)
+        store, rank, world_size = wait_for_ranks(info, minutes=2.0), info.rank, info.world_size
     session = Session(store=store, rank=rank, world_size=world_size, folder=path, full=full)
     token = session.exchange("start", Answer("value", uuid.uuid4().hex[:12]), 60.0)[0].value
     session.folder = path / f".doctor-{token}"
@@ -105,11 +89,8 @@ def examine(session: Session, checks: Sequence[Check]) -> list[dict[str, Any]]:
     for check in checks:
         started, steps, answers = time.monotonic(), check.run(session), []
         if missing := [need for need in (ANSWERS, *check.needs) if not session.passed.get(need)]:
-            status, finding, cure = (
-                "not possible here",
-                f"needs {missing[0]}",
-                _START if missing[0] is _SEVERAL else "mend that first",
-            )
+            status, finding = "not possible here", f"needs {missing[0]}"
+            cure = _START if missing[0] is _SEVERAL else "mend that first"
         else:
             answers = session.exchange(check.name, session.call(partial(next, steps), check.seconds), check.seconds)
             problems, summary = _judge(check, steps, answers)
@@ -117,17 +98,10 @@ def examine(session: Session, checks: Sequence[Check]) -> list[dict[str, Any]]:
             cure = check.cure if problems else ""
         session.passed[check.name] = status == "passed"
         session.passed[ANSWERS] &= all(answer.status != "late" for answer in answers)
-        records.append(
-            {
-                "name": check.name,
-                "status": status,
-                "finding": finding,
-                "next": cure,
-                "catches": str(getattr(check.run, "func", check.run).__doc__),
-                "seconds": round(time.monotonic() - started, 2),
-                "ranks": [answer._asdict() for answer in answers],
-            }
-        )
+        record = {"name": check.name, "status": status, "finding": finding, "next": cure}
+        record["catches"] = str(getattr(check.run, "func", check.run).__doc__)
+        ranks = [answer._asdict() for answer in answers]
+        records.append({**record, "seconds": round(time.monotonic() - started, 2), "ranks": ranks})
     machine.remove_files(session)
     if session.passed[ANSWERS]:
         leave_processes()

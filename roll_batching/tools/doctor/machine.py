@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import os
@@ -26,19 +27,15 @@ _NEEDED = (("torch", "2.6"), ("megatron-core", "0.16"), ("psutil", "5.9"))
 _PACKAGES = "torch triton megatron-core numpy transformer-engine flash-attn flash-attn-4 nvidia-cutlass-dsl psutil"
 LEAST_SHARED_MEMORY = 1 << 30
 _CLOCK_SECONDS = 5.0
-"""Largest difference between clocks."""
-_SEEN_SECONDS = 10.0
-"""NFS shows another machine's new file after some seconds."""
+_SEEN_SECONDS = 10.0  # NFS shows another machine's new file after some seconds
 
 
 def package_versions() -> dict[str, str]:
     """Versions of python, this package, and installed packages that change results or speed."""
     versions = {"python": platform.python_version(), "roll-batching": roll_batching.__version__}
     for name in _PACKAGES.split():
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -67,27 +64,22 @@ def check_installed(session: Session) -> Steps:
     problems = [f"{name}: {text}" for name, text in describe_differences(range(len(values)), everyone).items()]
     problems += AttentionRequirements(libraries=_NEEDED).missing(everyone[0])
     shown = ", ".join(f"{name} {everyone[0][name]}" for name in ("torch", "megatron-core", "GPU"))
-    hosts = {value["machine"]["host"] for value in values}
-    return problems, f"ranks: {len(values)}, machines: {len(hosts)}; {shown}"
+    return problems, f"ranks: {len(values)}, machines: {len({v['machine']['host'] for v in values})}; {shown}"
 
 
 def check_clocks(session: Session) -> Steps:
     """Machines whose logs, certificates and file times do not fit together."""
     values = yield time.time()  # ranks begin a check within a fraction of a second
     offsets = [value - statistics.median_low(values) for value in values]
-    problems = [
-        f"the clock of rank {rank} is off by {x:+.0f} s" for rank, x in enumerate(offsets) if abs(x) > _CLOCK_SECONDS
-    ]
+    problems = [f"clock of rank {i} off by {x:+.0f} s" for i, x in enumerate(offsets) if abs(x) > _CLOCK_SECONDS]
     return problems, f"within {max(map(abs, offsets)):.1f} s"
 
 
 def check_resources(session: Session) -> Steps:
     """NCCL or data loaders that die of 'bus error' or 'too many open files'."""
     shared, has_infiniband = os.statvfs("/dev/shm"), Path("/dev/infiniband").exists()
-    unlimited = 1 << 63  # of limits, which the system calls -1
-    files, locked = (
-        resource.getrlimit(x)[1] % (2 * unlimited) for x in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
-    )
+    kinds, unlimited = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK), 2**63
+    files, locked = (resource.getrlimit(kind)[1] % 2**64 for kind in kinds)  # unlimited is -1
     values = yield {
         "MiB free in /dev/shm": [shared.f_bavail * shared.f_frsize >> 20, LEAST_SHARED_MEMORY >> 20],
         "open files (ulimit -Hn)": [files, NEEDED],

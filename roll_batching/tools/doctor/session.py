@@ -42,7 +42,6 @@ class Session:
     rank: int
     world_size: int
     folder: Path
-    """Folder for runs, as this rank sees it."""
     full: bool
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     passed: dict[str, bool] = field(default_factory=dict)

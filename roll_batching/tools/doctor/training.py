@@ -39,8 +39,7 @@ _BF16, _FP32 = 2e-2, 1e-4
 """Largest relative errors of attention: rounding of bf16, and of fp32 sums in another order."""
 _DIFFERENCE = 2e-4
 """Largest relative difference of loss and gradients between layouts, in fp32."""
-_SLOWDOWN = 1.5
-LARGEST_LEAK = 256 << 20
+_SLOWDOWN, LARGEST_LEAK = 1.5, 256 << 20
 
 
 def _relative_error(tensor: torch.Tensor, expected: torch.Tensor) -> float:
@@ -191,9 +190,7 @@ def check_speed(session: Session) -> Steps:
     values = yield {"fastest": times[0], "spread": times[len(times) * 3 // 4] - times[0]}
     middle, spread = (statistics.median_low(value[name] for value in values) for name in ("fastest", "spread"))
     limit, times = max(_SLOWDOWN * middle, middle + spread), [v["fastest"] for v in values]
-    slow = [
-        f"rank {i} takes {one:.2f} ms per matmul, the median {middle:.2f}" for i, one in enumerate(times) if one > limit
-    ]
+    slow = [f"rank {i} takes {x:.2f} ms per matmul, the median {middle:.2f}" for i, x in enumerate(times) if x > limit]
     return slow, f"{middle:.2f} ms per matmul, slowest rank {max(times):.2f}"
 
 
@@ -213,16 +210,15 @@ def check_collectives(session: Session) -> Steps:
         ("reduce_scatter_tensor", [fill(0, part), fill(rank + 1)], total),
         ("all_to_all_single", [fill(0), fill(rank + 1)], by_source),
     ]
-    seconds, wrong = {}, []
+    seconds: dict[str, float | None] = {}
     for name, arguments, expected in collectives:
         started = time.perf_counter()
         getattr(dist, name)(*arguments)
-        if not bool((arguments[0] == expected).all()):  # also waits for the device
-            wrong.append(name)
-        seconds[name] = time.perf_counter() - started
-    values = yield {"seconds": seconds, "wrong": wrong}
-    problems = [f"{', '.join(value['wrong'])}: wrong on rank {i}" for i, value in enumerate(values) if value["wrong"]]
-    slowest = {name: max(value["seconds"][name] for value in values) for name in seconds}
+        is_right = bool((arguments[0] == expected).all())  # also waits for the device
+        seconds[name] = time.perf_counter() - started if is_right else None
+    values = yield seconds
+    problems = [f"{name} is wrong on rank {i}" for i, one in enumerate(values) for name, x in one.items() if x is None]
+    slowest = {name: max(one[name] or 0.0 for one in values) for name in seconds}
     return problems, ", ".join(f"{name} {1e3 * most:.0f} ms" for name, most in slowest.items())
 
 
@@ -247,9 +243,7 @@ def check_layout(session: Session, layout: dict[str, Any]) -> Steps:
     errors = {name: _relative_error(gradient, expected[name]) for name, gradient in gradients.items()}
     worst = max(errors, key=lambda name: errors[name])
     values = yield {"the loss": abs(loss - right) / max(abs(right), 0.1), f"the gradient of {worst}": errors[worst]}
-    found = [
-        (error, f"{name} differs by {error:.1%} on rank {i}") for i, v in enumerate(values) for name, error in v.items()
-    ]
+    found = [(x, f"{name} differs by {x:.1%} on rank {i}") for i, v in enumerate(values) for name, x in v.items()]
     return [text for error, text in found if not error <= _DIFFERENCE], f"differences up to {max(found)[0]:.0e}"
 
 

@@ -40,8 +40,8 @@ FAULTS = {
     "old_versions": (("installed",), "installed", "megatron-core, which is 0.15.0 here"),
     "no_locks": (("folder",), "folder", "rank 1: OSError: this file system has no locks (No locks available)"),
     "local_locks": (("folder", "folder shared"), "folder shared", "rank 1 gets locks held by [0]"),
-    "clock_an_hour_off": (("clocks",), "clocks", "the clock of rank 1 is off by +3600 s"),
-    "wrong_broadcast": (("process group", "collectives"), "collectives", "broadcast: wrong on rank 1"),
+    "clock_an_hour_off": (("clocks",), "clocks", "clock of rank 1 off by +3600 s"),
+    "wrong_broadcast": (("process group", "collectives"), "collectives", "broadcast is wrong on rank 1"),
     "wrong_alone": (("one rank",), "one rank", "rank 1 has the loss "),
     "wrong_in_groups": (
         ("one rank", "process group", "layout DP 2"),
