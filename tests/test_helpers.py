@@ -29,6 +29,7 @@ REPLACING = {
     "tests/jobs/engines/receiving.py": "names the ranks of a process group that spans two jobs",
     "tests/jobs/rl/jobs.py": "records the steps of a job",
     "tests/jobs/streams/test_streamed_job.py": "records the steps of its jobs",
+    "tests/tools/doctor/faults.py": "injects faults",
     "tests/tools/rehearsal/jobs.py": "routes tokens evenly, as a rehearsal assumes",
     "tests/tools/rehearsal/paths.py": "injects a fault",
     "tests/strategy/test_optimizer_step.py": "notes which tensors are alive when an optimizer is built",

@@ -211,7 +211,7 @@ LINES = {
     "strategy": 7_630,
     "tools": 50,
     "tools.conversion": 6_680,
-    "tools.doctor": 700,
+    "tools.doctor": 640,
     "tools.rehearsal": 3_770,
     "tools.report": 1_750,
     "tools.simulation": 1_050,
