@@ -179,7 +179,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
 MOST_FILES, MOST_LINES = 100, 18_610
 LINES = {
     "": 860,
-    "commands": 1_500,
+    "commands": 1_570,
     "distributed": 800,
     "huggingface": 2_745,
     "integrations": 3_015,

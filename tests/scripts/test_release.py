@@ -39,8 +39,8 @@ BROUGHT_BY = {
     "triton": "torch",
 }
 """Modules of distributions that a declared one requires."""
-OF_THE_USER = {"emerging_optimizers", "nemo_rl", "roll", "slime", "verl"}
-"""A host, or a package of GitHub alone: imported where the user has it."""
+OF_THE_USER = {"emerging_optimizers", "gem", "nemo_rl", "roll", "slime", "verl"}
+"""A host, a package of GitHub alone, or one whose pins clash with ours: imported where the user has it."""
 
 
 def name_of(requirement: str) -> str:
