@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.metadata import version
 
 import pytest
 
@@ -36,7 +37,11 @@ FAULTS = {
     "slow_rank": (("speed",), "speed", "rank 1 takes "),
     "file_in_place_of_folder": (("folder",), "folder", "rank 1: NotADirectoryError"),
     "another_folder": (("folder", "folder shared"), "folder shared", "rank 1 does not see files of ranks [0]"),
-    "other_version": (("installed",), "installed", "megatron-core: 0.16.1 on rank 0, 0.15.0 on rank 1"),
+    "other_version": (
+        ("installed",),
+        "installed",
+        f"megatron-core: {version('megatron-core')} on rank 0, 0.15.0 on rank 1",
+    ),
     "old_versions": (("installed",), "installed", "megatron-core, which is 0.15.0 here"),
     "no_locks": (("folder",), "folder", "rank 1: OSError: this file system has no locks (No locks available)"),
     "local_locks": (("folder", "folder shared"), "folder shared", "rank 1 gets locks held by [0]"),
@@ -56,6 +61,15 @@ FAULTS = {
 }
 
 
+def quiet(examine, home):
+    """The statuses of `examine`, by name; repeated where only `speed` fails, as other processes share these cores."""
+    for attempt in range(4):
+        statuses = examine(home / f"attempt{attempt}")
+        if {name for name, status in statuses.items() if status != "passed"} != {"speed"}:
+            break
+    return statuses
+
+
 NAME_BOTH = {"another_folder", "local_locks", "other_version"}
 """Faults between two ranks, neither of which is right."""
 
@@ -73,8 +87,12 @@ def test_a_planted_fault_is_named_with_its_rank(tmp_path, fault):
 
 def test_without_a_fault_the_same_checks_pass(tmp_path):
     names = dict.fromkeys(name for checks, *_ in FAULTS.values() for name in checks)
-    records = examine_planted(tmp_path, "", *names)
-    assert {name: record["status"] for name, record in records.items()} == dict.fromkeys(names, "passed")
+
+    def examine(folder):
+        folder.mkdir()
+        return {name: record["status"] for name, record in examine_planted(folder, "", *names).items()}
+
+    assert quiet(examine, tmp_path) == dict.fromkeys(names, "passed")
 
 
 @pytest.mark.parametrize(
@@ -143,8 +161,14 @@ def run_main(folder):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_command_on_ranks(tmp_path, ranks):
-    assert run_ranks(ranks, "tests.tools.doctor.test_doctor:run_main", str(tmp_path)) == [0] * ranks
-    checks = json.loads((tmp_path / "report.json").read_text())["checks"]
-    assert {check["status"] for check in checks} == {"passed"}
-    assert [check["name"] for check in checks] == [check.name for check in checks_of(ranks, full=False)]
-    assert all(len(check["ranks"]) == ranks for check in checks)
+    def examine(folder):
+        folder.mkdir()
+        codes = run_ranks(ranks, "tests.tools.doctor.test_doctor:run_main", str(folder))
+        checks = json.loads((folder / "report.json").read_text())["checks"]
+        assert all(len(check["ranks"]) == ranks for check in checks)
+        statuses = {check["name"]: check["status"] for check in checks}
+        assert codes == [int("failed" in statuses.values())] * ranks
+        return statuses
+
+    names = [check.name for check in checks_of(ranks, full=False)]
+    assert quiet(examine, tmp_path) == dict.fromkeys(names, "passed")
