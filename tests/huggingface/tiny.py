@@ -344,7 +344,7 @@ MARKED_TEMPLATE = (
 PLAIN_TEMPLATE = MARKED_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-def write_tokenizer(folder: Path, template: str | None = PLAIN_TEMPLATE, text: str = TEXT) -> Any:
+def write_tokenizer(folder: Path, template: str | None = PLAIN_TEMPLATE, text: str | None = None) -> Any:
     """A tokenizer of characters with three marks of roles, its end token `$`, and a chat template."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
@@ -353,7 +353,7 @@ def write_tokenizer(folder: Path, template: str | None = PLAIN_TEMPLATE, text: s
     from transformers import PreTrainedTokenizerFast
 
     marks = ["<s>", "<u>", "<a>", "<?>"]
-    fast = Tokenizer(WordLevel({token: n for n, token in enumerate([*text, *marks])}, unk_token="<?>"))
+    fast = Tokenizer(WordLevel({token: n for n, token in enumerate([*(text or TEXT), *marks])}, unk_token="<?>"))
     fast.pre_tokenizer = Split(Regex("."), "isolated")
     fast.decoder = Fuse()
     fast.add_special_tokens(marks)

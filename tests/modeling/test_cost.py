@@ -45,6 +45,8 @@ MIXTURE = {
 
 def times_of_a_strategy(architecture: dict[str, Any]) -> tuple[ArchitectureConfig, PackTimes]:
     """The architecture and the predicted times of a strategy whose `cluster` keys are RATES, TP 2."""
+    import torch.distributed as dist
+
     from roll_batching.distributed.parallel_layout import start_processes
     from roll_batching.strategy import MegatronInferStrategy
     from tests.support.models import ARCHITECTURE, worker_config
@@ -58,6 +60,7 @@ def times_of_a_strategy(architecture: dict[str, Any]) -> tuple[ArchitectureConfi
     strategy.initialize()
     times = strategy.planner.times
     assert times is not None and config.model_args.architecture is not None
+    dist.barrier()  # rank 0 has the store, from which others may still read
     return config.model_args.architecture, times
 
 

@@ -347,15 +347,15 @@ def test_a_prompt_without_a_reward_is_named(tmp_path):
 
 
 def test_a_dropped_reward_is_its_groups_mean():
-    from roll_batching.jobs.rollouts.rollout import _impute_failed
+    from roll_batching.jobs.rollouts.rollout import impute_failed
 
     rewards = np.array([1.0, 0.0, 4.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0])
     failed = np.array([False, True, False, True, True, True, False, False, False])
     domains = np.full(9, "    ")
     scores = SimpleNamespace(rewards=rewards, failed=failed, domains=domains)
-    filled = _impute_failed(scores, 3)
+    filled = impute_failed(scores, 3)
     assert filled.tolist() == [1, 2.5, 4, 2.2, 2.2, 2.2, 2, 2, 2], "a group without any takes its domain's"
     domains[:6] = "code"
-    assert _impute_failed(scores, 3).tolist() == [1, 2.5, 4, 2.5, 2.5, 2.5, 2, 2, 2]
+    assert impute_failed(scores, 3).tolist() == [1, 2.5, 4, 2.5, 2.5, 2.5, 2, 2, 2]
     domains[3:6] = "none"
-    assert _impute_failed(scores, 3)[3:6].tolist() == [0, 0, 0], "a domain without any reward"
+    assert impute_failed(scores, 3)[3:6].tolist() == [0, 0, 0], "a domain without any reward"
