@@ -50,7 +50,7 @@ class FreeSampler(SerialSampler):
         self._scoring = threading.Lock()
 
     def load(self, weights: Weights) -> None:
-        """Has the engine load `weights`; what it is sampling is interrupted and goes on with them."""
+        """Has the engine load `weights`; responses under way are interrupted and go on with them."""
         if self._rollouts is not None:
             with self._rollouts.interrupted():
                 super().load(weights)

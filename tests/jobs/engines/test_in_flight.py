@@ -357,3 +357,23 @@ def test_no_rollout_is_lost_or_trained_on_twice(folder, kind, fault, report):
     assert rows[-1]["sampler_restarts"] == (fault == "killed")
     if fault == "restarted":
         assert sum(row["engine_dropped"] for row in rows) >= 1 and calls > 72
+
+
+@pytest.mark.slow
+def test_answers_of_one_turn_go_on_in_the_order_of_their_prompts(folder, report):
+    """Without a rollout function and without partial rollouts, as NeMo-RL's files are; old tokens are skipped."""
+    process, urls = start(folder / "model", "--kind", "vllm", *OPTIONS)
+    made = free_job(folder, "vllm", urls, None, {})
+    made |= {"partial_rollout": False, "max_staleness": 0, "reward_function": "tests.jobs.rl.jobs:length"}
+    made["actor_infer"]["engine_args"]["max_in_flight"] = 2  # slower than training, so that updates come meanwhile
+    del made["rollout_function"], made["rollout_args"]
+    try:
+        run_ranks(1, RUN, made)
+    finally:
+        process.kill()
+    rows = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
+    report(f"stale tokens {[round(row['stale_tokens'], 2) for row in rows]}")
+    prompts, steps = prompts_of(folder)
+    assert prompts == {prompt: 9 for prompt in prompts} and steps == {step: 12 for step in range(1, 7)}
+    assert all(row["staleness_max"] <= 1 for row in rows) and any(row["weight_versions_mean"] > 1 for row in rows)
+    assert rows[0]["stale_tokens"] == 0 < max(row["stale_tokens"] for row in rows)
