@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import collections
 import time
-import traceback
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks import ROOT
 from benchmarks.bench_step import WORKLOADS, Workload, batch_of, trl_lengths, worker_config
 from benchmarks.gpu.kernel_times import kind_of
 from roll_batching.losses import PolicyLoss, SFTLoss
 from roll_batching.samples import LengthTable
-from roll_batching.strategy import MegatronTrainStrategy, infer
+from roll_batching.strategy import MegatronTrainStrategy
+from roll_batching.tools.doctor.host_reads import count_host_reads
 
 SMALL = replace(WORKLOADS["cuda"], draw=trl_lengths, samples=12, longest=5120, cap=10240)
 
@@ -29,42 +27,9 @@ def built(load: Workload, mode: str = "packed") -> MegatronTrainStrategy:
     return strategy
 
 
-class HostReads:
-    """Counts waits of the host for the device by their innermost lines in this package or Megatron."""
-
-    def __init__(self) -> None:
-        self.places: collections.Counter[str] = collections.Counter()
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count operations inside that torch reports as synchronizing; none on a CPU."""
-        if not torch.cuda.is_available():
-            yield
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = self._see
-            before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-
-    def _see(self, message: Any, *_: Any, **__: Any) -> None:
-        if "synchroniz" not in str(message):
-            return
-        stack = [f for f in traceback.extract_stack() if "warnings" not in f.filename and __file__ != f.filename]
-        named = [f for f in stack if any(x in f.filename for x in ("roll_batching/", "megatron/"))]
-        last = (named or stack)[-1]
-        where = last.filename.split("site-packages/")[-1].removeprefix(f"{ROOT}/")
-        self.places[f"{where}:{last.lineno} {last.line}"] += 1
-
-
 def host_reads(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
     """Host reads inside and outside Megatron's schedule, per training step and log-prob pass, in every mode."""
     load = WORKLOADS["tiny"] if dry else SMALL
-    schedule = infer.run_schedule
     policy = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.01)
     for mode in ("packed", "dynamic", "padded"):
         strategy = built(load, mode)
@@ -76,21 +41,9 @@ def host_reads(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
         plan = strategy.plan(LengthTable.of(batch))
         strategy.train_step(batch, plan, policy)
         for what in ("train_step", "compute_log_probs"):
-            inside, around = HostReads(), HostReads()
-
-            def watched(*args: Any, inside: HostReads = inside, **options: Any) -> Any:
-                with inside.counted():
-                    return schedule(*args, **options)
-
-            infer.run_schedule = watched
-            try:
-                with around.counted():
-                    if what == "train_step":
-                        strategy.train_step(batch, plan, policy)
-                    else:
-                        strategy.compute_log_probs(batch, plan)
-            finally:
-                infer.run_schedule = schedule
+            train = partial(strategy.train_step, batch, plan, policy)
+            passes = train if what == "train_step" else partial(strategy.compute_log_probs, batch, plan)
+            inside, around = count_host_reads(passes)
             yield {
                 "case": f"{what}, {mode}, {plan.num_micro_batches} micro-batches",
                 "figures": {"host reads around the schedule": sum(around.places.values())},

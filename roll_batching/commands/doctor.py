@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from roll_batching.commands.options import print_table, require_torch
+from roll_batching.commands.options import Address, Launcher, print_table, require_torch
+from roll_batching.errors import ConfigError
 from roll_batching.files import atomic_file, check_replaceable
 
 _MARK = {"written_by": "roll-batching doctor"}
@@ -24,11 +25,16 @@ def doctor(
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Larger sizes and more layouts, or under a minute on a CPU.")
     ] = False,
+    launcher: Annotated[
+        Launcher, typer.Option(help="local: this process is one rank, alone or under torchrun. ray: Ray actors.")
+    ] = Launcher.local,
+    nproc: Annotated[int | None, typer.Option(min=1, help="With --launcher ray: number of ranks.")] = None,
+    address: Address = "local",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write versions and the values of each rank to this file as JSON.")
     ] = None,
 ) -> None:
-    """Check machines, ranks, kernels, layouts and the folder of runs; alone, or on all ranks under torchrun.
+    """Check machines, ranks, kernels, layouts and the folder of runs; alone, under torchrun, or on Ray.
 
     Exit code 0: no check failed; 1: one did.
     """
@@ -36,28 +42,45 @@ def doctor(
     is_first = os.environ.get("RANK", "0") == "0"
     if json_file is not None and is_first:
         check_replaceable(json_file, "doctor", lambda content: json.dumps(_MARK)[1:-1].encode() in content[:200])
-    from roll_batching.tools.doctor.examination import ANSWERS, checks_of, examine, open_session
+    is_complete = True
+    if launcher is Launcher.ray:
+        records = _examine_on_ray(nproc, folder, full, address)
+    elif nproc is not None:
+        raise ConfigError("--nproc is read with --launcher ray only: start ranks here by torchrun --nproc-per-node N")
+    else:
+        from roll_batching.tools.doctor.examination import ANSWERS, checks_of, examine, open_session
 
-    session = open_session(folder, full=full)
-    records = examine(session, checks_of(session.world_size, full=full))
+        session = open_session(folder, full=full)
+        records = examine(session, checks_of(session.world_size, full=full))
+        is_complete = session.passed[ANSWERS]
     if is_first:
-        _print(records, session.world_size)
+        _print(records)
         if json_file is not None:
             content = {**_MARK, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "full": full}
             with atomic_file(json_file) as partial:
                 partial.write_text(json.dumps({**content, "checks": records}, indent=1) + "\n")
-    if not session.passed[ANSWERS]:
+    if not is_complete:
         sys.stdout.flush()
         os._exit(1)  # a thread that hangs in a collective cannot be ended
     raise typer.Exit(int(any(record["status"] == "failed" for record in records)))
 
 
-def _print(records: Sequence[dict[str, Any]], ranks: int) -> None:
+def _examine_on_ray(nproc: int | None, folder: Path, full: bool, address: str) -> list[dict[str, Any]]:
+    if nproc is None:
+        raise ConfigError("--launcher ray needs the number of ranks: add --nproc, such as the number of GPUs")
+    if "RANK" in os.environ:
+        raise ConfigError("--launcher ray starts the ranks itself, but RANK is set in the environment. Unset it")
+    from roll_batching.tools.doctor.on_ray import examine_on_ray
+
+    return examine_on_ray(nproc, folder, full=full, address=address)
+
+
+def _print(records: Sequence[dict[str, Any]]) -> None:
     rows = [
         (r["name"], r["status"], r["finding"] + (f"\nNext: {r['next']}" if r["next"] else ""), r["catches"])
         for r in records
     ]
     header = ("check", "result", "finding", "would have caught")
-    print_table(header, rows, f"Ranks: {ranks}", first="left", others="left")
+    print_table(header, rows, f"Ranks: {len(records[0]['ranks'])}", first="left", others="left")
     statuses = [r["status"] for r in records]
     typer.echo(", ".join(f"{statuses.count(s)} {s}" for s in ("passed", "failed", "not possible here")))

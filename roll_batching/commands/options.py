@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,6 +31,21 @@ Clusters = Annotated[
     ),
 ]
 
+
+class Launcher(StrEnum):
+    """Launcher of the ranks."""
+
+    local = "local"
+    ray = "ray"
+
+
+Address = Annotated[
+    str,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="With --launcher ray: `auto` (the running Ray), `local` (start a new one) or HOST:PORT.",
+    ),
+]
 Slices = Annotated[
     str | None, typer.Option(help="Slices of a pack, each a unit of the pipeline: a number, or auto. Default: 1.")
 ]

@@ -7,24 +7,16 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from roll_batching.commands.options import Address, Launcher
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.config import JobConfig, Notice, load_config
 from roll_batching.jobs.config.engine_rules import starts_servers
 from roll_batching.jobs.config.job_keys import Task
-
-
-class Launcher(StrEnum):
-    """Launcher of the ranks."""
-
-    local = "local"
-    ray = "ray"
-
 
 ConfigOption = Annotated[Path, typer.Option(help="YAML or TOML file of the job.")]
 Overrides = Annotated[
@@ -34,13 +26,6 @@ Overrides = Annotated[
 Processes = Annotated[int | None, typer.Option(min=1, help="Processes to start, instead of those of device_mapping.")]
 LauncherOption = Annotated[
     Launcher, typer.Option(help="local: this command starts the ranks on this machine. ray: ranks are Ray actors.")
-]
-Address = Annotated[
-    str,
-    typer.Option(
-        envvar="RAY_ADDRESS",
-        help="With --launcher ray: `auto` (the running Ray), `local` (start a new one) or HOST:PORT.",
-    ),
 ]
 Restarts = Annotated[
     int, typer.Option(min=0, help="With --launcher ray: number of restarts from the last checkpoint after lost ranks.")

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,14 @@ ARCHITECTURE = {
 
 
 def role_settings(
-    mode: str, layout: dict[str, Any], *, vocabulary: int, samples: int, tokens: int, value_head: bool
+    mode: str,
+    layout: dict[str, Any],
+    *,
+    vocabulary: int,
+    samples: int,
+    tokens: int,
+    value_head: bool,
+    architecture: Mapping[str, Any] = ARCHITECTURE,
 ) -> RoleSettings:
     """Settings of a role that takes any plan of `samples` with `tokens` in all."""
     cap = 2 * tokens + 64 * samples  # with room for every alignment
@@ -190,7 +197,7 @@ def role_settings(
     return RoleSettings.model_validate(
         {
             "model_args": {
-                "architecture": {**ARCHITECTURE, "vocab_size": vocabulary, "max_position_embeddings": cap},
+                "architecture": {**architecture, "vocab_size": vocabulary, "max_position_embeddings": cap},
                 "dtype": "fp32",
                 "value_head": value_head,
             },
@@ -243,8 +250,12 @@ def _parameters(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _whole_name(gpt: Any, name: str) -> str:
-    """A parameter's name in the whole model, whose layers are numbered over all pipeline stages."""
-    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(gpt.decoder.layers[int(m[0])].layer_number - 1), name)
+    """A parameter's name in the whole model: layers of all pipeline stages, experts of all expert-parallel ranks."""
+    if (match := re.match(r"decoder\.layers\.(\d+)\.", name)) is None:
+        return name
+    layer, rest = gpt.decoder.layers[int(match[1])], name[match.end() :]
+    rest = re.sub(r"(?<=local_experts\.)\d+", lambda m: str(layer.mlp.local_expert_indices[int(m[0])]), rest)
+    return f"decoder.layers.{layer.layer_number - 1}.{rest}"
 
 
 def _of_vocabulary(name: str) -> bool:

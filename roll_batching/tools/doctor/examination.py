@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from roll_batching.distributed.consensus import rank_error
@@ -23,7 +24,12 @@ from roll_batching.tools.doctor.session import GRACE_SECONDS, Answer, Session, S
 
 _REPORT = "report it, with the file of --json"
 _SEVERAL, _START = "several ranks", "start one per GPU: torchrun --nproc-per-node 8 --no-python roll-batching doctor"
+_GPU = "a GPU"
 ANSWERS = "an answer of every rank"
+
+
+Record = dict[str, Any]
+"""Result of a check, in the JSON of the report."""
 
 
 class Check(NamedTuple):
@@ -61,6 +67,7 @@ def checks_of(world_size: int, *, full: bool) -> list[Check]:
             for name, run in training.layout_checks(world_size, full=full).items()
         ),
         Check("checkpoint", training.check_checkpoint, slow, f"use another file system; {_REPORT}", (*group, shared)),
+        Check("host reads", training.check_host_reads, slow, _REPORT, (*group, _GPU)),
         Check("memory", training.check_memory, 10, _REPORT, group),
     ]
 
@@ -76,21 +83,21 @@ def open_session(path: Path, *, full: bool) -> Session:
     session = Session(store=store, rank=rank, world_size=world_size, folder=path, full=full)
     token = session.exchange("start", Answer("value", uuid.uuid4().hex[:12]), 60.0)[0].value
     session.folder = path / f".doctor-{token}"
-    session.passed = {_SEVERAL: world_size > 1, ANSWERS: True}
+    session.passed = {_SEVERAL: world_size > 1, _GPU: torch.cuda.is_available(), ANSWERS: True}
     return session
 
 
-def examine(session: Session, checks: Sequence[Check]) -> list[dict[str, Any]]:
+def examine(session: Session, checks: Sequence[Check]) -> list[Record]:
     """Runs `checks` on all ranks; returns the same records on each. Collective.
 
     After a check that is late on some rank, the rest is not run. Else this ends the process group.
     """
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     for check in checks:
         started, steps, answers = time.monotonic(), check.run(session), []
         if missing := [need for need in (ANSWERS, *check.needs) if not session.passed.get(need)]:
             status, finding = "not possible here", f"needs {missing[0]}"
-            cure = _START if missing[0] is _SEVERAL else "mend that first"
+            cure = {_SEVERAL: _START, _GPU: "run it on a machine with GPUs"}.get(missing[0], "mend that first")
         else:
             answers = session.exchange(check.name, session.call(partial(next, steps), check.seconds), check.seconds)
             problems, summary = _judge(check, steps, answers)

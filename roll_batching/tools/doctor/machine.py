@@ -24,7 +24,10 @@ if TYPE_CHECKING:  # versions are read without importing torch
 
 _NEEDED = (("torch", "2.6"), ("megatron-core", "0.16"), ("psutil", "5.9"))
 """Earliest versions. Without psutil Megatron's checkpoint writer hangs."""
-_PACKAGES = "torch triton megatron-core numpy transformer-engine flash-attn flash-attn-4 nvidia-cutlass-dsl psutil"
+_PACKAGES = (
+    *"torch triton megatron-core numpy transformer-engine flash-attn flash-attn-4 nvidia-cutlass-dsl psutil".split(),
+    *"ray vllm sglang verl slime".split(),
+)
 LEAST_SHARED_MEMORY = 1 << 30
 _CLOCK_SECONDS = 5.0
 _SEEN_SECONDS = 10.0  # NFS shows another machine's new file after some seconds
@@ -33,7 +36,7 @@ _SEEN_SECONDS = 10.0  # NFS shows another machine's new file after some seconds
 def package_versions() -> dict[str, str]:
     """Versions of python, this package, and installed packages that change results or speed."""
     versions = {"python": platform.python_version(), "roll-batching": roll_batching.__version__}
-    for name in _PACKAGES.split():
+    for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from roll_batching.distributed import digest
 from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.loss_check.scenarios import VOCABULARY, random_samples
-from roll_batching.loss_check.worker import fill_weights, role_settings, whole_gradients
+from roll_batching.loss_check.worker import ARCHITECTURE, fill_weights, role_settings, whole_gradients
 from roll_batching.losses import PolicyLoss
 from roll_batching.losses.contract import loss_spec
 from roll_batching.modeling.requirements import ModelDemands
@@ -32,6 +32,7 @@ from roll_batching.registry import describe_error
 from roll_batching.samples import SampleBatch, distribute, gather_lengths
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS, AUTO
 from roll_batching.strategy import MegatronTrainStrategy
+from roll_batching.tools.doctor.host_reads import count_host_reads
 from roll_batching.tools.doctor.session import Session, Steps
 
 _LOSS = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
@@ -39,6 +40,12 @@ _BF16, _FP32 = 2e-2, 1e-4
 """Largest relative errors of attention: rounding of bf16, and of fp32 sums in another order."""
 _DIFFERENCE = 2e-4
 """Largest relative difference of loss and gradients between layouts, in fp32."""
+_MODEL: dict[str, Any] = {
+    **ARCHITECTURE,
+    "num_layers": 4,
+    "moe": {"num_experts": 4, "router_topk": 2, "layer_freq": [0, 1, 0, 1], "aux_loss_coeff": 0.0},
+}
+"""Shape of the tiny model: dense layers and layers of experts in turn."""
 _SLOWDOWN, LARGEST_LEAK = 1.5, 256 << 20
 
 
@@ -59,24 +66,29 @@ def layout_checks(ranks: int, *, full: bool) -> dict[str, Callable[[Session], St
     """A check per parallel layout of this number of ranks; `full`: also two kinds of parallelism at once."""
     tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     pipeline, context = {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+    experts, chunks = {"expert_model_parallel_size": 2}, {"virtual_pipeline_model_parallel_size": 2}
     layouts: dict[str, dict[str, Any]] = {f"DP {ranks}": {}}
     if ranks % 2 == 0:
-        layouts |= {"TP 2": tensor, "PP 2": pipeline, "CP 2": context}
+        layouts |= {"TP 2": tensor, "PP 2": pipeline, "PP 2, VPP 2": pipeline | chunks, "CP 2": context}
+        layouts["EP 2"] = experts
     if ranks % 4 == 0 and full:
         layouts |= {"TP 2, PP 2": tensor | pipeline, "TP 2, CP 2": tensor | context, "PP 2, CP 2": pipeline | context}
+        layouts |= {"TP 2, EP 2": tensor | experts, "PP 2, EP 2": pipeline | experts}
     return {f"layout {name}": partial(check_layout, layout=layout) for name, layout in layouts.items()}
 
 
 class _Training:
     """A tiny model in one layout, and the samples of its steps."""
 
-    def __init__(self, session: Session, layout: dict[str, Any]) -> None:
+    def __init__(self, session: Session, layout: dict[str, Any], model: dict[str, Any] = _MODEL) -> None:
         batches = [random_samples(loss_spec(_LOSS), {}, seed, pairs=False) for seed in range(session.world_size)]
         for number, batch in enumerate(batches):
             batch.ids.add_(1000 * number)
         whole = SampleBatch.concat(batches)
         sizes: dict[str, Any] = {"samples": len(whole), "tokens": whole.num_tokens, "vocabulary": VOCABULARY}
-        settings = role_settings("packed", {**layout, "attention_backend": "dense"}, value_head=False, **sizes)
+        settings = role_settings(
+            "packed", {**layout, "attention_backend": "dense"}, value_head=False, architecture=model, **sizes
+        )
         self.strategy = MegatronTrainStrategy(settings)
         self.strategy.initialize()
         place = self.strategy.layout
@@ -210,16 +222,39 @@ def check_collectives(session: Session) -> Steps:
         ("reduce_scatter_tensor", [fill(0, part), fill(rank + 1)], total),
         ("all_to_all_single", [fill(0), fill(rank + 1)], by_source),
     ]
+    received, sent = fill(0), fill(rank + 1)
+    collectives.append(("send and receive", [received, sent], (rank - 1) % ranks + 1))
     seconds: dict[str, float | None] = {}
     for name, arguments, expected in collectives:
         started = time.perf_counter()
-        getattr(dist, name)(*arguments)
+        if arguments[0] is received:
+            _pass_on(*arguments)
+        else:
+            getattr(dist, name)(*arguments)
         is_right = bool((arguments[0] == expected).all())  # also waits for the device
         seconds[name] = time.perf_counter() - started if is_right else None
     values = yield seconds
     problems = [f"{name} is wrong on rank {i}" for i, one in enumerate(values) for name, x in one.items() if x is None]
     slowest = {name: max(one[name] or 0.0 for one in values) for name in seconds}
     return problems, ", ".join(f"{name} {1e3 * most:.0f} ms" for name, most in slowest.items())
+
+
+def check_host_reads(session: Session) -> Steps:
+    """A step whose Python waits for the GPU, which then waits for Python."""
+    _leave_layout()
+    training = _Training(session, {}, ARCHITECTURE)  # a layer of experts waits for their counts
+    training.step()
+    inside, _ = count_host_reads(training.step)
+    values = yield dict(inside.places)
+    return [f"rank {i}: {place}" for i, places in enumerate(values) for place in places], "none in the schedule"
+
+
+def _pass_on(received: torch.Tensor, sent: torch.Tensor) -> None:
+    """Sends a tensor to the next rank and receives one from the previous rank, as pipeline stages do."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    send = dist.P2POp(dist.isend, sent, (rank + 1) % ranks)
+    for request in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, (rank - 1) % ranks)]):
+        request.wait()
 
 
 def check_memory(session: Session) -> Steps:

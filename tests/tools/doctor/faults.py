@@ -135,6 +135,32 @@ def wrong_broadcast(folder: Path) -> None:
         dist.broadcast = lambda tensor, source: (broadcast(tensor, source), tensor[7:8].add_(1))
 
 
+def wrong_receive(folder: Path) -> None:
+    """A pipeline stage that receives another tensor than was sent."""
+    if is_faulty():
+        batch_isend_irecv = dist.batch_isend_irecv
+
+        def wrong(operations: list[Any]) -> list[Any]:
+            for request in batch_isend_irecv(operations):
+                request.wait()
+            operations[1].tensor[7:8].add_(1)
+            return []
+
+        dist.batch_isend_irecv = wrong
+
+
+def wrong_token_exchange(folder: Path) -> None:
+    """An all-to-all of tokens among expert-parallel ranks that returns other values on one of them."""
+    all_to_all_single = dist.all_to_all_single
+
+    def wrong(output: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        all_to_all_single(output, *arguments, **keywords)
+        if is_faulty() and output.is_floating_point():
+            output.mul_(1.1)
+
+    dist.all_to_all_single = torch.distributed.all_to_all_single = wrong
+
+
 def wrong_in_groups(folder: Path) -> None:
     """Gradients that go wrong only where several ranks train."""
     forward_backward = MegatronTrainStrategy.forward_backward
