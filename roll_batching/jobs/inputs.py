@@ -26,6 +26,7 @@ from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.fit import BATCH_SIZE, Fit, TokenCounts, join_counts, token_counts
 from roll_batching.jobs.texts.records import PathLike, as_files
 from roll_batching.jobs.texts.texts import Fingerprint, Prompt, PromptDataset, TextDataset
+from roll_batching.jobs.texts.token_store import StoredTokens
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning.arrays import Ints
 
@@ -76,13 +77,21 @@ def check_inputs(config: JobConfig) -> dict[str, str]:
         if part is not None and result is not None:
             fingerprint, counts = result
             part.log_missing_stops(counts)
-            if part.cache is not None:
+            if part.cache is not None and not part.is_mapped:
                 part.cache.save(fingerprint, counts)
     return {CHECKED: _join_digests(None if result is None else result[0] for result in checked)}
 
 
 def _check(part: TextSet[Any], faults: Faults, read: Callable[[int], None]) -> tuple[str, TokenCounts]:
-    """Reads and checks the texts of `part`, unless their token counts are cached; returns (fingerprint, counts)."""
+    """Reads and checks the texts of `part`, unless tokens or their counts are cached; returns (fingerprint, counts)."""
+    before = len(faults)
+    stored = part.open_tokens(faults, read)
+    if stored is not None:
+        if part.is_indexed:
+            stored.check_vocabulary(part.fit.tokenizer.vocab_size)
+        return stored.fingerprint, TokenCounts(stored.lengths, stored.without_stop)
+    if len(faults) > before:
+        return "", TokenCounts(np.zeros(0, dtype=np.int64))
     if part.cache is not None and part.cache.any():
         digest, unreadable = Fingerprint(), Faults()
         for text in part.read(unreadable, read):
@@ -109,38 +118,44 @@ def load_inputs(config: JobConfig) -> JobInputs:
     tokenizer = tokenizer_that_fits(config)
     corpus, prompts, heldout = text_sets_of(config, tokenizer)
     faults = Faults()
-    documents = None if corpus is None else list(corpus.read(faults))
+    documents = None if corpus is None else _read(corpus, faults)
     training = None if prompts is None else list(prompts.read(faults))
-    evaluation = None if heldout is None else list(heldout.read(faults))
+    evaluation: Any = None if heldout is None else _read(heldout, faults)
     faults.check()
     if prompts is not None and training is not None:
         training = prompts.drop_long(training)
     if heldout is not None and evaluation is not None:
         evaluation = heldout.drop_long(evaluation)
-    dataset = None if documents is None else TextDataset(documents)
-    counts = None if corpus is None or dataset is None else _spot_check(corpus, dataset)
+    dataset, counts = _as_dataset(documents), None
+    if isinstance(dataset, StoredTokens):
+        counts = TokenCounts(dataset.lengths, dataset.without_stop)
+    elif corpus is not None and dataset is not None:
+        counts = _spot_check(corpus, dataset)
     inputs = JobInputs(
         tokenizer=tokenizer,
         corpus=dataset,
         token_counts=None if counts is None else counts.tokens,
         prompts=None if training is None else PromptDataset(training),
         heldout=None if evaluation is None or config.is_supervised else PromptDataset(evaluation),
-        validation=TextDataset(evaluation) if evaluation is not None and config.is_supervised else None,
+        validation=_as_dataset(evaluation) if config.is_supervised else None,
         reward=reward_of(config),
     )
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
         for part, texts in ((corpus, documents), (prompts, training), (heldout, evaluation)):
-            if part is not None:
+            if part is not None and not isinstance(texts, StoredTokens):
                 part.log_template_notices(texts or ())
     if inputs.fingerprint == os.environ.get(CHECKED):
         return inputs
     was_cached = counts is not None
     if corpus is not None and dataset is not None and counts is None:
         counts = corpus.fit.check(dataset, faults)
-    for part, texts in ((prompts, training), (heldout, evaluation)):
-        if part is not None:
-            part.fit.check(texts or (), faults)
+    stored = dataset if isinstance(dataset, StoredTokens) else None
+    for part, texts in ((corpus, stored), (prompts, training), (heldout, evaluation)):
+        if isinstance(texts, StoredTokens) and part is not None and part.is_indexed:
+            texts.check_vocabulary(tokenizer.vocab_size)
+        elif part is not None and texts is not None and not isinstance(texts, StoredTokens):
+            part.fit.check(texts, faults)
     faults.check()
     if corpus is not None and counts is not None and is_first:
         corpus.log_missing_stops(counts)
@@ -148,6 +163,17 @@ def load_inputs(config: JobConfig) -> JobInputs:
         return inputs
     corpus.cache.save(dataset.fingerprint, counts)
     return replace(inputs, token_counts=counts.tokens)
+
+
+def _read(part: TextSet[Any], faults: Faults) -> list[Any] | StoredTokens:
+    """The texts of `part` in memory, or its tokens in files."""
+    before = len(faults)
+    stored = part.open_tokens(faults)
+    return stored if stored is not None else [] if len(faults) > before else list(part.read(faults))
+
+
+def _as_dataset(texts: list[Any] | StoredTokens | None) -> TextDataset[Any] | None:
+    return texts if texts is None or isinstance(texts, StoredTokens) else TextDataset(texts)
 
 
 def _spot_check(part: TextSet[Any], texts: TextDataset[Any]) -> TokenCounts | None:

@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
 
@@ -17,12 +19,25 @@ from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.texts.chat import NO_ARGUMENTS, ChatTemplate, TemplateArguments
-from roll_batching.jobs.texts.faults import Faults
-from roll_batching.jobs.texts.fit import FOLDER, Fit, TokenCountCache, TokenCounts, token_counts
+from roll_batching.jobs.texts.faults import Fault, Faults
+from roll_batching.jobs.texts.fit import BATCH_SIZE, FOLDER, Fit, TokenCountCache, TokenCounts, token_counts
+from roll_batching.jobs.texts.hub_data import load_hub_data
 from roll_batching.jobs.texts.image_references import ImageFields
 from roll_batching.jobs.texts.image_tokenizer import image_fields
-from roll_batching.jobs.texts.records import Paths
-from roll_batching.jobs.texts.texts import Conversation, Document, Instruction, Judged, Pair, Prompt, T, iterate_texts
+from roll_batching.jobs.texts.records import Paths, sources_of
+from roll_batching.jobs.texts.texts import (
+    Conversation,
+    Document,
+    Fingerprint,
+    Instruction,
+    Judged,
+    Pair,
+    Prompt,
+    T,
+    iterate_texts,
+)
+from roll_batching.jobs.texts.token_ids import TokenIds
+from roll_batching.jobs.texts.token_store import StoredTokens, TokenCache, file_digest, is_indexed, open_indexed
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -110,6 +125,82 @@ class TextSet(Generic[T]):
     """Variables that the chat template gets in addition to messages."""
     cache: TokenCountCache | None = None
     """Token counts of earlier starts."""
+    token_folder: Path | None = None
+    """Folder of tokens of earlier starts."""
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the files are Megatron's `.bin` and `.idx`."""
+        return any(is_indexed(source) for source in sources_of(self.paths))
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether `open_tokens` opens the set, so that its token counts need no file."""
+        return self.is_indexed or self.token_folder is not None
+
+    def open_tokens(
+        self, faults: Faults, on_bytes_read: Callable[[int], None] = lambda size: None
+    ) -> StoredTokens | None:
+        """Opens the set as memory-mapped tokens: Megatron's files, or the token cache, which is filled first.
+
+        None for a set that is read into memory, and if texts have faults. Raises DataError.
+        """
+        if self.is_indexed:
+            return open_indexed(sources_of(self.paths), self.fit.max_length)
+        if self.token_folder is None:
+            return None
+        try:
+            digests = [
+                load_hub_data(source)._fingerprint if isinstance(source, str) else file_digest(source)
+                for source in sources_of(self.paths)
+            ]
+        except Fault as fault:
+            faults.add(str(self.paths), fault.what, fault.cure)
+            return None
+        except OSError:  # reading reports it
+            digests = []
+        tokenizer = self.fit.tokenizer
+        parts: list[Any] = [self.kind.__name__, self.fit.keys, self.instruction, self.arguments, digests]
+        parts += [tokenizer.fingerprint, sorted(tokenizer.parts.items())]
+        if self.template is not None and self.template.reads_date:
+            parts.append(date.today())
+        cache = TokenCache(self.token_folder, repr(parts), str(self.paths))
+        with cache.lock():
+            stored = cache.load()
+            if stored is None or int(stored.lengths.max(initial=0)) > self.fit.max_length:
+                stored = self._fill(cache, faults, on_bytes_read)
+        return stored
+
+    def _fill(self, cache: TokenCache, faults: Faults, on_bytes_read: Callable[[int], None]) -> StoredTokens | None:
+        """Tokenises all texts into `cache`, and opens it; None if texts have faults, which are all added."""
+        from roll_batching.jobs.texts.encode import encode_many_with_masks  # imports torch
+
+        texts, digest, without_stop, faults_before = self.read(faults, on_bytes_read), Fingerprint(), 0, len(faults)
+        with cache.writer() as writer:
+            while batch := list(islice(texts, BATCH_SIZE)):
+                if not writer.lengths:
+                    self.log_template_notices(batch)
+                count = len(faults)
+                try:
+                    encoded = encode_many_with_masks(batch, self.fit.tokenizer)
+                except Exception:
+                    self.fit.check(batch, faults)  # names the text
+                    if len(faults) == count:
+                        raise
+                    continue
+                if max(len(tokens) for tokens, _, _ in encoded) > self.fit.max_length:
+                    self.fit.check(batch, faults)
+                    continue
+                for text, (tokens, trained, lacks_stop) in zip(batch, encoded, strict=True):
+                    writer.add(tokens, trained)
+                    digest.add(text)
+                    digest.add_line(text)
+                    without_stop += lacks_stop
+            if len(faults) == faults_before:
+                value = digest.value()
+                lines = digest.value_with_lines(value)
+                writer.index = {"fingerprint": value, "record_fingerprint": lines, "without_stop": without_stop}
+        return cache.load()
 
     def cached_counts(self, fingerprint: str) -> TokenCounts | None:
         """Returns cached token counts of the texts with this fingerprint; None without, or if a text is too long."""
@@ -276,13 +367,19 @@ def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[TextSet[
         kind, keys = Conversation if chat else Document, (data.prompt, data.response)
         if data.messages is not None:
             keys = (data.messages,)
+    if data.input_ids is not None:
+        kind, keys = TokenIds, (data.input_ids,)
     held_out = Fit(tokenizer=tokenizer, max_length=config.sequence_length or 1, setting="sequence_length", keys=keys)
     fit = replace(held_out, **_limit(config, held_out.max_length, "sequence_length"))
     form = kind.__name__ + (" of messages" if chat else "")
     cache = TokenCountCache(Path(config.output_dir) / FOLDER, tokenizer, form)
     chat_fields = _template_of(data, tokenizer) if chat else {}
     chat_fields |= {"instruction": _instruction(data), "cache": cache, "images": image_fields(data.images, tokenizer)}
-    corpus = TextSet(kind=kind, paths=data.file_name, fit=fit, **chat_fields)
+    folder = None if data.token_cache is None else Path(data.token_cache).expanduser()
+    corpus = TextSet(kind=kind, paths=data.file_name, fit=fit, token_folder=folder, **chat_fields)
+    if corpus.is_indexed and (config.task != "sft" or chat):
+        unread = f"task: {config.task} reads texts" if config.task != "sft" else "it has no messages or chat to read"
+        raise ConfigError(f"actor_train.data_args.file_name: {data.file_name} is a file of token ids, and {unread}")
     if data.eval_file_name is None or not config.eval_samples:
         return corpus, None
     return corpus, replace(corpus, paths=data.eval_file_name, fit=held_out, cache=None)

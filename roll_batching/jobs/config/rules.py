@@ -194,6 +194,11 @@ def _chats(job: JobKeys) -> Iterator[Problem]:
     data, path = job.actor_train.data_args, ("actor_train", "data_args")
     if data.chat and data.messages is not None:
         yield Problem((*path, "chat"), "is given beside messages, which hold whole chats; keep one of the two")
+    for key in ("messages", "chat", "images"):
+        if data.input_ids is not None and getattr(data, key):
+            yield Problem((*path, key), "is given beside input_ids, which are read as they are; keep one of the two")
+    if data.token_cache is not None and data.images is not None:
+        yield Problem((*path, "token_cache"), "keeps texts without images; leave it out beside images")
     for key in ("query", "system"):
         if getattr(data, key) is not None and not data.chat:
             yield Problem((*path, key), "is a part of a chat: set chat to true, or leave it out")

@@ -44,7 +44,11 @@ _READ_IF = {
     "eval_file_name": Switch(
         lambda job: job.without_evaluation is None, "{0.without_evaluation}: nothing is evaluated", of_job=True
     ),
-    "prompt": Switch(lambda data: data.messages is None, _NO_CHATS),
+    "prompt": (
+        Switch(lambda data: data.messages is None, _NO_CHATS),
+        Switch(lambda data: data.input_ids is None, "input_ids is given"),
+    ),
+    "input_ids token_cache": tasks("sft", otherwise="which reads texts anew at each start"),
     "tag": (
         _PROMPTS,
         Switch(lambda job: job.rewards, "there are no `rewards`, whose prompts tags select", of_job=True),
@@ -65,8 +69,8 @@ class DataArgs(Settings, read_if=_READ_IF):
     file_name: str | list[str] | None = setting(
         None,
         help="File or files of prompts (sft: of texts, dpo: of pairs, kto: of judged answers), relative to the "
-        "working directory: JSONL, one "
-        "object per line; Parquet; or a folder that `datasets` saved.",
+        "working directory: JSONL, one object per line; Parquet; a folder that `datasets` saved; a data set of the "
+        "hub, `hf://openai/gsm8k?name=main&split=train`; sft: the prefix of Megatron's .bin and .idx.",
     )
     eval_file_name: str | list[str] | None = setting(
         None, help="Files of held-out prompts, texts or pairs, in the same formats."
@@ -108,6 +112,16 @@ class DataArgs(Settings, read_if=_READ_IF):
         default_factory=dict,
         help="Variables of the chat template with one value for all records, such as `{enable_thinking: false}`. A "
         "record's own key `chat_template_kwargs`, an object, adds to them and precedes them.",
+    )
+    input_ids: str | None = setting(
+        None,
+        help="task: sft: key of a record's token ids, which are read as they are. A record's `labels` (-100: not "
+        "trained) or `loss_mask` says which tokens are trained; default: all.",
+    )
+    token_cache: str | None = setting(
+        None,
+        help="task: sft: folder that keeps the tokens of texts between starts, memory-mapped, 4 bytes per token. "
+        "Changed files, tokenizers, templates or settings of texts are tokenised anew.",
     )
     images: str | None = setting(
         None,

@@ -176,6 +176,7 @@ class ChatTemplate:
         self._has_markers = any(_MARKER.search(text) for text in templates)
         self.variables: frozenset[str] = frozenset().union(*map(variables_of, templates))
         """Names that the template reads, beside the messages."""
+        self.reads_date = any("strftime_now" in text for text in templates)
 
     def prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] = _NONE) -> str:
         """Renders a prompt for the assistant's next turn. Raises DataError if it spoke last, or the template fails."""

@@ -13,7 +13,8 @@ from roll_batching.jobs.texts.fit import UNKNOWN, tokens_of, too_long
 from roll_batching.jobs.texts.image_references import ImageError
 from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer, with_images
 from roll_batching.jobs.texts.texts import Conversation, Document, Judged, Pair, Prompt, documents_of
-from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.jobs.texts.token_ids import TokenIds
+from roll_batching.jobs.texts.tokenizers import Tokenizer, encode_many
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.fields import FieldSpec
 
@@ -44,12 +45,13 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
 
 
 def encode_documents(
-    documents: Sequence[Document | Conversation], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
+    documents: Sequence[Document | Conversation | TokenIds], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
 ) -> SampleBatch:
     """Encodes documents as prompt, response and end token; conversations through the chat template.
 
     Fields: `input_ids` (token, int64) and `response_mask` (token, bool: true on trained tokens, the response and the
-    end token; in a conversation the assistant's turns). With an `ImageTokenizer` also the fields of images.
+    end token; in a conversation the assistant's turns; of token ids those that their record trains). With an
+    `ImageTokenizer` also the fields of images.
 
     Args:
         documents: at least one.
@@ -131,9 +133,14 @@ def _last_turn(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_with_mask(
-    document: Document | Conversation, tokenizer: Tokenizer, template: ChatTemplate | None
+    document: Document | Conversation | TokenIds, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> tuple[list[int], list[bool]]:
     """Returns the tokens of a document, and a mask of the trained tokens."""
+    if isinstance(document, TokenIds):
+        try:
+            return document.checked_ids(tokenizer.vocab_size), document.trained.tolist()
+        except DataError as error:
+            raise DataError(f"{document.source}: {error}.") from None
     if isinstance(document, Conversation):
         assert template is not None
         try:
@@ -148,6 +155,31 @@ def _encode_with_mask(
     if isinstance(tokenizer, ImageTokenizer):
         tokenizer.expand(response, ())  # raises if the response holds tokens of images
     return prompt + response, [False] * len(prompt) + [True] * len(response)
+
+
+def encode_many_with_masks(
+    texts: Sequence[Any], tokenizer: Tokenizer
+) -> list[tuple[Sequence[int], Sequence[bool], bool]]:
+    """Encodes supervised texts without images as `encode_documents` does, on all cores where the tokenizer can.
+
+    Returns the tokens of each, the mask of trained tokens, and whether a turn lacks its stop token. Errors of the
+    tokenizer or chat template do not name the text.
+    """
+    if isinstance(texts[0], TokenIds):
+        return [(item.checked_ids(tokenizer.vocab_size), item.trained.tolist(), False) for item in texts]
+    if isinstance(texts[0], Conversation):
+        template = ChatTemplate(tokenizer)
+        encoded = [template.conversation(item.messages, item.variables) for item in texts]
+        lacks = [template.lacks_stops(item.messages, *both) for item, both in zip(texts, encoded, strict=True)]
+        return [(*both, lacking) for both, lacking in zip(encoded, lacks, strict=True)]
+    prompts = encode_many(tokenizer, [item.prompt for item in texts])
+    responses = encode_many(tokenizer, [item.response for item in texts])
+    if not all(prompts):
+        raise DataError("a prompt has no tokens")
+    return [
+        ([*prompt, *response, tokenizer.eos_token_id], [False] * len(prompt) + [True] * (len(response) + 1), False)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
 
 
 def _expand(tokens: list[int], item: Prompt | Document | Conversation, tokenizer: Tokenizer) -> list[int]:

@@ -20,6 +20,7 @@ from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.image_references import ImageError, ImageReference
 from roll_batching.jobs.texts.image_tokenizer import ImageTokenizer
 from roll_batching.jobs.texts.texts import Conversation, Document, Pair, Prompt, Text, documents_of
+from roll_batching.jobs.texts.token_ids import TokenIds
 from roll_batching.jobs.texts.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.planning.arrays import Ints
 
@@ -132,11 +133,13 @@ class Fit:
             self._check_lengths(item, prompt, rest, faults)
         return _merge_pairs(counts, items)
 
-    def _check_one(self, item: Prompt | Document | Conversation, faults: Faults) -> None:
+    def _check_one(self, item: Prompt | Document | Conversation | TokenIds, faults: Faults) -> None:
         rest = 0
         try:
             if isinstance(item, Conversation):
                 tokens = ChatTemplate(self.tokenizer).conversation(item.messages, item.variables)[0]
+            elif isinstance(item, TokenIds):
+                tokens = item.checked_ids(self.tokenizer.vocab_size)
             else:
                 tokens = tokens_of(item.prompt, self.tokenizer, self.keys[0])
             (prompt,) = _expanded_lengths([tokens], [item.images], self.tokenizer)
@@ -191,8 +194,11 @@ def _merge_pairs(counts: Ints, items: Sequence[Text]) -> TokenCounts:
 def _count_tokens(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
     """Counts tokens of prompt and response, and whether a turn lacks its stop token: int64[n, 3].
 
-    A conversation counts as a prompt, with 0 for the response.
+    A conversation or sample of token ids counts as a prompt, with 0 for the response.
     """
+    if isinstance(items[0], TokenIds):
+        lengths = [len(item.checked_ids(tokenizer.vocab_size)) for item in items]
+        return np.array([lengths, [0] * len(items), [0] * len(items)], dtype=np.int64).T
     if isinstance(items[0], Conversation):
         template = ChatTemplate(tokenizer)
         conversations = [template.conversation(item.messages, item.variables) for item in items]
@@ -234,6 +240,7 @@ def tokens_of(text: str, tokenizer: Tokenizer, key: str) -> list[int]:
 
 def too_long(item: Text, tokens: int, limit: int, key: str) -> str:
     """The fault of a text with more tokens than `limit`, which the configuration key `key` gives."""
-    kind = "prompt" if isinstance(item, Prompt) else "conversation" if isinstance(item, Conversation) else "document"
+    kinds = {Prompt: "prompt", Conversation: "conversation", TokenIds: "sample"}
+    kind = kinds.get(type(item), "document")
     ending = ", end token included" if kind == "document" else ""
     return f"the {kind} has {tokens:,} tokens{ending}, more than the {limit:,} allowed ({key})"

@@ -1,6 +1,6 @@
 """Strict reader of data files, JSON Lines or tables: collects every fault with file and line, not only the first.
 
-Tables are Parquet files, JSON arrays, and folders that Hugging Face's `datasets` saved.
+Tables are Parquet files, JSON arrays, folders that Hugging Face's `datasets` saved, and data sets of the hub.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.texts.faults import Fault, Faults
+from roll_batching.jobs.texts.hub_data import hub_batches, is_hub_name
 from roll_batching.jobs.texts.image_references import ImageFields, ImageReference
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -29,9 +30,9 @@ _BATCH_SIZE = 1024
 
 @dataclass(frozen=True)
 class Table:
-    """A Parquet file, a folder of `datasets`, or a JSON array, which is read into memory as a whole."""
+    """A Parquet file, folder of `datasets`, name on the hub, or JSON array, which is read into memory as a whole."""
 
-    path: Path
+    path: Path | str
     is_array: bool = False
 
     def rows(self, on_bytes_read: Callable[[int], None] = lambda size: None) -> Iterator[Any]:
@@ -39,7 +40,7 @@ class Table:
 
         Raises Fault: without pyarrow, for a folder of several splits, for an invalid file.
         """
-        if self.is_array:
+        if isinstance(self.path, Path) and self.is_array:
             yield from _of_array(self.path, on_bytes_read)
             return
         try:
@@ -47,7 +48,9 @@ class Table:
         except ImportError:
             raise Fault("is a table, which needs pyarrow", "pip install 'roll-batching[parquet]'.") from None
         try:
-            if self.path.is_dir():
+            if isinstance(self.path, str):
+                batches = hub_batches(self.path, _BATCH_SIZE)
+            elif self.path.is_dir():
                 batches = _of_arrow(self.path, on_bytes_read)
             else:
                 batches = _of_parquet(self.path, on_bytes_read)
@@ -59,8 +62,10 @@ class Table:
             raise Fault(f"cannot be read as a table ({error})", "Write it again, or give JSON Lines.") from None
 
 
-def table_of(path: Path) -> Table | None:
-    """The table at `path`; None for another kind of file, or none."""
+def table_of(path: Path | str) -> Table | None:
+    """The table at `path`; None for another kind of file, or none. A text is a name on the hub."""
+    if isinstance(path, str):
+        return Table(path)
     if path.is_dir():
         return Table(path) if (path / _STATE).is_file() or (path / _SPLITS).is_file() else None
     if not path.is_file():
@@ -148,11 +153,17 @@ class Record:
     """Images under the key of images, then images in messages."""
 
 
-def as_files(paths: Paths) -> list[Path]:
-    """One path or several as a list; numbers have no file."""
+def sources_of(paths: Paths) -> list[Path | str]:
+    """One path or several as a list, in which names on the hub are texts; numbers have no file."""
     if isinstance(paths, range):
         return []
-    return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+    several = [paths] if isinstance(paths, (str, Path)) else paths
+    return [str(path) if is_hub_name(path) else Path(path) for path in several]
+
+
+def as_files(paths: Paths) -> list[Path]:
+    """The sources on this machine."""
+    return [source for source in sources_of(paths) if isinstance(source, Path)]
 
 
 def iterate_records(
@@ -180,15 +191,15 @@ def iterate_records(
     if isinstance(paths, range):
         yield from (Record((str(n),), {keys[0]: str(n), "seed": n}, f"seed {n}") for n in paths)
         return
-    files = as_files(paths)
-    if not files:
+    sources = sources_of(paths)
+    if not sources:
         faults.add("No data file", "was named", "Name at least one.")
-    for path in files:
+    for path in sources:
         yield from _records_of(path, keys, faults, on_bytes_read, chat, images)
 
 
 def _records_of(
-    path: Path,
+    path: Path | str,
     keys: Sequence[str],
     faults: Faults,
     on_bytes_read: Callable[[int], None],
@@ -197,7 +208,8 @@ def _records_of(
 ) -> Iterator[Record]:
     table, faults_before, has_records = table_of(path), len(faults), False
     try:
-        for number, row in _lines(path, on_bytes_read) if table is None else enumerate(table.rows(on_bytes_read), 1):
+        rows = _lines(Path(path), on_bytes_read) if table is None else enumerate(table.rows(on_bytes_read), 1)
+        for number, row in rows:
             try:
                 record = _to_record(_parse(row) if table is None else row, keys, chat, images, path, number)
             except Fault as fault:
@@ -206,10 +218,10 @@ def _records_of(
             has_records = True
             yield record
     except FileNotFoundError:
-        cure = f"Looked at {path.absolute()}; relative paths start at the working directory."
+        cure = f"Looked at {Path(path).absolute()}; relative paths start at the working directory."
         faults.add(str(path), "does not exist", cure)
     except OSError as error:
-        faults.add(str(path), f"cannot be read ({error.strerror})", f"Looked at {path.absolute()}.")
+        faults.add(str(path), f"cannot be read ({error.strerror})", f"Looked at {Path(path).absolute()}.")
     except Fault as fault:
         faults.add(str(path), fault.what, fault.cure)
     if not has_records and len(faults) == faults_before:
@@ -272,14 +284,14 @@ def _parse(line: bytes) -> Any:
 
 
 def _to_record(
-    value: Any, keys: Sequence[str], chat: bool, images: ImageFields | None, path: Path, number: int
+    value: Any, keys: Sequence[str], chat: bool, images: ImageFields | None, path: Path | str, number: int
 ) -> Record:
     """Makes the record of a line: checks the texts under `keys`, and takes its images. Raises Fault."""
     if not isinstance(value, dict):
         raise Fault(f"a JSON object is needed, got {type(value).__name__}", _ONE_OBJECT)
     taken: tuple[ImageReference, ...] = ()
     if images is not None:
-        folder = path if path.is_dir() else path.parent
+        folder = Path() if isinstance(path, str) else path if path.is_dir() else path.parent
         taken = images.take(value, keys[0] if chat else None, folder.absolute())
     texts = tuple(
         _messages(value, key, images is not None) if chat and key == keys[0] else _text(value, key) for key in keys

@@ -14,6 +14,7 @@ from roll_batching.jobs.texts.chat import ASSISTANT, NO_ARGUMENTS, ChatTemplate,
 from roll_batching.jobs.texts.faults import Faults
 from roll_batching.jobs.texts.image_references import MARKER, ImageError, ImageFields, ImageReference
 from roll_batching.jobs.texts.records import PathLike, Paths, Record, iterate_records, value_at
+from roll_batching.jobs.texts.token_ids import TokenIds, read_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Judged:
     """Variables of the chat template, as of a conversation."""
 
 
-Text = Prompt | Document | Conversation | Pair | Judged
+Text = Prompt | Document | Conversation | Pair | Judged | TokenIds
 T = TypeVar("T", bound=Text)
 
 
@@ -123,7 +124,7 @@ class Fingerprint:
     """Incremental digest of texts, their template variables and their order, without other keys and file names."""
 
     def __init__(self) -> None:
-        self._digest = hashlib.sha256()
+        self._digest, self._lines = hashlib.sha256(), hashlib.sha256()
 
     def add(self, item: Text) -> None:
         """Hash the item's texts, template variables and images, each after its length."""
@@ -138,6 +139,14 @@ class Fingerprint:
     def value(self) -> str:
         """The digest so far."""
         return self._digest.hexdigest()
+
+    def add_line(self, item: Text) -> None:
+        """Hash the item's whole line, which rewards read."""
+        self._lines.update(json.dumps(item.line, sort_keys=True, default=repr).encode() + b"\n")
+
+    def value_with_lines(self, value: str) -> str:
+        """The digest `value` of texts, joined with that of the lines so far."""
+        return hashlib.sha256((value + self._lines.hexdigest()).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +203,7 @@ def iterate_texts(
     | Conversation | messages  |                             |                     |
     | Pair         | prompt    | chosen answer               | rejected answer     |
     | Judged       | prompt    | answer                      | verdict (a boolean) |
+    | TokenIds     | token ids |                             |                     |
 
     The key of a prompt's answer may be a path, such as `reward_model.ground_truth`.
 
@@ -208,6 +218,15 @@ def iterate_texts(
     chat = instruction is None and (kind is Conversation or template is not None)
     chat_keys = () if instruction is None else instruction.keys
     make: Any = kind
+    if kind is TokenIds:
+        for record in iterate_records(paths, (), faults, on_bytes_read):
+            try:
+                sample: Any = read_token_ids(record.line, keys[0], record.source)
+            except DataError as error:
+                faults.add(record.source, str(error), "Remove the line, or correct it.")
+            else:
+                yield sample
+        return
     label = answer = ""
     if kind is Judged:
         *keys, label = keys
@@ -310,10 +329,10 @@ class TextDataset(Sequence[T], Generic[T]):
     @cached_property
     def record_fingerprint(self) -> str:
         """Digest of the texts, their order, and their whole lines, which rewards read."""
-        digest = hashlib.sha256(self.fingerprint.encode())
+        digest = Fingerprint()
         for item in self._items:
-            digest.update(json.dumps(item.line, sort_keys=True, default=repr).encode() + b"\n")
-        return digest.hexdigest()
+            digest.add_line(item)
+        return digest.value_with_lines(self.fingerprint)
 
 
 class PromptDataset(TextDataset[Prompt]):
