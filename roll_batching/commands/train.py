@@ -75,11 +75,14 @@ def run_command(
     command: str, config: Path, overrides: Sequence[str] | None, options: _LaunchOptions, task: Task | None = None
 ) -> None:
     """Start the ranks of the job in the file `config`, or run as one of them."""
+    from roll_batching.huggingface.hub import download_models
     from roll_batching.jobs.launch.devices import devices_under_torchrun, raise_open_files_limit, role_device_variables
     from roll_batching.jobs.launch.rendezvous import check_world_size, rank_info
 
     changes = list(overrides or ())
     job = load_config(config, changes, task=task)
+    if download_models(role.model_args.model_name_or_path for role in job.roles.values()):
+        job = load_config(config, changes, task=task)
     job.check_runnable()
     raise_open_files_limit()
     place = rank_info()

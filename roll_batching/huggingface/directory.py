@@ -17,7 +17,8 @@ CONFIG, GENERATION, INDEX, SINGLE = (
     "model.safetensors.index.json",
     "model.safetensors",
 )
-_TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Suffixes of configuration, tokenizer and chat template."""
 
 
 def find_directory(name: str) -> Path | None:
@@ -82,5 +83,5 @@ def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def files_beside_weights(path: Path) -> list[Path]:
     """Files of `path` that an export copies: configuration, tokenizer, chat template; never code. Sorted."""
-    texts = (file for file in path.iterdir() if file.is_file() and file.suffix in _TEXTS)
+    texts = (file for file in path.iterdir() if file.is_file() and file.suffix in TEXTS)
     return sorted(file for file in texts if not file.name.endswith(".index.json"))

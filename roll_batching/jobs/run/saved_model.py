@@ -8,7 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from roll_batching import __version__
 from roll_batching.errors import CheckpointError, ConfigError
+from roll_batching.huggingface.hub import is_hub_name
 from roll_batching.jobs.config import JobConfig, WorkerConfig, load_config
 from roll_batching.jobs.config.plain_data import withheld_problems
 from roll_batching.jobs.objectives.from_config import sampling_of
@@ -23,6 +27,7 @@ from roll_batching.jobs.run.job_digests import check_tokenizer
 from roll_batching.jobs.seeds import answers_seed
 from roll_batching.jobs.text_sets import load_tokenizer
 from roll_batching.jobs.texts.fit import token_counts
+from roll_batching.jobs.texts.records import sources_of
 from roll_batching.jobs.texts.texts import Prompt, PromptDataset
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.settings import MegatronConfig
@@ -187,6 +192,23 @@ def export_checkpoint(run: Path, to: Path, pretrain: str | None = None, *, adapt
     else:
         model.strategy.export(to)
     return model.point
+
+
+def write_model_card(folder: Path, point: SavedPoint, name: str) -> None:
+    """Write `README.md` of a repository `name` with an export of `point`: origin, task, data of the hub; no licence."""
+    config = load_config(point.path.parents[1] / CONFIG)
+    origin, data = str(config.actor_train.model_args.model_name_or_path), config.actor_train.data_args
+    base = origin if is_hub_name(origin) else Path(origin).name
+    fields = {"library_name": "peft" if (folder / "adapter_config.json").is_file() else "transformers"}
+    fields |= {"base_model": origin} if base == origin else {}
+    sources = [str(source) for source in sources_of(data.prompts or ()) if isinstance(source, str)]
+    names = [source.removeprefix("hf://").partition("?")[0] for source in sources]
+    front = yaml.safe_dump(fields | ({"datasets": names} if names else {}) | {"tags": ["roll-batching", config.task]})
+    text = f"---\n{front}---\n\n# {name.rpartition('/')[2]}\n\n`{base}`, trained with `{config.task}`"
+    text += f" ({', '.join(sources)})" if sources else ""
+    text += f": phase `{point.phase}`, step {point.step}, by roll-batching {__version__}.\n\n"
+    text += "Licence, evaluation and intended use are to be filled in.\n"
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def export_final_model(config: JobConfig, strategy: MegatronInferStrategy) -> Path | None:

@@ -293,8 +293,12 @@ def _to_record(
     if images is not None:
         folder = Path() if isinstance(path, str) else path if path.is_dir() else path.parent
         taken = images.take(value, keys[0] if chat else None, folder.absolute())
-    texts = tuple(
-        _messages(value, key, images is not None) if chat and key == keys[0] else _text(value, key) for key in keys
+    texts = (
+        _pair_of_chats(value, keys)
+        if chat and keys[0] in keys[1:]
+        else tuple(
+            _messages(value, key, images is not None) if chat and key == keys[0] else _text(value, key) for key in keys
+        )
     )
     return Record(texts, value, f"{path}:{number}", taken)
 
@@ -326,6 +330,17 @@ def _messages(value: dict[str, Any], key: str, with_images: bool) -> str:
             raise Fault(f"message {number} of {key!r} has no text as content", _MESSAGES)
     text = json.dumps(messages, ensure_ascii=False)
     return _require_encodable(text, key)
+
+
+def _pair_of_chats(value: dict[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
+    """Splits whole chats under `keys[1:]` into the messages before the last, as JSON, and the last ones' texts."""
+    chats = [json.loads(_messages(value, key, False)) for key in keys[1:]]
+    ends = [chat.pop() for chat in chats]
+    if any(end["role"] != "assistant" or not isinstance(end["content"], str) for end in ends):
+        raise Fault(f"{' or '.join(map(repr, keys[1:]))} does not end with a text of the assistant", _MESSAGES)
+    if not chats[0] or chats[0] != chats[-1]:
+        raise Fault(f"{' and '.join(map(repr, keys[1:]))} do not differ in their last message alone", _MESSAGES)
+    return (json.dumps(chats[0], ensure_ascii=False), *(end["content"] for end in ends))
 
 
 def value_at(line: Mapping[str, Any], key: str) -> Any:
