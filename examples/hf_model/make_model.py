@@ -27,9 +27,9 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def write_tokenizer(folder: Path, characters: str) -> PreTrainedTokenizerFast:
     """One token per character, and Qwen's special tokens for turns."""
-    vocabulary = {token: number for number, token in enumerate([*MARKS, *CHARACTERS])}
+    vocabulary = {token: number for number, token in enumerate([*MARKS, *characters])}
     fast = Tokenizer(WordLevel(vocabulary, unk_token="<|unknown|>"))
     fast.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     fast.decoder = Fuse()
@@ -42,12 +42,9 @@ def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("data/hf_model"), help="folder for model and chats")
-    args = parser.parse_args()
-    folder = args.out / "tiny-qwen3"
-    tokenizer = write_tokenizer(folder)
+def write_model(folder: Path, characters: str = CHARACTERS) -> None:
+    """Random weights and a tokenizer of `characters`."""
+    tokenizer = write_tokenizer(folder, characters)
     torch.manual_seed(1)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -68,11 +65,18 @@ def main() -> None:
         eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(folder)
+    print(f"{folder}: {sum(parameter.numel() for parameter in model.parameters()):,} parameters")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("data/hf_model"), help="folder for model and chats")
+    args = parser.parse_args()
+    write_model(args.out / "tiny-qwen3")
     chats = [{"messages": [{"role": "user", "content": f"digits {number}?"}], "answer": ""} for number in range(400)]
     for name, rows in (("heldout", chats[:40]), ("prompts", chats[40:])):
         path = args.out / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(f"{folder}: {sum(parameter.numel() for parameter in model.parameters()):,} parameters")
 
 
 if __name__ == "__main__":
