@@ -108,6 +108,14 @@ assert math_verify(answer).reward == 1
     "megatron": """
 import psutil, tensorboard, torch, megatron.core, roll_batching.strategy
 """,
+    "datasets": """
+from pathlib import Path
+from roll_batching.jobs.texts.records import iterate_records
+from roll_batching.jobs.texts.faults import Faults
+Path("data").mkdir()
+Path("data/train.jsonl").write_text('{"prompt": "a"}')
+assert [record.texts for record in iterate_records("hf://./data?split=train", ("prompt",), Faults())] == [("a",)]
+""",
     "parquet": """
 from pathlib import Path
 import pyarrow, pyarrow.parquet
