@@ -101,7 +101,8 @@ def open_indexed(paths: Sequence[str | Path], max_length: int) -> StoredTokens:
     try:
         dataset = IndexedDataset(prefix)
         lengths, documents = dataset.sequence_lengths.astype(np.int64), dataset.document_indices
-        ids = dataset.bin_reader.read(dataset.index.dtype, int(lengths.sum()), 0)
+        # Not the dataset's own map of the tokens: it is unmapped with the dataset, under arrays that still read it.
+        ids = np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r", shape=(int(lengths.sum()),))
     except Exception as error:  # asserts, and errors of numpy's
         raise DataError(f"{prefix}.bin and .idx cannot be read ({error}): write them again, or copy them") from None
     if ids.dtype.kind not in "iu":
