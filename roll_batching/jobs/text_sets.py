@@ -367,7 +367,7 @@ def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[TextSet[
         kind, keys = Conversation if chat else Document, (data.prompt, data.response)
         if data.messages is not None:
             keys = (data.messages,)
-    if data.input_ids is not None:
+    if data.input_ids is not None and config.task == "sft":
         kind, keys = TokenIds, (data.input_ids,)
     held_out = Fit(tokenizer=tokenizer, max_length=config.sequence_length or 1, setting="sequence_length", keys=keys)
     fit = replace(held_out, **_limit(config, held_out.max_length, "sequence_length"))
@@ -375,7 +375,7 @@ def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[TextSet[
     cache = TokenCountCache(Path(config.output_dir) / FOLDER, tokenizer, form)
     chat_fields = _template_of(data, tokenizer) if chat else {}
     chat_fields |= {"instruction": _instruction(data), "cache": cache, "images": image_fields(data.images, tokenizer)}
-    folder = None if data.token_cache is None else Path(data.token_cache).expanduser()
+    folder = Path(data.token_cache).expanduser() if data.token_cache is not None and config.task == "sft" else None
     corpus = TextSet(kind=kind, paths=data.file_name, fit=fit, token_folder=folder, **chat_fields)
     if corpus.is_indexed and (config.task != "sft" or chat):
         unread = f"task: {config.task} reads texts" if config.task != "sft" else "it has no messages or chat to read"

@@ -89,7 +89,8 @@ def test_a_job_begins_and_ends_on_the_hub(hub, report):
         "task": "sft", "exp_name": "hub", "output_dir": "runs", "sequence_length": 64, "max_steps": 2, "save_steps": 2,
         "pretrain": "own/tiny", "eval_samples": 0,
         "actor_train": {
-            "data_args": {"file_name": "hf://own/sums?split=train", "prompt": "question", "token_cache": "tokens"},
+            "data_args": {"file_name": "hf://own/sums?split=train", "prompt": "question", "response": "answer",
+                          "token_cache": "tokens"},
             "training_args": {"per_device_train_batch_size": 2, "learning_rate": 1e-3},
             "device_mapping": "0", "use_sequence_packing": True,
             "sequence_packing_args": {"max_packed_sequence_length_train": 128},

@@ -36,6 +36,8 @@ class _Handler(BaseHTTPRequestHandler):
             folder = self.server.folder / "models" / made["organization"] / made["name"]
             folder.mkdir(parents=True, exist_ok=True)
             self._send(self._url(f"{made['organization']}/{made['name']}"))
+        elif path == "/api/validate-yaml":
+            self._send({"errors": [], "warnings": []})
         elif match := _API.match(path):
             kind, name, action = match.groups()
             folder = self.server.folder / kind / name
