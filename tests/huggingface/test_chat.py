@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -165,6 +166,24 @@ def test_texts_of_a_line_make_a_chat(tmp_path):
     pairs = texts(Pair, ("ask", "say", "bad"), template=own, instruction=both)
     assert [json.loads(pair.prompt) for pair in pairs] == [list(first), list(second)]
     assert [(pair.chosen, pair.rejected, pair.chat) for pair in pairs] == [("#2", "#3", True), ("#4", "#3", True)]
+
+
+def test_a_pair_may_be_two_whole_chats(tmp_path):
+    user, good, bad = (
+        {"role": role, "content": text} for role, text in (("user", "1"), *[("assistant", t) for t in "23"])
+    )
+    file, faults = tmp_path / "pairs.jsonl", Faults()
+    rows = [([user, good], [user, bad]), ([user, good, user], [user, bad]), ([good], [bad]), ([user, good], [bad, bad])]
+    file.write_text("".join(json.dumps({"chosen": one, "rejected": two}) + "\n" for one, two in rows))
+    template = ChatTemplate(tokenizer(tmp_path, tiny.PLAIN_TEMPLATE))
+    (pair,) = iterate_texts(Pair, file, ("chosen", "chosen", "rejected"), faults, template=template)
+    assert (json.loads(pair.prompt), pair.chosen, pair.rejected, pair.chat) == ([user], "2", "3", True)
+    for line, words in (
+        (2, "does not end with a text of the assistant"),
+        (3, "last message alone"),
+        (4, "do not differ"),
+    ):
+        assert re.search(f"jsonl:{line}: 'chosen' (or|and) 'rejected' .*{words}", str(faults)), faults
 
 
 @pytest.mark.config

@@ -145,6 +145,7 @@ def test_exact_match():
         ("x^2+1", r"\boxed{1+x^2}", 1, True),
         ("12", r"\boxed{13}", 0, True),
         ("12", "no idea", 0, False),
+        ("she earns $5*3=$<<5*3=15>>15, then $1,000.\n#### 1,015", "so 1015", 1, True),  # GSM8K's form
     ],
 )
 def test_math_verify(answer, response, reward, has_answer):
