@@ -15,9 +15,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about every
 def math_verify(completion: Completion, after: str | None = None) -> Score:
     r"""1 when the response has an answer that equals the right one, else 0; marks `has_answer`.
 
-    The right answer may be LaTeX, with or without `$` or `\boxed`, or a plain number; in a solution of GSM8K's form it
-    follows the last `####`. With `after`, only text after its last occurrence counts, and a response without it has no
-    answer. Parsing and comparing have the library's limits of 5 seconds each, after which the answer counts as wrong.
+    The right answer may be LaTeX, with or without `$` or `\boxed`, or a plain number. With `after`, only text after
+    its last occurrence counts, and a response without it has no answer. Parsing and comparing have the library's limits
+    of 5 seconds each, after which the answer counts as wrong.
     """
     gold = _right_answer(completion)
     _, separator, text = completion.response.rpartition(after) if after else ("", "", completion.response)
@@ -27,7 +27,7 @@ def math_verify(completion: Completion, after: str | None = None) -> Score:
 
 def _right_answer(line: PromptLine) -> list[Any]:
     """The line's answer, as math-verify parses it. Raises ValueError if it cannot."""
-    text = text_answer(line).rpartition("####")[2]
+    text = text_answer(line)
     # The library reads LaTeX only inside of marks, so a bare answer is tried with `$` first.
     marked = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
     gold: list[Any] = (parse(text) if marked else parse(f"${text}$")) or parse(text)
