@@ -143,6 +143,7 @@ READ: list[tuple[Condition, str]] = [
         "actor_train.sequence_length_round_in_*",
     ),
     (lambda job: is_supervised(job), "*.data_args.response *.data_args.chosen *.data_args.rejected *.data_args.label"),
+    (lambda job: job.task == "sft", "actor_train.data_args.input_ids actor_train.data_args.token_cache"),
     (lambda job: job.stream is not None, "train.*"),
     (
         lambda job: not is_supervised(job),
