@@ -179,7 +179,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
 MOST_FILES, MOST_LINES = 100, 18_610
 LINES = {
     "": 860,
-    "commands": 1_590,
+    "commands": 1_610,
     "distributed": 800,
     "huggingface": 2_830,
     "integrations": 3_015,
@@ -211,7 +211,7 @@ LINES = {
     "strategy": 7_630,
     "tools": 50,
     "tools.conversion": 6_680,
-    "tools.doctor": 640,
+    "tools.doctor": 800,
     "tools.rehearsal": 3_770,
     "tools.report": 1_750,
     "tools.simulation": 1_050,
