@@ -12,11 +12,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.distributed import digest
 from roll_batching.distributed.parallel_layout import start_processes
@@ -25,19 +21,22 @@ from roll_batching.loss_check.worker import ARCHITECTURE, fill_weights, role_set
 from roll_batching.losses import PolicyLoss
 from roll_batching.losses.contract import loss_spec
 from roll_batching.modeling.requirements import ModelDemands
-from roll_batching.packing import AttentionBackend, PackLayout
 from roll_batching.packing.attention_backend import attention_backend
-from roll_batching.packing.params import packed_params
 from roll_batching.registry import describe_error
 from roll_batching.samples import SampleBatch, distribute, gather_lengths
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS, AUTO
 from roll_batching.strategy import MegatronTrainStrategy
 from roll_batching.tools.doctor.host_reads import count_host_reads
+from roll_batching.tools.doctor.attention import (
+    LARGEST_ERROR,
+    LARGEST_HALF_ERROR,
+    Heads,
+    measure_attention,
+    relative_error,
+)
 from roll_batching.tools.doctor.session import Session, Steps
 
 _LOSS = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
-_BF16, _FP32 = 2e-2, 1e-4
-"""Largest relative errors of attention: rounding of bf16, and of fp32 sums in another order."""
 _DIFFERENCE = 2e-4
 """Largest relative difference of loss and gradients between layouts, in fp32."""
 _MODEL: dict[str, Any] = {
@@ -47,13 +46,6 @@ _MODEL: dict[str, Any] = {
 }
 """Shape of the tiny model: dense layers and layers of experts in turn."""
 _SLOWDOWN, LARGEST_LEAK = 1.5, 256 << 20
-
-
-def _relative_error(tensor: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of `expected`; infinite where the tensor is not finite."""
-    right = expected.detach().double()
-    gap = (tensor.detach().double().to(right.device) - right).norm() / right.norm()
-    return float(gap.nan_to_num(nan=float("inf")))
 
 
 def _leave_layout() -> None:
@@ -137,8 +129,11 @@ def check_attention(session: Session) -> Steps:
             if refusals := demands.refusals_here(session.device):
                 measured[case] = {"refused": "; ".join(refusals)}
                 continue
-            tokens, limit = (400, 4000) if session.full else (400,), _FP32 if dtype is torch.float32 else _BF16
-            error = max(_measure_error(backend, session.device, dtype, n) for n in tokens)
+            limit, host = LARGEST_ERROR.get(dtype, LARGEST_HALF_ERROR), torch.device("cpu")
+            error = 0.0
+            for tokens in (400, 4000) if session.full else (400,):
+                errors, _ = measure_attention(backend, session.device, dtype, Heads(), tokens, reference=host)
+                error = max(error, *errors.values())
             measured[case] = {"error": error} | ({} if error <= limit else {"problem": f"is off by {error:.1%}"})
         except Exception as error:  # kernels raise anything; the next backend may still be right
             measured[case] = {"problem": f"fails with {describe_error(error)}"}
@@ -153,28 +148,6 @@ def check_attention(session: Session) -> Steps:
     right = ", ".join(f"{case} {value['error']:.0e}" for case, value in measured.items() if "error" in value)
     absent = ", ".join(sorted({case.split()[0] for case, value in measured.items() if "refused" in value}))
     return problems, f"errors: {right}" + (f" (do not run here: {absent})" if absent else "")
-
-
-def _measure_error(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """Largest relative error of output and gradients on one pack, with 16 heads of 128 channels on 8."""
-    heads = {"num_attention_heads": 16, "num_query_groups": 8, "kv_channels": 128}
-    mask, groups = AttnMaskType.causal, ProcessGroupCollection.use_mpu_process_groups()
-    config = TransformerConfig(num_layers=1, hidden_size=2048, attention_dropout=0.0, **heads)
-    arguments = {"config": config, "layer_number": 1, "attn_mask_type": mask, "attention_type": "self"}
-    core = backend.build_core(None, **arguments, pg_collection=groups).to(device)
-    g = torch.Generator().manual_seed(tokens)
-    lengths = torch.randint(1, tokens // 8, (16,), generator=g).numpy()
-    params = packed_params(PackLayout(lengths=lengths, segments=lengths, cp_size=1), 0, device, attention=backend)
-    inputs = [torch.randn(lengths.sum(), n, 128, generator=g).to(device, dtype).requires_grad_() for n in (16, 8, 8)]
-    out = core(*inputs, None, attn_mask_type=mask, packed_seq_params=params)
-    exact = [leaf.detach().double().cpu().requires_grad_() for leaf in inputs]
-    sequences = zip(*(leaf.transpose(0, 1)[None].split(lengths.tolist(), 2) for leaf in exact), strict=True)
-    expected = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in sequences]
-    right = torch.cat(expected, 2)[0].transpose(0, 1).flatten(1)
-    upstream = torch.randn(right.shape, generator=g)
-    gradients = torch.autograd.grad(out, inputs, upstream.to(device, dtype))
-    wanted = torch.autograd.grad(right, exact, upstream.to(dtype).double())
-    return max(_relative_error(a, b) for a, b in zip((out, *gradients), (right, *wanted), strict=True))
 
 
 def check_group(session: Session) -> Steps:
@@ -275,7 +248,7 @@ def check_layout(session: Session, layout: dict[str, Any]) -> Steps:
     _leave_layout()
     loss, gradients = _Training(session, layout).gradients()
     right, expected = session.kept["reference"]
-    errors = {name: _relative_error(gradient, expected[name]) for name, gradient in gradients.items()}
+    errors = {name: relative_error(gradient, expected[name]) for name, gradient in gradients.items()}
     worst = max(errors, key=lambda name: errors[name])
     values = yield {"the loss": abs(loss - right) / max(abs(right), 0.1), f"the gradient of {worst}": errors[worst]}
     found = [(x, f"{name} differs by {x:.1%} on rank {i}") for i, v in enumerate(values) for name, x in v.items()]
