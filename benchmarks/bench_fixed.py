@@ -87,7 +87,8 @@ def measure(load: Any, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from benchmarks.bench_step import WORKLOADS, versions
+    from benchmarks.bench_step import WORKLOADS
+    from roll_batching.tools.doctor.machine import package_versions
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -100,7 +101,12 @@ def main() -> None:
         torch.set_num_threads(1)
     load = WORKLOADS[args.workload or args.device]
     result = measure(replace(load, longest=load.cap), args.device)
-    report = {"workload": args.workload or args.device, "cores": os.cpu_count(), "versions": versions(), **result}
+    report = {
+        "workload": args.workload or args.device,
+        "cores": os.cpu_count(),
+        "versions": package_versions(),
+        **result,
+    }
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

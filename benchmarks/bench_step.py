@@ -24,7 +24,6 @@ recomputation.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -42,6 +41,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
 from roll_batching.known_warnings import hide_known_warnings
+from roll_batching.tools.doctor.machine import package_versions
 
 hide_known_warnings()  # before Megatron is imported, here and in the ranks
 
@@ -265,11 +265,6 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def versions() -> dict[str, str]:
-    names = ("roll-batching", "torch", "megatron-core", "numpy")
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
-
-
 def check(results: list[dict[str, Any]]) -> bool:
     """Print the figures of `--check` with their limits; returns whether all hold."""
     by_mode = {r["mode"]: r for r in results}
@@ -340,7 +335,7 @@ def main() -> None:
             "threads": os.environ.get("OMP_NUM_THREADS", "default"),
             "platform": platform.platform(),
         },
-        "versions": versions(),
+        "versions": package_versions(),
         "date": time.strftime("%Y-%m-%d"),
     }
     if args.json is not None:

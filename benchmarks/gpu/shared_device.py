@@ -52,6 +52,7 @@ CASES = (
     Case(layout=Layout(tp=2, sp=True)),
     Case(layout=Layout(pp=2)),
     Case(layout=Layout(pp=2, vpp=2)),
+    Case(layout=Layout(pp=2, slices=3)),
     Case(layout=Layout(cp=2)),
     Case(layout=Layout(dp=2, distopt=True), megatron=OVERLAP),
     Case(layout=Layout(dp=2, distopt=True), megatron=OVERLAP, offload=True),
