@@ -292,11 +292,11 @@ def main() -> int:
             record = run_check(check, args.dry)
         except Exception:  # the other checks still run
             record = {"what": check.what, "status": "failed to start", "last words": traceback.format_exc()}
-        record["machine"] = this_machine
-        report["checks"][check.name] = record
-        path.write_text(json.dumps(report, indent=1) + "\n")
         # The limits of benchmarks hold for full sizes only.
         complaints = [] if args.dry and check.command else exceeded_limits(record)
+        record |= {"machine": this_machine, "exceeded": complaints}
+        report["checks"][check.name] = record
+        path.write_text(json.dumps(report, indent=1) + "\n")
         failed |= record["status"] != "ok" or bool(complaints)
         print(f"{'':<16} {record['status']}, {record.get('seconds', 0):.0f} s", flush=True)
         for line in complaints + record.get("last words", "").splitlines()[-12:]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 BACKEND = "through_host"
 HostOf = Callable[[torch.Tensor], torch.Tensor]
@@ -172,11 +173,13 @@ class HostGroup(dist.ProcessGroup):
         return self._run([x for one in inputs for x in one], outputs, post)
 
     def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Exchange:
+        options = AllgatherOptions() if opts is None else opts  # torch 2.11 passes none
+
         def post(host: HostOf) -> Any:
             pairs = zip(outputs, inputs, strict=True)
-            return _All([self._gloo._allgather_base(host(one), host(other), opts) for one, other in pairs])
+            return _All([self._gloo._allgather_base(host(one), host(other), options) for one, other in pairs])
 
         return self._run(inputs, outputs, post)
 
