@@ -38,10 +38,10 @@ from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.pipeline.execution import execute_plan
 from roll_batching.planning.problem import build_problem
+from roll_batching.planning.simulated_step import pack_work, slice_work
 from roll_batching.settings.model_cost import architecture_cost
 from roll_batching.tools.simulation import Scenario, read_architecture
 from roll_batching.tools.simulation.models import check_layout
-from roll_batching.tools.simulation.step import pack_work, slice_work
 
 SETTINGS, SEEDS = 60, 3
 MODELS = {"qwen3-1.7b": (32, (1, 2)), "qwen3-8b": (32, (1, 2, 4)), "qwen3-32b": (64, (4, 8))}

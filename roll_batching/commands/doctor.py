@@ -8,13 +8,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roll_batching.commands.options import Address, Launcher, print_table, require_torch
 from roll_batching.errors import ConfigError
 from roll_batching.files import atomic_file, check_replaceable
+
+if TYPE_CHECKING:
+    from roll_batching.tools.doctor.session import Session
 
 _MARK = {"written_by": "roll-batching doctor"}
 """First key of the file of --json."""
@@ -30,6 +33,12 @@ def doctor(
     ] = Launcher.local,
     nproc: Annotated[int | None, typer.Option(min=1, help="With --launcher ray: number of ranks.")] = None,
     address: Address = "local",
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Only measure rates of devices and links, and write them to this .yaml file.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --calibrate: model at whose shapes to measure, as for simulate.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write versions and the values of each rank to this file as JSON.")
     ] = None,
@@ -42,16 +51,23 @@ def doctor(
     is_first = os.environ.get("RANK", "0") == "0"
     if json_file is not None and is_first:
         check_replaceable(json_file, "doctor", lambda content: json.dumps(_MARK)[1:-1].encode() in content[:200])
+    if calibrate is None and model is not None:
+        raise ConfigError("--model is read with --calibrate only: add it, or leave --model out")
     is_complete = True
     if launcher is Launcher.ray:
+        if calibrate is not None:
+            raise ConfigError("--calibrate measures this process's ranks: start them by torchrun, not --launcher ray")
         records = _examine_on_ray(nproc, folder, full, address)
     elif nproc is not None:
         raise ConfigError("--nproc is read with --launcher ray only: start ranks here by torchrun --nproc-per-node N")
     else:
         from roll_batching.tools.doctor.examination import ANSWERS, checks_of, examine, open_session
 
-        session = open_session(folder, full=full)
-        records = examine(session, checks_of(session.world_size, full=full))
+        if calibrate is None:
+            session = open_session(folder, full=full)
+            records = examine(session, checks_of(session.world_size, full=full))
+        else:
+            session, records = _calibrate(folder, calibrate, model, full=full)
         is_complete = session.passed[ANSWERS]
     if is_first:
         _print(records)
@@ -63,6 +79,21 @@ def doctor(
         sys.stdout.flush()
         os._exit(1)  # a thread that hangs in a collective cannot be ended
     raise typer.Exit(int(any(record["status"] == "failed" for record in records)))
+
+
+def _calibrate(folder: Path, file: Path, model: str | None, *, full: bool) -> tuple[Session, list[dict[str, Any]]]:
+    """Measures rates on all ranks; rank 0 writes them to `file`."""
+    from roll_batching.tools.doctor import calibration
+    from roll_batching.tools.doctor.examination import calibration_checks, examine, open_session
+    from roll_batching.tools.simulation.models import read_architecture
+
+    calibration.require_own_file(file)
+    shape = calibration.measured_shape(read_architecture(model) if model else calibration.SMALL_SHAPE)
+    session = open_session(folder, full=full)
+    records = examine(session, calibration_checks(shape))
+    if session.rank == 0 and "cluster" in session.kept:
+        calibration.write_rates(session, file, model or "a small one")
+    return session, records
 
 
 def _examine_on_ray(nproc: int | None, folder: Path, full: bool, address: str) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from roll_batching.errors import PlanError
 from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes, plan_step
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.lengths_io import LengthFile
-from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.planner import plan_single_sizes
-from roll_batching.tools.simulation.models import architecture_times, read_architecture, read_cluster
+from roll_batching.tools.simulation.models import architecture_times, describe_cluster, read_architecture, read_cluster
 
 ASSUMED_NAME = "Qwen3-8B"
 ASSUMED = read_architecture("qwen3-8b")
@@ -34,6 +34,8 @@ class ComparedSizes:
     is_assumed: bool
     """Whether no model was given."""
     times: PackTimes
+    rates: str
+    """Where the rates come from."""
     per_pack: Plan
     one_size: dict[int, Plan]
     """Plan of each single size that holds every sequence."""
@@ -78,6 +80,7 @@ def compare_sizes(
         model=ASSUMED_NAME if model is None else model,
         is_assumed=model is None,
         times=times,
+        rates=describe_cluster(*rates),
         per_pack=plan_step(lengths, rules, times=times, prefixes=prefixes),
         one_size=plan_single_sizes(lengths, rules, times=times, prefixes=prefixes),
     )
@@ -99,8 +102,7 @@ def show_sizes(compared: ComparedSizes, file: Path, table: LengthFile, *, plot: 
     times = compared.times
     shape = f"the shape of {compared.model} ({times.num_layers} layers, hidden size {times.hidden_size:,})"
     assumed = ", which is assumed: give --model for another" if compared.is_assumed else ""
-    rates = "default rates, estimates for H100s" if times.cluster == Cluster() else "the rates of --cluster"
-    typer.echo(f"times are predicted, not measured: {shape}{assumed}; {rates}")
+    typer.echo(f"times are predicted, not measured: {shape}{assumed}; {compared.rates}")
     if plot is not None:
         typer.echo(f"picture: {plot}")
 

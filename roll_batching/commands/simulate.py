@@ -94,7 +94,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict the time of one optimizer step: passes, exchange, bubbles. Nothing is run, memory is not counted."""
-    from roll_batching.tools.simulation.models import read_cluster
+    from roll_batching.tools.simulation.models import describe_cluster, read_cluster
 
     if plot is not None:
         from roll_batching.jobs.observe.plan_picture import check_picture
@@ -118,7 +118,7 @@ def simulate(
         "model": model,
     }
     given = {name: value for name, value in layout.items() if value is not None}
-    rates = read_cluster(*(cluster or ()))
+    rates, name = read_cluster(*(cluster or ())), describe_cluster(*(cluster or ()))
     if lengths is None:
         raise ConfigError("--lengths is missing: give a file with the sample lengths of one step, such as a CSV")
     notes: list[str] = []
@@ -126,7 +126,9 @@ def simulate(
         if given:
             name = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--{name} and --config exclude each other: change the job by an override key=value")
-        scenario, notes = _of_job(config, overrides or (), lengths, column or (), first, world_size, rates)
+        own = rates if cluster else None
+        scenario, notes = _of_job(config, overrides or (), lengths, column or (), first, world_size, own)
+        name = name if cluster or scenario.cluster == rates else "the rates of strategy_config.cluster"
     else:
         if overrides:
             raise ConfigError(f"{overrides[0]!r} changes a setting of a job: add --config, or use options")
@@ -137,7 +139,7 @@ def simulate(
     if sweep:
         _show_sweep(scenario, sweep, plot, json_file)
     else:
-        _show_step(scenario, ", ".join(cluster or ("h100",)), plot, json_file)
+        _show_step(scenario, name, plot, json_file)
     for note in notes:
         typer.echo(f"note: {note}")
 
@@ -192,9 +194,9 @@ def _of_job(
     columns: Sequence[str],
     first: int | None,
     world_size: int | None,
-    cluster: Cluster,
+    cluster: Cluster | None,
 ) -> tuple[Scenario, list[str]]:
-    """The step of a job, and notes on it."""
+    """The step of a job, and notes on it. `cluster`: None for that of the job."""
     from roll_batching.tools.simulation.scenario import notes_of_job, scenario_of_job
 
     job = load_config(config, list(overrides))

@@ -16,7 +16,7 @@ import torch
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.modeling.layers import has_uneven_stages, is_mixture, recurrent_layers
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
-from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.pack_times import Cluster, PackTimes, weigh_cost
 from roll_batching.planning.recurrent_exchange import Divided
 
 DENSE_BF16 = {
@@ -81,8 +81,8 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelDims) -> FlopsCost:
 
 
 def planning_cost(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> FlopsCost:
-    """`model_cost`, with the exchange of keys and values that slices repeat on a cluster."""
-    cost = model_cost(config, vocab_size, layout)
+    """`model_cost`, weighed by the rates of a cluster, with the exchange of keys and values that slices repeat."""
+    cost = weigh_cost(model_cost(config, vocab_size, layout), cluster)
     if layout.cp_size == 1:
         return cost
     times = model_pack_times(config, vocab_size, layout, cluster)
@@ -120,7 +120,8 @@ def plan_flops(plan: Plan, cost: CostModel, layout: ParallelDims, *, sharing: bo
         return None
     lengths, shared = plan.used[plan.samples].astype(float), plan.shared.astype(float) * sharing
     pairs = (lengths * lengths).sum() - (shared * shared).sum()
-    per_rank = cost.linear * (lengths.sum() - shared.sum()) + cost.quadratic * pairs
+    per_pair = cost.quadratic if cost.pair_flops is None else cost.pair_flops
+    per_rank = cost.linear * (lengths.sum() - shared.sum()) + per_pair * pairs
     return float(per_rank) * layout.tp_size * layout.cp_size
 
 

@@ -221,6 +221,9 @@ class FlopsCost(LinearQuadraticCost):
     of one TP x CP rank.
     """
 
+    pair_flops: Cost | None = None
+    """FLOPs per squared token where `quadratic` is weighed by measured rates (`pack_times.weigh_cost`)."""
+
     @classmethod
     def from_model(
         cls,

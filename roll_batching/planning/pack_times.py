@@ -10,7 +10,7 @@ that equal inputs give equal plans on every machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -21,7 +21,7 @@ from roll_batching.checked_fields import CheckedFields, Count, NotNegative
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, kind_of
 from roll_batching.planning.constraints import SMALLEST_SLICE, ParallelDims
-from roll_batching.planning.cost_model import LinearQuadraticCost
+from roll_batching.planning.cost_model import ChunkCosts, FlopsCost, LinearQuadraticCost
 from roll_batching.planning.plan_arrays import NANOSECONDS
 from roll_batching.planning.recurrent_exchange import RecurrentExchange
 
@@ -35,7 +35,7 @@ LONGEST_TIME = 1e4
 
 FlopRate = Annotated[float, Ge(1e9), Le(1e18), Unit("FLOP/s")]
 Bandwidth = Annotated[float, Ge(1e6), Le(1e16), Unit("bytes/s")]
-Latency = Annotated[float, Ge(0), Le(1e-3), Unit("seconds")]
+Latency = Annotated[float, Ge(0), Le(0.1), Unit("seconds")]
 LayerTime = Annotated[float, Ge(0), Lt(0.05), Unit("seconds")]
 Tokens = Annotated[float, Ge(0), Le(1_000_000), Unit("tokens")]
 Few = Annotated[int, Ge(1), Le(65_536)]
@@ -63,6 +63,24 @@ class Cluster(CheckedFields, error=PlanError):
         SMALLEST_SLICE
     )
     layer_floor: Annotated[LayerTime, doc("Shortest seconds of a layer, both passes: kernel launches, Python.")] = 1e-3
+
+
+def weigh_cost(cost: FlopsCost, cluster: Cluster) -> FlopsCost:
+    """`cost` with attention and the fixed part of a micro-batch in FLOPs of matrix products that take as long.
+
+    Where the cluster has the default estimate of one of them, that part of `cost` stays.
+    """
+    default = Cluster()
+    weight = cluster.matmul_rate / cluster.attention_rate
+    if cluster.matmul_half_tokens != default.matmul_half_tokens:
+        cost = replace(cost, fixed=round(cost.linear * cluster.matmul_half_tokens))
+    if weight == default.matmul_rate / default.attention_rate:
+        return cost
+    chunks = cost.chunks  # only ratios of their integers are read
+    if chunks is not None:
+        linear = tuple(value << 10 for value in chunks.linear)
+        chunks = ChunkCosts(linear=linear, quadratic=tuple(round(value * weight * 1024) for value in chunks.quadratic))
+    return replace(cost, quadratic=round(cost.quadratic * weight), pair_flops=cost.quadratic, chunks=chunks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,12 +39,35 @@ _OR_WITH_COMMAS = AlsoInFile(  # Megatron's command line and ROLL write recomput
 
 
 class ClusterConfig(section_of(Cluster)):  # type: ignore[misc]
-    """`cluster`: rates by which plans choose context-parallel sizes. Defaults are estimates for H100s, not measured."""
+    """`cluster`: rates by which plans weigh costs and choose sizes. Defaults are estimates for H100s, not measured."""
+
+    file: str | None = setting(
+        None,
+        help="File of `roll-batching doctor --calibrate`, for rates that are left out here. `cluster: FILE` is short "
+        "for `cluster: {file: FILE}`.",
+    )
+    device: str | None = setting(
+        None, help="Device whose rates these are. Default: as the file says. A run on another device warns."
+    )
 
     @property
     def rates(self) -> Cluster:
         """The rates, for the planner."""
-        return Cluster(**self.model_dump())
+        return Cluster(**self.model_dump(exclude={"file", "device"}))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rates_of_file(cls, data: Any) -> Any:
+        is_complete = isinstance(data, dict) and data.keys() >= cls.model_fields.keys()  # config.yaml of a run
+        if not isinstance(data, dict) or not isinstance(data.get("file"), str) or is_complete:
+            return data
+        from roll_batching.settings.cluster_file import read_cluster_file  # few jobs have one
+
+        file = read_cluster_file(data["file"])
+        return {"device": file.device, **file.rates, **data}
+
+
+_OR_FILE = AlsoInFile(str, lambda value: {"file": value} if isinstance(value, str) else value)
 
 
 def _readable_layout(value: str | list[list[str]] | None) -> str | list[list[str]] | None:
@@ -128,8 +151,10 @@ class MegatronConfig(Settings, read_if=_READ_IF):
         "auto: for each pack that for which ranks send less; the sequence where heads do not divide.",
     )
     dynamic_context_parallel: bool = setting(False, help="Megatron's name for context_parallel_size: auto.")
-    cluster: ClusterConfig | None = setting(
-        None, help="Rates of devices and links, for what is auto (context_parallel_size, pipeline_slices)."
+    cluster: Annotated[ClusterConfig | None, _OR_FILE] = setting(
+        None,
+        help="Rates of devices and links, or the file of `roll-batching doctor --calibrate`. They weigh costs, and "
+        "decide what is auto (context_parallel_size, pipeline_slices) and how many micro-batches a pipeline has.",
     )
     pipeline_slices: Annotated[int | Literal["auto"], AfterValidator(require_positive)] = setting(
         1,
@@ -353,8 +378,6 @@ class MegatronConfig(Settings, read_if=_READ_IF):
             )
         if self.max_context_parallel_size is not None and not self.has_cp_per_pack:
             raise ValueError("max_context_parallel_size is read with context_parallel_size: auto only: leave it out")
-        if self.cluster is not None and not self.has_cp_per_pack and self.pipeline_slices != "auto":
-            raise ValueError("cluster is read with context_parallel_size or pipeline_slices auto only: leave it out")
         return self
 
     @model_validator(mode="before")

@@ -43,7 +43,11 @@ class StepSettings(CheckedFields, error=LayoutError):
     recurrent_context_parallel: Literal["auto", "heads", "sequence"] = "auto"
     """What context-parallel ranks divide in recurrent layers; see `MegatronConfig`."""
     cluster: Cluster = field(default_factory=Cluster)
-    """Rates by which plans choose context-parallel sizes and slices."""
+    """Rates by which plans weigh costs and choose context-parallel sizes and slices."""
+    cluster_file: str | None = None
+    """File of these rates, with which measured steps are compared; None: steps are not compared."""
+    cluster_device: str | None = None
+    """Device of that file; None: not known."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +67,8 @@ class StepSettings(CheckedFields, error=LayoutError):
             pack_multiple=megatron.pack_multiple,
             recurrent_context_parallel=megatron.recurrent_context_parallel,
             cluster=cluster,
+            cluster_file=None if megatron.cluster is None else megatron.cluster.file,
+            cluster_device=None if megatron.cluster is None else megatron.cluster.device,
         )
 
     def constraints(self, layout: ParallelLayout, batching: BatchingSpec) -> PlanConstraints:

@@ -180,6 +180,8 @@ class StepResult:
     """World size."""
     device_rate: float | None
     """Peak FLOP per second of one device, from its datasheet; None for an unknown device."""
+    predicted_over_measured: float | None
+    """Predicted / measured seconds of the passes by `StepPrediction`, on rank 0; None without a file of rates."""
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -102,8 +102,11 @@ def gather_table(state: ModelState, local_batch: SampleBatch, group: Any = None)
 
 def pack_times_of(state: ModelState) -> PackTimes | None:
     """Predicted times of packs of this model by size, or None if all packs have the layout's size."""
-    if state.settings.max_cp_size == 1:
-        return None
+    return None if state.settings.max_cp_size == 1 else model_times(state)
+
+
+def model_times(state: ModelState) -> PackTimes:
+    """Predicted times of packs of this model."""
     gpt = gpt_of(state.chunks[0])
     outputs = 1 if state.value_head else state.vocab_size or gpt.vocab_size
     divide = state.settings.recurrent_context_parallel

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -47,6 +48,7 @@ from roll_batching.strategy.optimizer_step import (
 )
 from roll_batching.strategy.step_clock import StepClock
 from roll_batching.strategy.step_inputs import count_all, count_local
+from roll_batching.strategy.step_prediction import StepPrediction
 from roll_batching.strategy.weights import Transfer, gather_parameters
 
 logger = logging.getLogger(__name__)
@@ -56,17 +58,15 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     """Trains a Megatron model over planned micro-batches; for your own loss, define `token_loss` in a subclass."""
 
     builds_heads = trains = True
+    _warned_of_empty_step = False
 
-    def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
-        super().__init__(config, seed=seed, temperature=temperature)
-        self._step_clock: StepClock | None = None
-        self._warned_of_empty_step = False
-
-    @property
+    @cached_property
     def _clock(self) -> StepClock:
-        if self._step_clock is None:
-            self._step_clock = StepClock(self.device)
-        return self._step_clock
+        return StepClock(self.device)
+
+    @cached_property
+    def _prediction(self) -> StepPrediction:
+        return StepPrediction(self.state)
 
     @property
     def _training(self) -> TrainingState:
@@ -265,11 +265,12 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             skipped=skipped,
             seconds=time.perf_counter() - started,
             tokens=plan.report.real_tokens,
-            phases=self._clock.read(),
+            phases=(phases := self._clock.read()),
             flops=plan_flops(plan, self.cost, self.layout),
             unshared_flops=plan_flops(plan, self.cost, self.layout, sharing=False),
             ranks=dist.get_world_size(),
             device_rate=device_rate(self.device, self.dtype),
+            predicted_over_measured=self._prediction.compare(plan, phases),
         )
 
     def forward_backward(
@@ -348,7 +349,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         plan: Plan,
         loss: Any,
         counts: StepCounts | None,
-        prepare: Callable[[], None] | None = None,
+        prepare: Callable[[], None] = lambda: None,
         grad_square: Callable[[], torch.Tensor] | None = None,
     ) -> tuple[float, dict[str, HostMetric], float, bool]:
         """`forward_backward` for the operation `what`: (loss, metrics, sum of squares of gradients, has tokens).
@@ -368,8 +369,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 facts.equal("counts", "those of the planned samples" if counts is None else counts)
                 if counts is None:
                     facts.count(local_counts.vector())
-                if prepare is not None:
-                    prepare()
+                prepare()
             counts = count_all(self.layout.team, local_counts, facts.total) if counts is None else counts
             config = self.chunks[0].config
             scaling = Scaling(

@@ -8,8 +8,8 @@ from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Problem
 from roll_batching.jobs.config.key_paths import field_at, given_keys, settings_at
-from roll_batching.jobs.config.yaml_values import DEEPEST, MOST_VALUES
 from roll_batching.secret_names import REDACTED, redact, redact_forms
+from roll_batching.settings.yaml_values import DEEPEST, MOST_VALUES
 
 
 def plain_copy(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
-from roll_batching.jobs.config.yaml_values import (
+from roll_batching.secret_names import is_secret, redact
+from roll_batching.settings.yaml_values import (
     DEEPEST,
     LONGEST_TEXT,
     MOST_CHARACTERS,
@@ -20,7 +21,6 @@ from roll_batching.jobs.config.yaml_values import (
     text_fault,
     too_large,
 )
-from roll_batching.secret_names import is_secret, redact
 
 
 @dataclass

@@ -50,6 +50,8 @@ def _step_metrics(plan: Plan, result: StepResult) -> dict[str, HostMetric]:
         "fillers": HostMetric("sum", (report.fillers,)),
         **{f"{phase}_seconds": HostMetric("sum", (seconds,)) for phase, seconds in result.phases.items()},
     }
+    if (ratio := result.predicted_over_measured) is not None:
+        metrics["predicted_over_measured"] = HostMetric("mean", (ratio, 1))
     if result.flops is not None and result.unshared_flops is not None:
         seconds = result.seconds * result.ranks
         metrics["flops_per_second"] = HostMetric("mean", (result.flops, seconds))

@@ -18,8 +18,8 @@ from typing import Any
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
 from roll_batching.jobs.config.yaml_source import read_yaml
-from roll_batching.jobs.config.yaml_values import DEEPEST, MOST_VALUES, too_large
 from roll_batching.secret_names import is_secret
+from roll_batching.settings.yaml_values import DEEPEST, MOST_VALUES, too_large
 
 
 @dataclass(frozen=True)

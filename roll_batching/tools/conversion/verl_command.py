@@ -10,7 +10,7 @@ from typing import Any
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, dotted, shortened
 from roll_batching.jobs.config.frameworks import PROGRAMS, VERLS_OWN_FILES
 from roll_batching.jobs.config.yaml_source import read_yaml
-from roll_batching.jobs.config.yaml_values import DEEPEST
+from roll_batching.settings.yaml_values import DEEPEST
 from roll_batching.tools.conversion.composing import Composed, plain_data, require_hydra, resolvers
 from roll_batching.tools.conversion.shell_script import Script, Value, read_script, training_command
 from roll_batching.tools.conversion.verl_file import VERL, has_critic

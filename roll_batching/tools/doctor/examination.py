@@ -19,7 +19,8 @@ from roll_batching.distributed.parallel_layout import leave_processes
 from roll_batching.jobs.launch.devices import raise_open_files_limit
 from roll_batching.jobs.launch.rendezvous import rank_info, wait_for_ranks
 from roll_batching.lifetime import end_with_parent
-from roll_batching.tools.doctor import machine, training
+from roll_batching.settings import ArchitectureConfig
+from roll_batching.tools.doctor import calibration, machine, training
 from roll_batching.tools.doctor.session import GRACE_SECONDS, Answer, Session, Steps
 
 _REPORT = "report it, with the file of --json"
@@ -69,6 +70,18 @@ def checks_of(world_size: int, *, full: bool) -> list[Check]:
         Check("checkpoint", training.check_checkpoint, slow, f"use another file system; {_REPORT}", (*group, shared)),
         Check("host reads", training.check_host_reads, slow, _REPORT, (*group, _GPU)),
         Check("memory", training.check_memory, 10, _REPORT, group),
+    ]
+
+
+def calibration_checks(shape: ArchitectureConfig) -> list[Check]:
+    """The checks that measure rates at the `shape` of a model, in order."""
+    needs = ("process group", _SEVERAL, calibration.MEASURED)
+    slow = "look for other jobs, heat and power limits on that machine, and measure again"
+    return [
+        Check("installed", machine.check_installed, 30, "install the same versions everywhere (docs/installing.md)"),
+        Check("rates", partial(calibration.check_rates, shape=shape), 300, slow),
+        Check("process group", training.check_group, 60, "open ports; set NCCL_SOCKET_IFNAME; read NCCL_DEBUG=INFO"),
+        Check("links", calibration.check_links, 120, "set NCCL_DEBUG=INFO; try pairs of ranks", needs),
     ]
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from roll_batching.errors import ConfigError, PlanError
-from roll_batching.jobs.config.diagnostics import nearest
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.planning import ParallelDims
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings import ArchitectureConfig
+from roll_batching.settings.cluster_file import read_cluster_file, with_rates
 from roll_batching.settings.model import describe_model
 from roll_batching.settings.model_cost import architecture_pack_times
 
@@ -112,29 +112,24 @@ CLUSTERS: Mapping[str, Cluster] = {
 
 
 def read_cluster(*texts: str) -> Cluster:
-    """Builds a cluster from texts: a name in `CLUSTERS`, a YAML file with fields of `Cluster`, or KEY=VALUE.
+    """Builds a cluster from texts: a name in `CLUSTERS`, a YAML file (`read_cluster_file`), or KEY=VALUE.
 
-    A file may have its fields under `cluster`. Each text changes the result of the texts before it, the first one the
-    H100's rates. Raises `ConfigError` for unknown names and for values in another unit.
+    Each text changes the result of the texts before it, the first one the H100's rates. Raises `ConfigError` for
+    unknown names and for values in another unit.
     """
     cluster = Cluster()
     for text in texts:
         key, equals, value = text.partition("=")
         if text in CLUSTERS:
             cluster = CLUSTERS[text]
-        elif Path(text).suffix.lower() in (".yaml", ".yml"):
-            section = read_yaml(text).data
-            if set(section) == {"cluster"}:
-                section = section["cluster"]
-            if not isinstance(section, dict) or not section:
-                raise ConfigError(f"{text} names no rates of a cluster: write for example matmul_rate: 5.9e14")
-            cluster = _with_rates(cluster, section, text)
+        elif _is_file(text):
+            cluster = with_rates(cluster, read_cluster_file(text).rates, text)
         elif equals:
             try:
                 rate = int(value) if value.isdecimal() else float(value)
             except ValueError:
                 raise ConfigError(f"--cluster {text!r}: {value!r} is not a number") from None
-            cluster = _with_rates(cluster, {key: rate}, "--cluster")
+            cluster = with_rates(cluster, {key: rate}, "--cluster")
         else:
             raise ConfigError(
                 f"--cluster {text!r} is not known: choose one of {', '.join(CLUSTERS)}, or a YAML file (.yaml) with "
@@ -143,14 +138,11 @@ def read_cluster(*texts: str) -> Cluster:
     return cluster
 
 
-def _with_rates(cluster: Cluster, values: Mapping[str, Any], where: str) -> Cluster:
-    known = [field.name for field in fields(Cluster)]
-    for key in values:
-        if key not in known:
-            guess = nearest(str(key), known)
-            hint = f"did you mean {guess!r}?" if guess else f"known are {', '.join(known)}"
-            raise ConfigError(f"{where}: a cluster has no field {key!r}; {hint}")
-    try:
-        return replace(cluster, **values)
-    except PlanError as error:
-        raise ConfigError(f"{where}: {error}") from None
+def describe_cluster(*texts: str) -> str:
+    """Where the rates of `read_cluster(*texts)` come from."""
+    names = ", ".join(str(read_cluster_file(text)) if _is_file(text) else text for text in texts or ("h100",))
+    return names if any(map(_is_file, texts)) else f"{names}, whose rates are estimates"
+
+
+def _is_file(text: str) -> bool:
+    return "=" not in text and Path(text).suffix.lower() in (".yaml", ".yml")

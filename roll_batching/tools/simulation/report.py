@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from roll_batching.jobs.observe.plan_picture import save_figure
+from roll_batching.planning.simulated_step import SimulatedStep
 from roll_batching.tools.simulation.scenario import Scenario, SweepResult
-from roll_batching.tools.simulation.step import SimulatedStep
 
 MOST_SHOWN_RANKS = 16
 """Most data-parallel ranks in the table; of more the slowest and the fastest are shown."""
@@ -22,7 +22,7 @@ RANK_HEADER = ("rank", "packs", "tokens", "ends, s", "compute", "exchange", "bub
 
 
 def lines_of(scenario: Scenario, step: SimulatedStep, cluster: str) -> Iterator[str]:
-    """Yields the lines about a simulated step, its time first. `cluster`: name of the cluster."""
+    """Yields the lines about a simulated step, its time first. `cluster`: as `describe_cluster` returns it."""
     constraints, report = scenario.constraints, step.plan.report
     devices = constraints.world_size
     yield (
@@ -30,8 +30,7 @@ def lines_of(scenario: Scenario, step: SimulatedStep, cluster: str) -> Iterator[
         f"{step.tokens_per_second / devices:,.0f} per device"
     )
     yield (
-        f"{report.samples:,} sequences, {report.real_tokens:,} tokens; {constraints} = {devices:,} devices of "
-        f"{cluster}, whose rates are estimates"
+        f"{report.samples:,} sequences, {report.real_tokens:,} tokens; {constraints} = {devices:,} devices of {cluster}"
     )
     yield f"{'computing':<20}{step.compute_share:>8.1%}  padding and recomputed layers included"
     yield f"{'exchange':<20}{step.exchange_share:>8.1%}  waiting for keys and values of context-parallel ranks"

@@ -17,11 +17,11 @@ from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.lengths_io import MOST_TOKENS
-from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.pack_times import Cluster, PackTimes, weigh_cost
+from roll_batching.planning.simulated_step import SimulatedStep, simulate_plan
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost
 from roll_batching.tools.simulation.models import architecture_times, check_layout
-from roll_batching.tools.simulation.step import SimulatedStep, simulate_plan
 
 DYNAMIC = "dynamic"
 """Value of `cp` that gives each pack its own context-parallel size."""
@@ -72,7 +72,7 @@ class Scenario:
         return plan_step(
             self.lengths,
             constraints,
-            cost=replace(cost, exchange=self.times.exchange_cost(constraints.cp_size)),
+            cost=replace(weigh_cost(cost, self.cluster), exchange=self.times.exchange_cost(constraints.cp_size)),
             group_ids=self.group_ids,
             times=self.times if constraints.has_cp_per_pack else None,
         )
@@ -239,6 +239,8 @@ def scenario_of_job(
     """
     train = config.actor_train
     megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
+    if cluster is None:
+        cluster = Cluster() if megatron.cluster is None else megatron.cluster.rates
     if architecture is None:
         text = "is missing: a simulation needs the model's shape: write it, or set model_name_or_path to a directory"
         raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
@@ -255,14 +257,14 @@ def scenario_of_job(
         group_size=megatron.microbatch_group_size_per_vp_stage if dims.interleaved else None,
         max_cp_size=megatron.max_cp_size(dims.dp_size),
         pipeline_slices=megatron.pipeline_slices,
-        smallest_slice=(cluster or Cluster()).slice_tokens,
+        smallest_slice=cluster.slice_tokens,
         pack_multiple=megatron.pack_multiple,
     )
     return Scenario(
         lengths=lengths,
         constraints=constraints,
         architecture=train.model_args.architecture_to_build(megatron.mtp_num_layers),
-        cluster=Cluster() if cluster is None else cluster,
+        cluster=cluster,
         group_ids=np.arange(len(lengths)) // 2 if config.task == "dpo" else None,
         recompute=_recomputed_layers(megatron),
         overlapped_exchange=megatron.transformer_impl == "transformer_engine",

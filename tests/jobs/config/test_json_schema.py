@@ -25,7 +25,7 @@ from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, Verdict, foreig
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.json_schema import build_job_schema
 from roll_batching.jobs.config.key_paths import ANY_NAME, all_keys
-from roll_batching.jobs.config.yaml_values import YamlFaults, read_values
+from roll_batching.settings.yaml_values import YamlFaults, read_values
 from tests.jobs.config.jobs import BASE, changed
 from tests.support.tiny_job import with_changes
 

@@ -10,9 +10,9 @@ import pytest
 from roll_batching.errors import PlanError
 from roll_batching.planning import PlanConstraints, SharedPrefixes, plan_step
 from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.simulated_step import SimulatedStep, pack_work
 from roll_batching.tools.simulation import Scenario, read_architecture, simulate_plan, simulate_single_sizes
 from roll_batching.tools.simulation.report import timeline_of
-from roll_batching.tools.simulation.step import SimulatedStep, pack_work
 from tests.planning.pipeline_simulation import simulate_pipeline
 
 MODEL = read_architecture("qwen3-8b")

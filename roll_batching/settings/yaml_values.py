@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from roll_batching.jobs.config.diagnostics import KeyPath
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the top of a file to a value."""
 
 LONGEST_TEXT = 256 * 1024
 """Most characters of a file or override. A large job has a few thousand."""
