@@ -16,13 +16,13 @@ import yaml
 from pydantic import ValidationError
 
 from roll_batching.distributed.parallel_layout import start_processes
-from roll_batching.errors import ConfigError
+from roll_batching.errors import ConfigError, PlanError
 from roll_batching.files import atomic_file, check_replaceable
 from roll_batching.losses import SFTLoss
 from roll_batching.planning import ParallelDims
-from roll_batching.planning.cluster_fit import ClusterFit, fit_cluster
+from roll_batching.planning.cluster_fit import fit_cluster
 from roll_batching.planning.pack_times import Cluster
-from roll_batching.samples import SampleBatch, gather_lengths
+from roll_batching.samples import FieldSpec, SampleBatch, gather_lengths
 from roll_batching.settings import ArchitectureConfig, RoleSettings
 from roll_batching.settings.cluster_file import WRITTEN_BY
 from roll_batching.settings.model_cost import architecture_pack_times
@@ -39,11 +39,11 @@ LAYERS = 2
 """Decoder layers that are measured; the vocabulary shrinks alike, so that the output head has the model's share."""
 MEASURED = "rates of all ranks"
 """Condition of later checks: every rank has measured its rates, though one may be slow."""
-REPEATS, LONGEST_PACK, LONGEST_SECONDS = 5, 16_384, 0.4
+REPEATS, LONGEST_PACK, LONGEST_SECONDS = 7, 16_384, 0.4
 """Packs grow up to one that takes so many tokens or seconds."""
 LEAST_SPREAD = 0.05
 """Ranks whose times differ by less are equal."""
-_FITTED = ("matmul_rate", "matmul_half_tokens", "attention_rate", "attention_tile", "layer_floor")
+_FITTED = ("matmul_rate", "matmul_half_tokens", "attention_rate", "layer_floor")
 _TILES = (1, 128)
 _CALLS = 5
 
@@ -68,21 +68,17 @@ def check_rates(session: Session, shape: ArchitectureConfig) -> Steps:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     session.device = start_processes()
     measured = _measure_packs(shape)
-    packs, seconds = list(measured), np.array(list(measured.values()))
-    low, middle, high = (_fit(shape, packs, np.quantile(seconds, share, axis=1)) for share in (0.25, 0.5, 0.75))
-    values = yield {
-        "device": device_name(session.device),
-        "host": socket.gethostname(),
-        "rates": {name: getattr(middle.cluster, name) for name in _FITTED},
-        "quartiles": {name: [getattr(fit.cluster, name) for fit in (low, high)] for name in _FITTED},
-        "residual": middle.residual,
-        "seconds": {f"{len(pack)} x {pack[0]}": times for pack, times in measured.items()},
-    }
+    seconds = {f"{len(pack)} x {pack[0]}": times for pack, times in measured.items()}
+    place = {"device": device_name(session.device), "host": socket.gethostname()}
+    values = yield {**place, "seconds": seconds, **_fit(shape, measured)}
     hosts, (slowness, spread) = [value["host"] for value in values], _compare([value["seconds"] for value in values])
     usual = max(LEAST_SPREAD, statistics.median_low(spread))
     slow = {rank: _rounded(x) for rank, x in enumerate(slowness) if x > 1 + max(usual, spread[rank])}
     # Ranks end a step with the slowest, so its rates predict steps.
     slowest = values[max(range(len(values)), key=slowness.__getitem__)]
+    problems = [f"rank {rank} ({hosts[rank]}) takes {x:.3g} times as long as others" for rank, x in slow.items()]
+    if unfit := [f"rank {rank}: {value['unfit']}" for rank, value in enumerate(values) if "unfit" in value]:
+        return [*problems, *unfit, "no file is written"], ""
     session.kept["cluster"] = rates = slowest["rates"]
     session.kept["findings"] = {
         "device": ", ".join(sorted({value["device"] for value in values})),
@@ -96,7 +92,6 @@ def check_rates(session: Session, shape: ArchitectureConfig) -> Steps:
     }
     session.passed[MEASURED] = True
     shown = f"{rates['matmul_rate']:.3g} FLOP/s in products, {rates['attention_rate']:.3g} in attention"
-    problems = [f"rank {rank} ({hosts[rank]}) takes {x:.3g} times as long as others" for rank, x in slow.items()]
     return problems, f"{shown}; the fit is off by {slowest['residual']:.0%}"
 
 
@@ -114,13 +109,15 @@ def _measure_packs(shape: ArchitectureConfig) -> dict[tuple[int, ...], list[floa
     def measure(pack: tuple[int, ...]) -> float:
         tokens = torch.arange(sum(pack)) * 7919 % shape.vocab_size
         fields = {"input_ids": tokens, "response_mask": torch.ones_like(tokens, dtype=torch.bool)}
-        batch = SampleBatch(torch.arange(len(pack)), torch.tensor(pack), fields, dict.fromkeys(fields, "token"))
+        batch = SampleBatch(
+            torch.arange(len(pack)), torch.tensor(pack), fields, dict.fromkeys(fields, FieldSpec("token"))
+        )
         phases = strategy.train_step(batch, strategy.plan(gather_lengths(batch)), SFTLoss()).phases
         return phases["forward_backward"] + phases["loss"]
 
     packs: list[tuple[int, ...]] = []
     tokens, seconds = 64, 0.0
-    while tokens <= LONGEST_PACK and seconds < LONGEST_SECONDS:
+    while tokens <= LONGEST_PACK and (tokens <= 512 or seconds < LONGEST_SECONDS):
         of_size = [(tokens,), (tokens // 4,) * 4, (tokens // 16,) * 16]
         packs += of_size
         seconds = max((measure(pack), measure(pack))[1] for pack in of_size)  # the first call may compile
@@ -129,10 +126,22 @@ def _measure_packs(shape: ArchitectureConfig) -> dict[tuple[int, ...], list[floa
     return {pack: list(times) for pack, times in zip(packs, zip(*rounds, strict=True), strict=True)}
 
 
-def _fit(shape: ArchitectureConfig, packs: Sequence[Any], seconds: Any) -> ClusterFit:
-    """The fitted cluster, with the tile of attention that fits best."""
+def _fit(shape: ArchitectureConfig, measured: Mapping[tuple[int, ...], Sequence[float]]) -> dict[str, Any]:
+    """Fitted rates, those of the quartiles of times, and the relative error; or why times fit no rates."""
+    packs, seconds = list(measured), np.array(list(measured.values()))
     times = [architecture_pack_times(shape, ParallelDims(), cluster=Cluster(attention_tile=tile)) for tile in _TILES]
-    return min((fit_cluster(each, packs, seconds) for each in times), key=lambda fit: fit.residual)
+    fits = []
+    try:
+        for share in (0.5, 0.25, 0.75):
+            of_tiles = [fit_cluster(each, packs, np.quantile(seconds, share, axis=1)) for each in times]
+            fits.append(min(of_tiles, key=lambda fit: fit.residual))
+    except PlanError as error:
+        return {"unfit": str(error)}
+    return {
+        "rates": {name: getattr(fits[0].cluster, name) for name in (*_FITTED, "attention_tile")},
+        "quartiles": {name: [getattr(fit.cluster, name) for fit in fits[1:]] for name in _FITTED},
+        "residual": fits[0].residual,
+    }
 
 
 def _compare(seconds: Sequence[Mapping[str, Sequence[float]]]) -> tuple[list[float], list[float]]:
@@ -171,7 +180,7 @@ def check_links(session: Session) -> Steps:
                 measured[name] = [latency, large * (size - 1) / max(seconds - latency, seconds / 2)]
         dist.barrier()
     values = yield measured
-    findings, rates = session.kept["findings"], {"devices_per_node": max(map(hosts.count, hosts))}
+    findings, rates = session.kept["findings"], dict[str, float](devices_per_node=max(map(hosts.count, hosts)))
     for name in groups:  # of each kind the largest comes last, and counts
         columns = zip(*(value[name] for value in values if name in value), strict=True)
         for rate, column in zip(("latency", "bandwidth"), columns, strict=True):

@@ -186,9 +186,9 @@ BROKEN = BROKEN_BATCHING | {
         {f"{LAYOUT}.max_context_parallel_size": 4},
         {LAYOUT: "is read with context_parallel_size: auto only"},
     ),
-    "rates of a cluster without a size per pack": (
-        {f"{LAYOUT}.cluster": {"matmul_rate": 4e14}},
-        {LAYOUT: "cluster is read with context_parallel_size or pipeline_slices auto only"},
+    "rates of a cluster in a file that is not there": (
+        {f"{LAYOUT}.cluster": "no/cluster.yaml"},
+        {f"{LAYOUT}.cluster": "no/cluster.yaml: no such file of rates"},
     ),
     "rates of a cluster that are none": (
         {

@@ -89,12 +89,15 @@ def test_the_source_of_times_is_said(tail: tuple[Path, np.ndarray], tmp_path: Pa
     options = (file, "--dynamic-cp", "--dp", 8, "--max-tokens", 8192)
     text = run(*options)
     assert "times are predicted, not measured: the shape of Qwen3-8B (36 layers, hidden size 4,096), which is" in text
-    assert "default rates, estimates for H100s" in text and "sizes that do not hold every sequence: 1, 2" in text
+    assert "h100, whose rates are estimates" in text and "sizes that do not hold every sequence: 1, 2" in text
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
     given = (*options, "--model", tmp_path / "model")
     text = run(*given, "--cluster", "matmul_rate=3e14", "--cluster", "devices_per_node=4")
-    assert f"the shape of {tmp_path / 'model'} (36 layers, hidden size 4,096); the rates of --cluster" in text
+    assert (
+        f"the shape of {tmp_path / 'model'} (36 layers, hidden size 4,096); " in text
+        and ", whose rates are estimates" in text
+    )
     printed = json.loads(run(*given, "--cluster", "matmul_rate=3e14", "--json"))
     assumed = json.loads(run(*options, "--cluster", "matmul_rate=3e14", "--json"))
     assert printed["reports"] == assumed["reports"] and printed["cluster"]["matmul_rate"] == 3e14
