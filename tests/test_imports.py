@@ -176,7 +176,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_610
+MOST_FILES, MOST_LINES = 100, 18_760
 LINES = {
     "": 860,
     "commands": 1_610,
@@ -205,16 +205,16 @@ LINES = {
     "megatron_patches": 450,
     "modeling": 6_170,
     "packing": 1_750,
-    "planning": 10_340,
+    "planning": 10_640,
     "samples": 2_320,
-    "settings": 3_560,
-    "strategy": 7_630,
+    "settings": 3_945,
+    "strategy": 7_725,
     "tools": 50,
     "tools.conversion": 6_680,
-    "tools.doctor": 800,
+    "tools.doctor": 890,
     "tools.rehearsal": 3_770,
     "tools.report": 1_750,
-    "tools.simulation": 1_050,
+    "tools.simulation": 760,
 }
 """Most lines of each room; "" are files outside of rooms. A commit that raises a budget says why."""
 
@@ -254,4 +254,4 @@ def test_planning_is_light(report):
     lines = loaded("roll_batching.planning")
     report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
     assert {room_of(name) for name in lines} <= {"", "checked_fields", "errors", "registry", "planning"}
-    assert len(lines) <= 36 and sum(lines.values()) <= 5_600
+    assert len(lines) <= 36 and sum(lines.values()) <= 5_610

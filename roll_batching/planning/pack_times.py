@@ -31,11 +31,13 @@ BYTES = 2
 """Bytes of an activation in 16 bits."""
 LONGEST_TIME = 1e4
 """Most seconds of a part of a pack: sums over 2^18 sequences stay within int64 nanoseconds."""
+LONGEST_LATENCY = 4e-3
+"""Most seconds of a collective without data: gloo on a CPU takes 1.2 ms, and more would be milliseconds."""
 
 
 FlopRate = Annotated[float, Ge(1e9), Le(1e18), Unit("FLOP/s")]
 Bandwidth = Annotated[float, Ge(1e6), Le(1e16), Unit("bytes/s")]
-Latency = Annotated[float, Ge(0), Le(0.1), Unit("seconds")]
+Latency = Annotated[float, Ge(0), Le(LONGEST_LATENCY), Unit("seconds")]
 LayerTime = Annotated[float, Ge(0), Lt(0.05), Unit("seconds")]
 Tokens = Annotated[float, Ge(0), Le(1_000_000), Unit("tokens")]
 Few = Annotated[int, Ge(1), Le(65_536)]

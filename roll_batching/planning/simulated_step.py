@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 
 from roll_batching.errors import PlanError
-from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints, kind_of, offsets_of, sums_of
 from roll_batching.planning.pack_times import BYTES, PackTimes
 from roll_batching.planning.pipeline.execution import PassEvent, Timeline, execute_plan, units_of_ranks
+from roll_batching.planning.plan import Plan
 from roll_batching.planning.plan_arrays import NANOSECONDS, PackSlices
 
 MOST_PASSES = 1_000_000

@@ -43,9 +43,9 @@ def read_cluster_file(path: str | Path) -> ClusterFile:
     Raises `ConfigError`, which names file and key, for a file without rates, unknown keys, and values in another unit.
     """
     cure = f"`{WRITTEN_BY} {path}` writes one"
-    if not Path(path).is_file():
-        raise ConfigError(f"{path}: no such file of rates; check its path, or measure: {cure}")
     try:
+        if not Path(path).is_file():
+            raise ConfigError(f"{path}: no such file of rates; check its path, or measure: {cure}")
         data, _ = read_values(Path(path).read_text("utf-8-sig"))
     except YamlFaults as error:
         raise ConfigError(f"{path}, line {error.faults[0].line}: {error.faults[0].message}") from None

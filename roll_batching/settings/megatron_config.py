@@ -67,6 +67,8 @@ class ClusterConfig(section_of(Cluster)):  # type: ignore[misc]
         return {"device": file.device, **file.rates, **data}
 
 
+_WEIGHTS = ("matmul_rate", "matmul_half_tokens", "attention_rate")
+"""Rates that weigh costs in every layout."""
 _OR_FILE = AlsoInFile(str, lambda value: {"file": value} if isinstance(value, str) else value)
 
 
@@ -155,6 +157,7 @@ class MegatronConfig(Settings, read_if=_READ_IF):
         None,
         help="Rates of devices and links, or the file of `roll-batching doctor --calibrate`. They weigh costs, and "
         "decide what is auto (context_parallel_size, pipeline_slices) and how many micro-batches a pipeline has.",
+        passes=("train", "infer"),
     )
     pipeline_slices: Annotated[int | Literal["auto"], AfterValidator(require_positive)] = setting(
         1,
@@ -378,6 +381,13 @@ class MegatronConfig(Settings, read_if=_READ_IF):
             )
         if self.max_context_parallel_size is not None and not self.has_cp_per_pack:
             raise ValueError("max_context_parallel_size is read with context_parallel_size: auto only: leave it out")
+        if self.cluster is not None and self.cluster.file is None:
+            idle = [name for name in ClusterConfig.model_fields if name not in _WEIGHTS]
+            is_read = self.has_cp_per_pack or self.pipeline_slices != 1
+            for name in ["device"] if is_read else idle:
+                if getattr(self.cluster, name) != ClusterConfig.model_fields[name].default:
+                    needed = "" if name == "device" else "context_parallel_size auto, pipeline_slices or "
+                    raise ValueError(f"cluster.{name} is read with {needed}cluster.file only: leave it out")
         return self
 
     @model_validator(mode="before")

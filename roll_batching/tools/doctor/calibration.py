@@ -21,7 +21,7 @@ from roll_batching.files import atomic_file, check_replaceable
 from roll_batching.losses import SFTLoss
 from roll_batching.planning import ParallelDims
 from roll_batching.planning.cluster_fit import fit_cluster
-from roll_batching.planning.pack_times import Cluster
+from roll_batching.planning.pack_times import LONGEST_LATENCY, Cluster
 from roll_batching.samples import FieldSpec, SampleBatch, gather_lengths
 from roll_batching.settings import ArchitectureConfig, RoleSettings
 from roll_batching.settings.cluster_file import WRITTEN_BY
@@ -185,7 +185,8 @@ def check_links(session: Session) -> Steps:
         columns = zip(*(value[name] for value in values if name in value), strict=True)
         for rate, column in zip(("latency", "bandwidth"), columns, strict=True):
             key = f"{name.split()[0]}_{rate}"
-            rates[key] = findings["measured"][f"{rate} of a {name}"] = _rounded(statistics.median(column))
+            middle = findings["measured"][f"{rate} of a {name}"] = _rounded(statistics.median(column))
+            rates[key] = min(middle, LONGEST_LATENCY) if rate == "latency" else middle
             findings["spread"][key] = _spread(column)
     session.kept["cluster"] |= rates
     return [], ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())

@@ -129,7 +129,12 @@ READ: list[tuple[Condition, str]] = [
                 *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
                 *("dynamic_context_parallel", "use_distributed_optimizer", "overlap_grad_reduce"),
                 *("grad_reduce_in_fp32", "recompute_granularity", "transformer_impl", "calculate_per_token_loss"),
-                *("mtp_num_layers", "virtual_pipeline_model_parallel_size"),
+                *(
+                    "mtp_num_layers",
+                    "virtual_pipeline_model_parallel_size",
+                    "cluster.*_rate",
+                    "cluster.matmul_half_tokens",
+                ),
             )
         ),
     ),

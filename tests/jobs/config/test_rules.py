@@ -186,6 +186,10 @@ BROKEN = BROKEN_BATCHING | {
         {f"{LAYOUT}.max_context_parallel_size": 4},
         {LAYOUT: "is read with context_parallel_size: auto only"},
     ),
+    "rates that one context-parallel size does not read": (
+        {f"{LAYOUT}.cluster": {"matmul_rate": 4e14, "node_latency": 1e-5}},
+        {LAYOUT: "cluster.node_latency is read with context_parallel_size auto, pipeline_slices or cluster.file only"},
+    ),
     "rates of a cluster in a file that is not there": (
         {f"{LAYOUT}.cluster": "no/cluster.yaml"},
         {f"{LAYOUT}.cluster": "no/cluster.yaml: no such file of rates"},

@@ -94,7 +94,7 @@ def test_clusters_from_a_name_and_a_file(tmp_path: Path) -> None:
         ("matmul_rate: [4e14]", "number of FLOP/s"),
         ("network_bandwidth: 400", "did you mean 4e.11 .400 GB/s"),
         ("node_latency: 25", "did you mean 2.5e-05 .25 microseconds"),
-        ("node_latency: -1", "seconds, at least 0 and at most 0.1"),
+        ("node_latency: -1", "seconds, at least 0 and at most 0.004"),
         ("devices_per_node: 0", "an integer, at least 1"),
         ("devices_per_node: 2.5", "an integer, at least 1"),
         ("attention_tile: 100000000000", "an integer, at least 1 and at most 65536"),
