@@ -25,13 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from roll_batching.distributed.parallel_layout import start_processes
-from roll_batching.losses import SFTLoss
-from roll_batching.modeling.spec import packed_layer_spec
-from roll_batching.planning import BatchingSpec
-from roll_batching.samples import SampleBatch, distribute
-from roll_batching.settings import BatchingConfig
-from roll_batching.strategy import MegatronTrainStrategy
+import roll_batching as rb
 
 STEPS, SAMPLES, LONGEST, VOCABULARY = 3, 8, 48, 64
 
@@ -49,7 +43,7 @@ def build(packed: bool) -> tuple[DistributedDataParallel, object]:
         masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False,
     )  # fmt: skip
     # Megatron's local attention refuses packs, this spec takes them. Megatron's spec for TransformerEngine does too.
-    spec = packed_layer_spec(config) if packed else get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = rb.packed_layer_spec(config) if packed else get_gpt_layer_local_spec(normalization="RMSNorm")
     model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LONGEST, position_embedding_type="rope")
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     config.finalize_model_grads_func = finalize_model_grads
@@ -98,17 +92,17 @@ def packed_loop() -> list[float]:
     """Train the same with packing and balancing."""
     model, optimizer = build(packed=True)
     # --- roll-batching from here
-    batching = BatchingSpec(mode="packed", max_tokens=96)
-    strategy = MegatronTrainStrategy.from_parts([model], optimizer, BatchingConfig(train=batching, infer=batching))
-    loss = SFTLoss(aggregation="sequence_mean")  # as in the loop above: the mean of per-sample means
+    batching = rb.BatchingSpec(mode="packed", max_tokens=96)
+    strategy = rb.MegatronTrainStrategy.from_parts([model], optimizer, rb.BatchingConfig(train=batching, infer=batching))
+    loss = rb.SFTLoss(aggregation="sequence_mean")  # as in the loop above: the mean of per-sample means
     losses, rank = [], parallel_state.get_data_parallel_rank()
     for step in range(STEPS):
         rows = samples(step)
         fields = {"input_ids": rows, "response_mask": [torch.ones_like(row) for row in rows]}
         kinds = {"input_ids": "token", "response_mask": "token"}
-        batch = SampleBatch.from_lists(fields, kinds, ids=torch.arange(SAMPLES) + rank * SAMPLES)
+        batch = rb.SampleBatch.from_lists(fields, kinds, ids=torch.arange(SAMPLES) + rank * SAMPLES)
         plan = strategy.plan(strategy.gather_table(batch))
-        losses.append(strategy.train_step(distribute(batch, plan), plan, loss).loss)
+        losses.append(strategy.train_step(rb.distribute(batch, plan), plan, loss).loss)
     # --- to here
     return losses
 
@@ -116,7 +110,7 @@ def packed_loop() -> list[float]:
 def main() -> None:
     """Run both loops and compare their losses."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    start_processes()  # torch.distributed; without CUDA also the patches that let Megatron run on the CPU
+    rb.start_processes()  # torch.distributed; without CUDA also the patches that let Megatron run on the CPU
     parallel_state.initialize_model_parallel()
     ordinary, packed = ordinary_loop(), packed_loop()
     if torch.distributed.get_rank() == 0:

@@ -178,7 +178,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
 
 MOST_FILES, MOST_LINES = 100, 18_760
 LINES = {
-    "": 860,
+    "": 915,
     "commands": 1_610,
     "distributed": 800,
     "huggingface": 2_830,
