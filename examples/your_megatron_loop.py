@@ -93,7 +93,9 @@ def packed_loop() -> list[float]:
     model, optimizer = build(packed=True)
     # --- roll-batching from here
     batching = rb.BatchingSpec(mode="packed", max_tokens=96)
-    strategy = rb.MegatronTrainStrategy.from_parts([model], optimizer, rb.BatchingConfig(train=batching, infer=batching))
+    strategy = rb.MegatronTrainStrategy.from_parts(
+        [model], optimizer, rb.BatchingConfig(train=batching, infer=batching)
+    )
     loss = rb.SFTLoss(aggregation="sequence_mean")  # as in the loop above: the mean of per-sample means
     losses, rank = [], parallel_state.get_data_parallel_rank()
     for step in range(STEPS):

@@ -177,6 +177,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
 
 
 MOST_FILES, MOST_LINES = 100, 18_760
+MOST_FILES, MOST_LINES = 100, 18_665
 LINES = {
     "": 915,
     "commands": 1_610,
@@ -255,3 +256,4 @@ def test_planning_is_light(report):
     report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
     assert {room_of(name) for name in lines} <= {"", "checked_fields", "errors", "registry", "planning"}
     assert len(lines) <= 36 and sum(lines.values()) <= 5_610
+    assert len(lines) <= 36 and sum(lines.values()) <= 5_660
