@@ -1,4 +1,4 @@
-"""Models that Megatron-Bridge, mbridge and Megatron's HybridModel build share prefixes, behind a loop and under ours.
+"""Models that Megatron-Bridge, mbridge and Megatron's HybridModel build share prefixes and train under `from_parts`.
 
 All build with TransformerEngine's layers; their own code runs, and only the innermost kernels are torch's. Right are
 the logits of the model as it was built, on each sample alone. `scripts/te_environment.sh` installs both.
@@ -165,3 +165,45 @@ def test_models_of_bridges_share_prefixes(name: str) -> None:
     assert found["gap_of_gradients"] < 1e-4 and found["weights"][0] == found["weights"][1] > 8
     # The last token of the prompt is computed by each: the token after it differs.
     assert found["computed"] == 29 + 6 + 10 + 3
+
+
+def train(name: str) -> dict[str, Any]:
+    """Losses of four steps under `from_parts`, and the first loss of the model as it was built, sample by sample."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    import roll_batching as rb
+    from tests.strategy.test_from_parts import _start
+    from tests.te.engine import as_if_on_an_h100
+    from tests.te.plain_kernels import plain_kernels
+
+    _start()
+    # It asks for the stream of the GPU that `as_if_on_an_h100` claims.
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[attr-defined]
+    rows = [torch.arange(start, start + length) % 11 for start, length in enumerate((30, 9, 21, 5))]
+    with as_if_on_an_h100(), plain_kernels():
+        model_parallel_cuda_manual_seed(0)
+        model = BUILDERS[name]().float()
+        with torch.no_grad():
+            logits = [model(row[None], torch.arange(len(row))[None], None)[0] for row in rows]
+        nll = [torch.nn.functional.cross_entropy(x[:-1], row[1:], reduction="sum") for x, row in zip(logits, rows)]
+        model.config.finalize_model_grads_func = finalize_model_grads
+        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, params_dtype=torch.float32), [ddp])
+        packed = rb.BatchingSpec(mode="packed", max_tokens=64)
+        strategy = rb.MegatronTrainStrategy.from_parts([ddp], optimizer, rb.BatchingConfig(train=packed, infer=packed))
+        fields = {"input_ids": rows, "response_mask": [torch.ones_like(row) for row in rows]}
+        batch = rb.SampleBatch.from_lists(fields, dict.fromkeys(fields, "token"))
+        plan = strategy.plan(strategy.gather_table(batch))
+        losses = [strategy.train_step(rb.distribute(batch, plan), plan, rb.SFTLoss()).loss for _ in range(4)]
+    return {"losses": losses, "alone": float(sum(nll)) / sum(len(row) - 1 for row in rows)}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_models_of_bridges_train_under_from_parts(name: str) -> None:
+    modules = {"megatron_bridge": "megatron.bridge", "hybrid_model": "megatron.core.models.hybrid"}
+    pytest.importorskip(modules.get(name, name))
+    (found,) = run_ranks(1, "tests.te.test_bridges:train", name)
+    assert found["losses"][0] == pytest.approx(found["alone"], rel=1e-5)
+    assert found["losses"][-1] < 0.9 * found["losses"][0]
