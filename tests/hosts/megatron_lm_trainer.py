@@ -1,6 +1,7 @@
 """Runs Megatron-LM's `pretrain_gpt.py` on the CPU: `python -m tests.hosts.megatron_lm_trainer CHECKOUT WAY OPTIONS...`.
 
-WAY is `plain` (Megatron's own schedule of packs), `planned` (ours), or `shared` (ours, and the model shares prefixes).
+WAY is `plain` (Megatron's own schedule of packs), `planned` (ours), `shared` (ours, and the model shares prefixes), or
+`parts` (Megatron-LM builds model and optimizer, and our strategy trains them).
 Models have TransformerEngine's layers, whose innermost kernels are torch's.
 """
 
@@ -37,6 +38,8 @@ def main(checkout: str, way: str, *arguments: str) -> None:
     pinning.pin_memory = lambda data, *args: data  # type: ignore[assignment]
     sys.path.insert(0, checkout)
     sys.argv = ["pretrain_gpt.py", *arguments]
+    if way == "parts":
+        return train_parts()
     import gpt_builders
 
     from roll_batching.integrations.prefixes import share_prefixes_behind
@@ -56,6 +59,40 @@ def main(checkout: str, way: str, *arguments: str) -> None:
         import roll_batching.integrations.megatron_lm  # noqa: F401
     with as_if_on_an_h100(), plain_kernels():
         runpy.run_path(f"{checkout}/pretrain_gpt.py", run_name="__main__")
+
+
+def train_parts() -> None:
+    """Builds model and optimizer as docs/own-loop.md does inside Megatron-LM, and prints the losses of four steps."""
+    from functools import partial
+
+    from gpt_builders import gpt_builder
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.training import get_model
+    from model_provider import model_provider
+
+    import roll_batching as rb
+    from tests.te.engine import as_if_on_an_h100
+    from tests.te.plain_kernels import plain_kernels
+
+    with as_if_on_an_h100(), plain_kernels():
+        args = parse_and_validate_args()
+        initialize_megatron()
+        chunks = get_model(partial(model_provider, gpt_builder))
+        chunks[0].config.finalize_model_grads_func = finalize_model_grads
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, params_dtype=torch.float32), chunks)
+        packed = rb.BatchingSpec(mode="packed", max_tokens=64)
+        batching = rb.BatchingConfig(train=packed, infer=packed)
+        strategy = rb.MegatronTrainStrategy.from_parts(chunks, optimizer, batching, vocab_size=args.vocab_size)
+        rank = strategy.layout.dp_rank
+        rows = [torch.arange(n) % 11 for n in (30, 9 + rank, 21, 5)]
+        fields = {"input_ids": rows, "response_mask": [torch.ones_like(row) for row in rows]}
+        batch = rb.SampleBatch.from_lists(fields, dict.fromkeys(fields, "token"), ids=torch.arange(4) + 4 * rank)
+        plan = strategy.plan(strategy.gather_table(batch))
+        local = rb.distribute(batch, plan)
+        print("losses", *(strategy.train_step(local, plan, rb.SFTLoss()).loss for _ in range(4)), flush=True)
 
 
 if __name__ == "__main__":

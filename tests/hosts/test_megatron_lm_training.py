@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -31,10 +32,10 @@ ARGUMENTS = f"""
 LAYOUTS = {"data parallel": [], "tensor parallel": ["--tensor-model-parallel-size", "2", "--sequence-parallel"]}
 
 
-def train(checkout: Path, way: str, layout: list[str]) -> tuple[list[list[float]], str]:
-    """Loss and norm of the gradient of each step, and all that was printed."""
+def run_trainer(checkout: Path, way: str, arguments: list[str]) -> str:
+    """What `tests.hosts.megatron_lm_trainer` prints on two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.hosts.megatron_lm_trainer", str(checkout), way, *ARGUMENTS, *layout]
+    command += ["-m", "tests.hosts.megatron_lm_trainer", str(checkout), way, *arguments]
     # Without compilation, which asks for a GPU where torch.cuda says that there is one.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(checkout), os.getcwd()])
@@ -43,6 +44,12 @@ def train(checkout: Path, way: str, layout: list[str]) -> tuple[list[list[float]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
+    return printed
+
+
+def train(checkout: Path, way: str, layout: list[str]) -> tuple[list[list[float]], str]:
+    """Loss and norm of the gradient of each step, and all that was printed."""
+    printed = run_trainer(checkout, way, [*ARGUMENTS, *layout])
     steps = re.findall(r"lm loss: (\S+) .* grad norm: (\S+) ", printed)
     assert len(steps) == 3
     return [[float(value) for value in step] for step in steps], printed
@@ -63,3 +70,12 @@ def test_losses_are_megatrons_with_our_plans_and_with_shared_prefixes(checkout: 
         assert re.search(text, printed)
         assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in plain], abs=2e-6)
         assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in plain], abs=1.1e-3)  # as printed
+
+
+def test_a_model_that_megatron_lm_built_trains_under_from_parts(checkout: Path) -> None:
+    no_packs = ("--use-varlen", "--sequence-packing", "dp_balanced", "--max-seqlen", "--sft-mock", "{")
+    arguments = [word for word in ARGUMENTS if not word.startswith(no_packs)]
+    arguments.pop(arguments.index("--calculate-per-token-loss") - 1)  # the value of --max-seqlen-per-dp-cp-rank
+    printed = run_trainer(checkout, "parts", [*arguments, "--no-check-for-nan-in-loss-and-grad"])
+    one, other = ([float(x) for x in line.split()] for line in re.findall(r"^losses (.*)$", printed, re.MULTILINE))
+    assert one == other and abs(one[0] - math.log(512)) < 0.1 and one[-1] < 0.85 * one[0]
