@@ -92,7 +92,9 @@ def train_parts() -> None:
         batch = rb.SampleBatch.from_lists(fields, dict.fromkeys(fields, "token"), ids=torch.arange(4) + 4 * rank)
         plan = strategy.plan(strategy.gather_table(batch))
         local = rb.distribute(batch, plan)
-        print("losses", *(strategy.train_step(local, plan, rb.SFTLoss()).loss for _ in range(4)), flush=True)
+        losses = [strategy.train_step(local, plan, rb.SFTLoss()).loss for _ in range(4)]
+        sys.stdout.write(f"\nlosses of a rank: {' '.join(map(str, losses))}\n")  # in one write: ranks share the pipe
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -187,7 +187,8 @@ def train(name: str) -> dict[str, Any]:
         model = BUILDERS[name]().float()
         with torch.no_grad():
             logits = [model(row[None], torch.arange(len(row))[None], None)[0] for row in rows]
-        nll = [torch.nn.functional.cross_entropy(x[:-1], row[1:], reduction="sum") for x, row in zip(logits, rows)]
+        pairs = zip(logits, rows, strict=True)
+        nll = [torch.nn.functional.cross_entropy(x[:-1], row[1:], reduction="sum") for x, row in pairs]
         model.config.finalize_model_grads_func = finalize_model_grads
         ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, params_dtype=torch.float32), [ddp])
