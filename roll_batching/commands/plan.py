@@ -140,6 +140,7 @@ def plan(
         ),
     ] = None,
     cluster: Clusters = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Print what each row of the table means.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Plan one step for the sequence lengths in LENGTHS, and print its padding and balance."""
@@ -215,8 +216,8 @@ def plan(
     modes = [name for name in ("padded", "dynamic", "packed") if name in reports]
     rows = [(label, *(form.format(reports[name][key]) for name in modes)) for label, key, form, _ in TABLE_ROWS]
     print_table(("", *modes), rows, f"{chosen.report.samples:,} sequences on {dp} ranks", first="left")
-    for label, _, _, meaning in TABLE_ROWS:
-        typer.echo(f"{label}: {meaning}")
+    lines = (f"{label}: {meaning}" for label, _, _, meaning in TABLE_ROWS)
+    typer.echo("\n".join(lines) if explain else "--explain tells what each row means")
     if plot is not None:
         typer.echo(f"picture: {plot}")
 

@@ -370,8 +370,10 @@ def test_plan_prints_a_table(lengths_csv):
     assert result.exit_code == 0, result.output
     for word in ("padded", "dynamic", "packed", "computed tokens", "lockstep imbalance"):
         assert word in result.output
+    assert TABLE_ROWS[0][3] not in result.output and result.output.endswith("\n--explain tells what each row means\n")
+    explained = CliRunner().invoke(app_of(plan), [str(lengths_csv[0]), "--compare", "--explain"])
     for label, _, _, meaning in TABLE_ROWS:
-        assert f"\n{label}: {meaning}\n" in result.output
+        assert f"\n{label}: {meaning}\n" in explained.output
 
 
 def test_convert_config(tmp_path):

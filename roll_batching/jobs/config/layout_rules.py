@@ -85,12 +85,12 @@ def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield from model_fits(name, model, layout)
 
 
-_ONE_WHEN_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_size")
+ONE_WHEN_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_size")
 """Sizes that must be 1 in a model that samples."""
 
 
-def _fixed_size(layout: MegatronConfig, key: str) -> int:
-    """The size under `key`, one of `_ONE_WHEN_SAMPLING`; 1 for a size per pack (auto), which concerns no sampling."""
+def fixed_size(layout: MegatronConfig, key: str) -> int:
+    """The size under `key`, one of `ONE_WHEN_SAMPLING`; 1 for a size per pack (auto), which concerns no sampling."""
     size = layout.vpp_size if key == "virtual_pipeline_model_parallel_size" else getattr(layout, key)
     return 1 if size in (None, "auto") else int(size)
 
@@ -106,20 +106,18 @@ def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
         return
     layout = job.actor_train.strategy_args.strategy_config
     cure = "set it to 1 in actor_infer.strategy_args.strategy_config, so that a copy in that layout samples"
-    for key in _ONE_WHEN_SAMPLING:
-        if (size := _fixed_size(layout, key)) > 1:
+    for key in ONE_WHEN_SAMPLING:
+        if (size := fixed_size(layout, key)) > 1:
             text = f"is {size}, and models sample only with 1; the training model samples: {cure}"
             yield Problem(("actor_train", "strategy_args", "strategy_config", key), text)
 
 
-def sampling_problems(name: str, role: WorkerConfig, train: WorkerConfig) -> Iterator[Problem]:
+def sampling_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
     """Problems of sizes that rule out sampling in `role`, which samples with a model of its own layout."""
     path = (name, "strategy_args", "strategy_config")
-    for key in _ONE_WHEN_SAMPLING:
-        size, trained = (_fixed_size(owner.strategy_args.strategy_config, key) for owner in (role, train))
-        if size > 1:
-            origin = ", as in actor_train" if size == trained else ""
-            yield Problem((*path, key), f"is {size}{origin}, and models sample only with 1; set it to 1 here")
+    for key in ONE_WHEN_SAMPLING:
+        if (size := fixed_size(role.strategy_args.strategy_config, key)) > 1:
+            yield Problem((*path, key), f"is {size}, and models sample only with 1; set it to 1 here")
 
 
 def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> Iterator[Problem]:
@@ -215,7 +213,7 @@ def _role_problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Prob
         except LayoutError as error:
             yield Problem(sizes, str(error))
     if name == "actor_infer":
-        yield from sampling_problems(name, role, job.actor_train)
+        yield from sampling_problems(name, role)
 
 
 def _overlap_partly(own: Sequence[int], other: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from roll_batching.jobs.config.engine_rules import logprob_plan_of
 from roll_batching.jobs.config.job_keys import SUPERVISED_TASKS, JobKeys
 from roll_batching.jobs.config.job_sections import TokenizerConfig, TrainSection
+from roll_batching.jobs.config.layout_rules import ONE_WHEN_SAMPLING, fixed_size
 from roll_batching.jobs.config.model_rules import ADAPTER_KEYS
 from roll_batching.jobs.config.worker import ValidationConfig, WorkerConfig
 from roll_batching.settings.megatron_config import SPLIT_KEYS
@@ -32,8 +33,8 @@ def resolve(job: JobKeys) -> dict[str, Any]:
         train = _update(train, "sequence_packing_args", share_prefixes=False)  # each sample has its own candidates
     plan = logprob_plan_of(job) if job.task == "grpo" else "none"  # the other tasks have no old policy
     train = train.model_copy(update={"logprob_plan": plan})
-    infer = _inherit(_derive_batching(job.actor_infer, sequence_length, job.actor_infer.infer_batch_size), train)
-    infer = _with_adapters(infer, train)
+    infer = _derive_batching(_able_to_sample(job), sequence_length, job.actor_infer.infer_batch_size)
+    infer = _with_adapters(_inherit(infer, train), train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)
     fields: dict[str, Any] = {
@@ -60,6 +61,21 @@ def resolve(job: JobKeys) -> dict[str, Any]:
     if train.model_args.model_name_or_path is not None:
         fields["tokenizer"] = _default_tokenizer(job.tokenizer, train.model_args.model_name_or_path)
     return fields
+
+
+def _able_to_sample(job: JobKeys) -> WorkerConfig:
+    """actor_infer with 1 for the sizes of actor_train that no model samples in, where actor_infer gives none.
+
+    Not where actor_train's own layout counts: in tasks without rollouts, and beside the sampler of one process.
+    """
+    role, shared = job.actor_infer, job.actor_train.strategy_args.strategy_config
+    on_one_process = job.asynchronous and job.own_devices("actor_infer") is None
+    if job.task in SUPERVISED_TASKS or on_one_process or not role.strategy_args.runs_on_megatron:
+        return role
+    layout = role.strategy_args.strategy_config
+    keys = [key for key in ONE_WHEN_SAMPLING if key not in layout.model_fields_set and fixed_size(shared, key) > 1]
+    layout = layout.model_copy(update=dict.fromkeys(keys, 1))
+    return role.model_copy(update={"strategy_args": role.strategy_args.model_copy(update={"strategy_config": layout})})
 
 
 def _loss_of(job: JobKeys) -> str:

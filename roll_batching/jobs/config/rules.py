@@ -238,7 +238,7 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
             if different or role.model_args.architecture != job.actor_train.model_args.architecture:
                 yield from size_problems(name, role)
             if different and samples and not job.is_supervised:
-                yield from sampling_problems(name, role, job.actor_train)
+                yield from sampling_problems(name, role)
         implementation = role.strategy_args.strategy_config.transformer_impl
         if implementation != shared.transformer_impl and name != "teacher":
             text = f"is {implementation}, but {shared.transformer_impl} in actor_train, whose weights this role takes"

@@ -27,6 +27,7 @@ from roll_batching.jobs.processes.child_process import (
     rank_variables,
 )
 from roll_batching.jobs.processes.role_workers import local_store
+from roll_batching.jobs.run.checkpoint_names import advise_resuming
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_SECONDS = 0.02
@@ -64,7 +65,8 @@ def launch(
         finally:
             kill_sessions([rank_process.process for rank_process in ranks])
         if caught:
-            return f"stopped by {caught[0].name}; all ranks were ended"
+            advice = "" if folder is None else f". {advise_resuming(folder)}"
+            return f"stopped by {caught[0].name}; all ranks were ended{advice}"
         if all(rank_process.completed for rank_process in ranks):
             return None
         silent = {rank_process.number: rank_process.silent_failure for rank_process in ranks if rank_process.failed}

@@ -14,7 +14,6 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -31,7 +30,8 @@ class ProgressReporter:
     """Shows the progress of a run's phases. With `enabled` False every method is a no-op.
 
     On a terminal: one bar per phase with the latest values beside it. Elsewhere: a line at the first and the
-    last step of a phase, and in between at most every ten seconds.
+    last step of a phase, and in between at most every ten seconds. The first step of a process compiles and warms up:
+    seconds per step and the time left are those of the steps after it.
     """
 
     def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
@@ -42,22 +42,21 @@ class ProgressReporter:
         self._phase, self._total = "", 0
         self._started = self._shown = 0.0
         self._first = 0
+        self._warm: tuple[float, int] | None = None
+        """When the first report of a phase came, and its step."""
 
     def start_phase(self, phase: str, total: int, completed_steps: int = 0) -> None:
         """Show a phase of `total` steps, of which a resumed run has completed some."""
         if not self.enabled:
             return
         self._phase, self._total, self._first = phase, total, completed_steps
-        self._started, self._shown = time.monotonic(), -SECONDS_BETWEEN_LINES
+        self._started, self._shown, self._warm = time.monotonic(), -SECONDS_BETWEEN_LINES, None
         if self.console.is_terminal:
             if self._bars is None:
                 self._bars = Progress(
                     TextColumn("[bold]{task.description:<7}"),
-                    BarColumn(bar_width=28),
+                    BarColumn(bar_width=20),
                     MofNCompleteColumn(),
-                    TimeElapsedColumn(),
-                    TextColumn("left"),
-                    TimeRemainingColumn(),
                     TextColumn("{task.fields[values]}"),
                     console=self.console,
                 )
@@ -68,18 +67,24 @@ class ProgressReporter:
         """Shows that step number `step` is over, with `values` (without those that are None)."""
         if not self.enabled:
             return
-        text = "  ".join(f"{name} {_short(value)}" for name, value in values.items() if value is not None)
+        now = time.monotonic()
+        text = "  ".join((self._pace(step, now), *(f"{k} {_short(v)}" for k, v in values.items() if v is not None)))
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=step, values=text)
             return
-        now = time.monotonic()
         if step < self._total and step > self._first + 1 and now - self._shown < SECONDS_BETWEEN_LINES:
             return
         self._shown = now
-        spent = now - self._started
-        left = spent / max(step - self._first, 1) * (self._total - step)
         place = f"{self._phase:<7} {step:>{len(str(self._total))}}/{self._total}"
-        self.console.print(f"{place}  {_clock(spent)} spent, {_clock(left)} left  {text}", soft_wrap=True)
+        self.console.print(f"{place}  {text}", soft_wrap=True)
+
+    def _pace(self, step: int, now: float) -> str:
+        """Seconds per step; from the second report of a phase on also the time left."""
+        if self._warm is None:
+            self._warm = now, step
+            return f"{_short((now - self._started) / max(step - self._first, 1))} s/step"
+        seconds = (now - self._warm[0]) / max(step - self._warm[1], 1)
+        return f"{_short(seconds)} s/step, {_clock(seconds * (self._total - step))} left"
 
     def note(self, text: str) -> None:
         """Prints one line of text, above the bars where there are any."""
@@ -94,14 +99,21 @@ class ProgressReporter:
 
 
 def _short(value: float) -> str:
-    if isinstance(value, int) or abs(value) >= 1000:
-        return fixed(value, 0)
-    return f"{value:.3g}" if abs(value) < 0.01 and value else f"{value:.3f}".rstrip("0").rstrip(".")
+    """`value` with three significant digits: 0.125, 4,210, 37.1k, 2.5M. Counts below 10,000 are exact."""
+    size = abs(value)
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if max(0.9995 * scale, 9999.5) <= size < 999.5 * scale:
+            return f"{value / scale:.3g}{unit}"
+    is_whole = size < 9999.5 and (isinstance(value, int) or size >= 999.5)
+    return fixed(value, 0) if is_whole else f"{value:.3g}"
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    return f"{minutes}:{rest:02d}"
+    """`seconds` in at most two units: 42 s, 3 min 20 s, 2 h 58 min."""
+    whole = int(seconds + 0.5)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 # ---- reading

@@ -175,6 +175,7 @@ class Grpo:
         shown = {
             "reward": metrics["reward"],
             "length": metrics["response_length_mean"],
+            "tokens/s": metrics.get("tokens_per_second"),
             "held-out": metrics.get("eval_reward"),
             "skipped": strategy.skipped_steps or None,
         }

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import steps_key
 from roll_batching.jobs.objectives.stateful import Stateful
 from roll_batching.jobs.roles.remote_reference import RemoteReference
+from roll_batching.jobs.run.checkpoint_names import FOLDER, NAME, PHASES, RECORD, checkpoint_order
 from roll_batching.jobs.run.folder import PreviousRun
 from roll_batching.jobs.run.job_digests import Digests, changes, check_tokenizer, digests_of, teacher_digests
 from roll_batching.jobs.steps.passes import prefix_errors
@@ -40,14 +40,8 @@ from roll_batching.strategy.checkpoint_writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("warmup", "sft", "dpo", "kto", "rl")
-"""Phases of all jobs, in order."""
-FOLDER = "checkpoints"
 CRITIC = "critic"
 """Folder of the critic's state in a checkpoint."""
-_RECORD = "job.json"
-_NAME = re.compile(rf"({'|'.join(PHASES)})-(\d{{6,}})")
-
 
 Reference = MegatronInferStrategy | RemoteReference
 """A reference model, on this job's ranks or in its own processes."""
@@ -127,7 +121,7 @@ class JobCheckpoints:
         """Move checkpoints after the resumed one to `previous`, and remove partial writes. On one rank."""
         resumed = self._resumed_in_folder()
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
-            place = _place(path)
+            place = checkpoint_order(path)
             if path.suffix == PARTIAL:
                 shutil.rmtree(path)
             elif place is not None and (resumed is None or place > resumed.order):
@@ -251,7 +245,9 @@ class JobCheckpoints:
         draft.commit()
         self.latest = draft.path
         if self.save_total_limit is not None and dist.get_rank() == 0:
-            by_age = sorted((place, path) for path in self.folder.iterdir() if (place := _place(path)) is not None)
+            by_age = sorted(
+                (place, path) for path in self.folder.iterdir() if (place := checkpoint_order(path)) is not None
+            )
             for _, old in by_age[: -self.save_total_limit]:
                 shutil.rmtree(old, ignore_errors=True)
                 if old.exists():
@@ -269,7 +265,7 @@ class JobCheckpoints:
             layout = self.strategy.layout.to_dict()
             record = {"phase": phase, "step": step, "position": stream.state_dict(), "layout": layout}
             record["job"] = self._job
-            write_text(folder / _RECORD, json.dumps(record, indent=1) + "\n")
+            write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
     @contextlib.contextmanager
     def _with_advice(self, advice: Callable[[], str]) -> Iterator[None]:
@@ -287,19 +283,15 @@ class JobCheckpoints:
 
     def _advise_earlier(self, point: SavedPoint) -> str:
         before = [
-            (place, path) for path in point.path.parent.iterdir() if (place := _place(path)) and place < point.order
+            (place, path)
+            for path in point.path.parent.iterdir()
+            if (place := checkpoint_order(path)) and place < point.order
         ]
         for _, path in sorted(before, reverse=True):
             with contextlib.suppress(CheckpointError):
                 check_files(path)
                 return f"The checkpoint before it is complete: resume with resume_from_checkpoint={path}"
         return "No earlier checkpoint is complete: repair the named file, or start a new run"
-
-
-def _place(path: Path) -> tuple[int, int] | None:
-    """Order of the phase, and step, of a checkpoint by its name; None for other paths, such as partial checkpoints."""
-    match = _NAME.fullmatch(path.name)
-    return (PHASES.index(match[1]), int(match[2])) if match and (path / _RECORD).is_file() else None
 
 
 def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
@@ -331,20 +323,20 @@ def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
 
 def saved_point(path: Path) -> SavedPoint | None:
     """Reads the checkpoint at `path`, or the latest in that folder of a run or of checkpoints; None without any."""
-    if (path / _RECORD).is_file():
+    if (path / RECORD).is_file():
         return _read(path)
     folders = (folder for folder in (path, path / FOLDER) if folder.is_dir())
     children = (child for folder in folders for child in folder.iterdir())
-    checkpoints = [(place, child) for child in children if (place := _place(child)) is not None]
+    checkpoints = [(place, child) for child in children if (place := checkpoint_order(child)) is not None]
     return _read(max(checkpoints)[1]) if checkpoints else None
 
 
 def _read(path: Path) -> SavedPoint:
-    file = path / _RECORD
+    file = path / RECORD
     with explain_read_errors(file):
         record = json.loads(file.read_text(encoding="utf-8"))
         point = SavedPoint(path=path, **(record | {"layout": ParallelDims(**record["layout"])}))
-        named = _NAME.fullmatch(path.name)
+        named = NAME.fullmatch(path.name)
         if point.phase not in PHASES or type(point.step) is not int or point.step < 1:
             raise CheckpointError(
                 f"{file} is malformed: it has step {point.step!r} of {point.phase!r}; copy the checkpoint again, or "

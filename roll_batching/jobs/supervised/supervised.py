@@ -111,7 +111,7 @@ def _train(context: JobContext, phase: _Phase) -> None:
             "skipped": strategy.skipped_steps or None,
             "tokens/s": metrics["tokens_per_second"],
             "packing efficiency": 1 - metrics["padding_share"],
-            "imbalance": metrics["imbalance"],
+            "imbalance": metrics["imbalance"] if metrics["imbalance"] > 0.05 else None,
         }
         context.record(step, metrics, shown=shown, plan=update[0])
         context.checkpoints.save_if_due(phase.name, step, step if is_last else last, phase.steps, reference)

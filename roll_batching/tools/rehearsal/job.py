@@ -9,7 +9,7 @@ from typing import Any, Literal
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.diagnostics import Problem
-from roll_batching.jobs.config.layout_rules import differing_keys
+from roll_batching.jobs.config.layout_rules import ONE_WHEN_SAMPLING, differing_keys
 from roll_batching.jobs.objectives.from_config import critic_mini_batch_size
 from roll_batching.planning import ParallelDims, PlanConstraints
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
@@ -17,7 +17,7 @@ from roll_batching.settings.model_cost import architecture_cost, architecture_pa
 from roll_batching.tools.rehearsal.fake_data import image_sizes
 from roll_batching.tools.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
 from roll_batching.tools.rehearsal.process import run_tasks
-from roll_batching.tools.rehearsal.rollout import fault_of, has_local_rollouts
+from roll_batching.tools.rehearsal.rollout import fault_of, has_local_rollouts, has_sampling_copy
 from roll_batching.tools.rehearsal.stages import (
     FEW,
     MORE,
@@ -73,6 +73,8 @@ class StageReport:
     """Context-parallel size of the packs, where each pack has its own; None: the layout's."""
     fp8_copies: float = 0.0
     """Bytes of the copies of weights in FP8."""
+    sampling_copy: float = 0.0
+    """Bytes of the weights of a copy of the model that samples rollouts."""
     other_communicators: frozenset[str] = frozenset()
     """Communicators that the rank needs for packs of other context-parallel sizes."""
 
@@ -88,9 +90,9 @@ class StageReport:
 
     def _margins_of(self, peak: float) -> tuple[Margin, ...]:
         margins = margins_of(self.report, peak, self.communicators)
-        if not self.fp8_copies:
-            return margins
-        return (*margins, Margin(bytes=self.fp8_copies, reason="copies in FP8 of the weights of layers"))
+        sampling = "weights of the copy that samples; its key-value cache is not counted"
+        copies = {"copies in FP8 of the weights of layers": self.fp8_copies, sampling: self.sampling_copy}
+        return (*margins, *(Margin(bytes=size, reason=reason) for reason, size in copies.items() if size))
 
     @property
     def peak(self) -> float:
@@ -216,11 +218,12 @@ def rehearse_job(
         for cp_size, kind, depths in kinds
         for depth in depths
     ]
-    stages = _stage_reports(kinds, iter(run_tasks(tasks)), megatron, architecture)
+    stages = _stage_reports(config, kinds, iter(run_tasks(tasks)), megatron, architecture)
     return Rehearsal(config=config, dims=dims, stages=_with_communicators(stages))
 
 
 def _stage_reports(
+    config: JobConfig,
     kinds: Sequence[tuple[int | None, RankKind, Sequence[int | None]]],
     reports: Iterator[RankReport],
     megatron: MegatronConfig,
@@ -240,7 +243,9 @@ def _stage_reports(
             report = replace(report, training=whole.training, critic=whole.critic)
         name = kind.name if cp_size is None else f"{kind.name}, CP {cp_size}"
         copies = copies_in_fp8(megatron, split, kind.policy.stage, report.layer_weights)
-        stages.append(StageReport(name=name, report=report, stages=kind.stages, cp_size=cp_size, fp8_copies=copies))
+        copy = report.kept.get("weights", 0.0) if has_sampling_copy(config) else 0.0
+        facts: dict[str, Any] = {"stages": kind.stages, "fp8_copies": copies, "sampling_copy": copy}
+        stages.append(StageReport(name=name, report=report, cp_size=cp_size, **facts))
     return stages
 
 
@@ -248,11 +253,13 @@ def _check_roles(config: JobConfig) -> None:
     """Raises ConfigError for roles in layouts that a rehearsal does not support."""
     for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
-        if name == "actor_infer" and not has_local_rollouts(config):
+        if name == "actor_infer" and not (has_local_rollouts(config) or has_sampling_copy(config)):
             continue
         if config.own_devices(name) is not None:
             raise config.error(Problem((name, "device_mapping"), text))
-        if name not in ("reference", "teacher") and (different := differing_keys(role, config.actor_train)):
+        counted = ONE_WHEN_SAMPLING if name == "actor_infer" else ()  # a copy without CP and VPP has the same weights
+        different = [key for key in differing_keys(role, config.actor_train) if key not in counted]
+        if name not in ("reference", "teacher") and different:
             raise config.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
         largest, trained = (
             worker.strategy_args.strategy_config.max_context_parallel_size for worker in (role, config.actor_train)
@@ -286,8 +293,8 @@ def context_sizes(config: JobConfig, dims: ParallelDims, lengths: Sequence[int] 
     With `lengths`: the sizes in the plan of the step; without: every legal size. Raises `PlanError` if the lengths
     cannot be planned.
     """
-    train = config.actor_train
-    megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
+    train, megatron = config.actor_train, config.actor_train.strategy_args.strategy_config
+    architecture = train.model_args.architecture
     if not megatron.has_cp_per_pack or architecture is None:
         return [None]
     constraints = PlanConstraints.of(
@@ -356,11 +363,8 @@ def totals_of(rehearsal: Rehearsal, cp_size: int | None = None, *, critic: bool 
 
 def rehearse_timeline(rehearsal: Rehearsal) -> RankReport:
     """Rehearse the fullest rank again, with all layers and a timeline. Raises `RehearsalError`."""
-    worst, world = rehearsal.worst, rehearsal.dims.world_size
-    task = RankTask(
-        config=rehearsal.config, rank=worst.report.rank, world_size=world, cp_size=worst.cp_size or 1, timeline=True
-    )
-    return run_tasks([task])[0]
+    worst, facts = rehearsal.worst, {"config": rehearsal.config, "world_size": rehearsal.dims.world_size}
+    return run_tasks([RankTask(**facts, rank=worst.report.rank, cp_size=worst.cp_size or 1, timeline=True)])[0]
 
 
 def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig, ArchitectureConfig]:
@@ -369,11 +373,8 @@ def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConf
     megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
     if architecture is None:
         name = train.model_args.model_name_or_path
-        text = (
-            "is missing: a rehearsal needs the model's shape"
-            if name is None
-            else f"is missing, and {name} is not a directory here"
-        )
+        missing = "is missing: a rehearsal needs the model's shape"
+        text = missing if name is None else f"is missing, and {name} is not a directory here"
         raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
     if megatron.attention_backend in _NOT_REHEARSED:
         similar = "dense" if architecture.attention_sinks else "varlen"

@@ -9,6 +9,7 @@ import torch
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
+from roll_batching.jobs.config.layout_rules import samples_apart
 from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.planning import ParallelDims
 from roll_batching.strategy.decoding import cache_positions, split_by_cache_limit
@@ -28,6 +29,15 @@ from roll_batching.tools.rehearsal.task import COMPACTION, DECODING, PREFILL
 
 def has_local_rollouts(config: JobConfig) -> bool:
     """Whether the training model itself samples rollouts in every step."""
+    return _has_rollouts_here(config) and not samples_apart(config)
+
+
+def has_sampling_copy(config: JobConfig) -> bool:
+    """Whether a copy of the model in another layout samples rollouts on the ranks of training."""
+    return _has_rollouts_here(config) and samples_apart(config)
+
+
+def _has_rollouts_here(config: JobConfig) -> bool:
     return bool(config.max_steps) and not (config.is_supervised or uses_engine(config) or config.has_sampler)
 
 

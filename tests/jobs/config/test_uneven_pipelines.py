@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roll_batching.jobs.config import ConfigFileError, JobConfig, config_from_dict
-from roll_batching.jobs.config.layout_rules import differing_keys
+from roll_batching.jobs.config.layout_rules import differing_keys, samples_apart
 from tests.jobs.config.jobs import changed
 
 pytestmark = pytest.mark.config
@@ -105,7 +105,13 @@ def test_roles_take_a_split_as_one_and_with_its_pipeline_only() -> None:
     assert not differing_keys(text.reference, text.actor_train)
 
 
-def test_virtual_stages_of_a_layout_do_not_sample() -> None:
-    layout = {f"{TRAIN}.{PP}": 2, f"{TRAIN}.{LAYOUT}": "Et|t|t|tL", f"{SAMPLING}.tensor_model_parallel_size": 2}
-    with pytest.raises(ConfigFileError, match=f"{VPP}: is 2, as in actor_train, and models sample only with 1"):
-        config_from_dict(changed(layout))
+def test_rollouts_default_to_sizes_that_sample() -> None:
+    """Without interleaving and context parallelism, unless actor_infer names sizes itself."""
+    layout = {f"{TRAIN}.{PP}": 2, f"{TRAIN}.{LAYOUT}": "Et|t|t|tL"}
+    job = config_from_dict(changed(layout))
+    assert split(job, "actor_infer") == ((2,), (2,)) and samples_apart(job)
+    job = config_from_dict(changed({f"{TRAIN}.context_parallel_size": 2}))
+    assert job.actor_infer.strategy_args.strategy_config.context_parallel_size == 1 and samples_apart(job)
+    assert not samples_apart(config_from_dict(changed({f"{TRAIN}.{PP}": 2})))  # a pipeline samples by itself
+    with pytest.raises(ConfigFileError, match=f"{VPP}: is 2, and models sample only with 1"):
+        config_from_dict(changed({**layout, f"{SAMPLING}.tensor_model_parallel_size": 2, f"{SAMPLING}.{VPP}": 2}))

@@ -41,4 +41,4 @@ def test_a_key_pressed_ends_a_job_with_one_line(tmp_path):
         assert launcher.wait(timeout=15) == 1
         assert not processes(tmp_path)
     said = [line for line in (tmp_path / "said").read_text().splitlines() if not line.startswith("warmup ")]
-    assert said == ["error: stopped by SIGINT; all ranks were ended"]
+    assert len(said) == 1 and said[0].startswith("error: stopped by SIGINT; all ranks were ended. No checkpoint was")

@@ -14,6 +14,7 @@ import pytest
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.launch.devices import choose_devices, oversubscription_warning, process_count, visible_devices
+from roll_batching.jobs.run.checkpoint_names import advise_resuming
 from tests.jobs.launch import commands
 
 pytest.importorskip("torch")
@@ -142,6 +143,16 @@ def test_stopping_the_launcher_ends_the_ranks(tmp_path, stop):
         _, said = job.communicate(timeout=30)
     assert job.returncode != 0 and said == f"stopped by {stop.name}; all ranks were ended\n"
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_stopped_job_names_the_checkpoint_to_resume_from(tmp_path):
+    assert advise_resuming(tmp_path).startswith("No checkpoint was written")
+    for name in ("warmup-000009", "rl-000010", "rl-000009", "rl-000011.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "job.json").touch()
+    (tmp_path / "checkpoints" / "rl-000012").mkdir()  # not complete
+    text = f"{tmp_path}/checkpoints/rl-000010 is complete: resume with resume_from_checkpoint=true"
+    assert advise_resuming(tmp_path) == text
 
 
 @pytest.mark.parametrize(("count", "processors", "said"), [(16, 2, True), (4, 2, False), (9, 4, True), (64, 64, False)])

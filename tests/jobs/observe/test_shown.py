@@ -15,7 +15,7 @@ from roll_batching.jobs.observe.closing import (
     show_summary,
     summarize,
 )
-from roll_batching.jobs.observe.progress import ProgressReporter
+from roll_batching.jobs.observe.progress import ProgressReporter, _clock, _short
 from tests.jobs.observe.rows import rl_rows
 
 
@@ -120,10 +120,18 @@ def test_a_resumed_phase_tells_the_time_that_its_own_steps_take(monkeypatch):
     for now, step in ((130.0, 5), (139.0, 6), (140.0, 7), (141.6, 12)):  # noqa: B007 (the clock reads it)
         progress.advance(step, {"tokens": 1000.0, "rate": 0.00125, "loss": 0.0})
     assert [" ".join(line.split()) for line in out.getvalue().splitlines()] == [
-        "rl 5/12 0:30 spent, 3:30 left tokens 1,000 rate 0.00125 loss 0",
-        "rl 7/12 0:40 spent, 1:07 left tokens 1,000 rate 0.00125 loss 0",
-        "rl 12/12 0:42 spent, 0:00 left tokens 1,000 rate 0.00125 loss 0",
+        "rl 5/12 30 s/step tokens 1,000 rate 0.00125 loss 0",
+        "rl 7/12 5 s/step, 25 s left tokens 1,000 rate 0.00125 loss 0",
+        "rl 12/12 1.66 s/step, 0 s left tokens 1,000 rate 0.00125 loss 0",
     ]
+
+
+def test_numbers_have_three_digits_and_times_two_units():
+    numbers = {0.12345: "0.123", 3: "3", 3.14159: "3.14", 999.7: "1,000", 4321.0: "4,321", 37061.4: "37.1k"}
+    numbers |= {9999: "9,999", 999_960.0: "1M", 2_500_000: "2.5M", 123_456_789.0: "123M", -0.00012345: "-0.000123"}
+    assert {number: _short(number) for number in numbers} == numbers
+    times = {0.4: "0 s", 59.6: "1 min 0 s", 200: "3 min 20 s", 10712: "2 h 58 min"}
+    assert {seconds: _clock(seconds) for seconds in times} == times
 
 
 def test_in_a_log_progress_is_a_few_lines():

@@ -25,6 +25,7 @@ from roll_batching.jobs.launch.on_ray.actors import Rank, RankActors, RankProces
 from roll_batching.jobs.launch.on_ray.cluster import Reservation, reserve_devices
 from roll_batching.jobs.processes.child_process import RESTARTS
 from roll_batching.jobs.processes.role_workers import RoleWorkers, WorkerListener, start_local_workers
+from roll_batching.jobs.run.checkpoint_names import advise_resuming
 from roll_batching.jobs.run.folder import read_lock
 from roll_batching.known_warnings import hide_known_warnings
 
@@ -142,7 +143,7 @@ def run_on_ray(config: JobConfig, count: int, variables: Mapping[str, str], *, m
         while True:
             failure = _attempt(config, count, {**variables, RESTARTS: str(restarts)}, caught, shared)
             if caught:
-                return f"stopped by {caught[0].name}; all ranks were ended"
+                return f"stopped by {caught[0].name}; all ranks were ended. {advise_resuming(folder)}"
             if failure is None:
                 return None
             if not (failure.lost or failure.aftermath) or restarts == max_restarts:
