@@ -38,14 +38,19 @@ def rehearse(
         float, typer.Option(min=1.0, help="Tokens of a rank's experts, as a multiple of an equal share.")
     ] = 1.0,
     advice: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            help="Search for the largest caps that fit and, if the job does not fit, for other settings that do."
+            "--advice/--no-advice",
+            help="Search for the largest caps that fit and, if the job does not fit, for other settings that do. "
+            "Default: search if the job does not fit.",
         ),
-    ] = True,
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Plot memory over a step of the fullest rank into this file.")
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print holders, margins, FLOPs, collectives and host reads, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Count memory, FLOPs, collectives and host reads of a job's ranks, without a GPU and without weights."""
@@ -60,7 +65,7 @@ def rehearse(
     from roll_batching.planning.lengths_io import read_lengths
     from roll_batching.tools.rehearsal.advice import find_limits, largest_fitting_caps, try_changes
     from roll_batching.tools.rehearsal.job import Rehearsal, rehearse_job, rehearse_timeline
-    from roll_batching.tools.rehearsal.report import advice_lines, draw_memory, lines_of, report_json
+    from roll_batching.tools.rehearsal.report import advice_lines, draw_memory, lines_of, report_json, summary_lines
 
     step_lengths: Any = lengths if lengths in (None, "data") else read_lengths(Path(lengths)).tolist()
 
@@ -70,11 +75,12 @@ def rehearse(
 
     rehearsal = rehearse_job(job, world_size=world_size, lengths=step_lengths, expert_imbalance=expert_imbalance)
     if not as_json:
-        for line in lines_of(rehearsal, size):
+        for line in lines_of(rehearsal, size) if verbose else summary_lines(rehearsal, size):
             typer.echo(line)
     if plot is not None:
         title = f"{rehearsal.worst.name}, {rehearsal.dims}"
         draw_memory(rehearse_timeline(rehearsal), plot, title=title, gpu_memory=size)
+    advice = not rehearsal.fits(size) if advice is None else advice
     limits = find_limits(rehearsal, size, rehearse_again) if advice and step_lengths is None else []
     needs_advice = advice and not rehearsal.fits(size)
     change = largest_fitting_caps(rehearsal, limits, size) if needs_advice else None

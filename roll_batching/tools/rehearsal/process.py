@@ -31,8 +31,20 @@ def run_tasks(tasks: Sequence[RankTask], processes: int | None = None) -> list[R
     Raises `RehearsalError` with the output of the first task that failed.
     """
     workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
+    reports: list[RankReport] = []
     with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
-        return list(pool.map(_run, tasks))
+        _show(0, len(tasks))
+        for report in pool.map(_run, tasks):
+            reports.append(report)
+            _show(len(reports), len(tasks))
+    return reports
+
+
+def _show(done: int, total: int) -> None:
+    """On a terminal, a line on standard error that updates and is gone at the end."""
+    if sys.stderr.isatty():
+        text = f"\rrehearsing ranks: {done} of {total} are done "
+        print(text if done < total else f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
 
 
 def _run(task: RankTask) -> RankReport:

@@ -18,6 +18,8 @@ _STATES = ("weights", "gradients", "optimizer")
 KINDS = (*_STATES, *(CRITIC + kind for kind in _STATES), "reference", "teacher", "inputs", "activations")
 _LARGEST = 5
 """Number of holders of the peak in the text."""
+_PHASES = 7
+"""Number of phases in the summary."""
 _COLOURS = (
     "#4c72b0",
     "#dd8452",
@@ -67,8 +69,41 @@ def advice_lines(
             yield f"does not fit, {_gib(way.need)} GiB: {way.change}"
 
 
+def summary_lines(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
+    """Yields the verdict and the peak of each phase; `lines_of` has the details."""
+    yield from _verdict(rehearsal, gpu_memory)
+    worst, stages = rehearsal.worst, rehearsal.stages
+    highest = {name: peak.bytes for stage in stages for name, peak in stage.report.peaks.items()}
+    for stage in stages:
+        highest |= {name: max(peak.bytes, highest[name]) for name, peak in stage.report.peaks.items()}
+    shown = sorted(highest, key=highest.__getitem__)[-_PHASES:]
+    yield ""
+    yield f"  {'peak of a phase, GiB':<24} {worst.name:>18} {'highest stage':>14}"
+    for name in (name for name in highest if name in shown):
+        peak = worst.report.peaks.get(name)
+        yield f"  {name:<24} {'-' if peak is None else _gib(peak.bytes):>18} {_gib(highest[name]):>14}"
+    if reads := rehearsal.reads_inside:
+        yield f"  {sum(reads.values()):,} host reads inside the schedule stall the device, such as {next(iter(reads))}"
+    more = len(highest) - len(shown)
+    yield (
+        f"  {more} other phases need less; " if more else "  "
+    ) + "--verbose lists all that was counted, --advice the largest caps that fit"
+
+
 def lines_of(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
-    """Yields the lines of the report, the verdict first."""
+    """Yields the lines of the whole report, the verdict first."""
+    yield from _verdict(rehearsal, gpu_memory)
+    for stage in rehearsal.stages:
+        yield ""
+        yield from _stage(stage)
+    yield ""
+    for size in rehearsal.cp_sizes or (None,):
+        yield _totals("training", totals_of(rehearsal, size), size)
+        if uses_critic(rehearsal.config):
+            yield _totals("training of the critic", totals_of(rehearsal, size, critic=True), size)
+
+
+def _verdict(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
     worst = rehearsal.worst
     verdict = "fits" if rehearsal.fits(gpu_memory) else "does not fit"
     yield (
@@ -85,14 +120,6 @@ def lines_of(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
         tokens = ", ".join(f"{count:,} tokens ({name})" for name, count in first.report.tokens.items())
         yield (f"{ranks}; " if size is None else f"  CP {size}: ") + f"micro-batches of {tokens}"
     yield from rehearsal.stages[0].report.notes
-    for stage in rehearsal.stages:
-        yield ""
-        yield from _stage(stage)
-    yield ""
-    for size in rehearsal.cp_sizes or (None,):
-        yield _totals("training", totals_of(rehearsal, size), size)
-        if uses_critic(rehearsal.config):
-            yield _totals("training of the critic", totals_of(rehearsal, size, critic=True), size)
 
 
 def _stage(stage: StageReport) -> Iterator[str]:

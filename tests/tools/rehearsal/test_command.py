@@ -64,7 +64,21 @@ def test_a_job_that_does_not_fit_exits_with_1(capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--no-advice", "--gpu-memory", "1MiB"])
     assert end.value.code == 1
-    assert "does not fit 0.00 GiB" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("does not fit 0.00 GiB") and len(lines) <= 15
+    peaks = [
+        float(line.split()[-1]) for line in lines if line.startswith(("  forward ", "  backward ", "  optimizer "))
+    ]
+    assert len(peaks) == 3 and max(peaks) > 0 and "--verbose" in lines[-1]
+
+
+def test_a_copy_without_context_parallelism_samples_and_is_counted(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*DEMO, "--no-advice", "--json", "actor_train.strategy_args.strategy_config.context_parallel_size=2"])
+    assert end.value.code == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    (copy,) = (margin["bytes"] for margin in stage["margins"] if "copy that samples" in margin["reason"])
+    assert copy == stage["kept"]["weights"] > 0
 
 
 @pytest.mark.slow
