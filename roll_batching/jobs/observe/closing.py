@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
 from roll_batching.files import atomic_file
 from roll_batching.jobs.observe.progress import fixed
 from roll_batching.jobs.observe.run_files import Metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 INK, SOFT, GRID = "#1f2933", "#8793a1", "#e4e8ec"
 BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9622b", "#2e8b6f", "#aab4be"
@@ -26,6 +26,9 @@ def plot_learning_curve(rows: Sequence[Metrics], path: Path, *, title: str) -> N
     Columns without values are left out. Without any `rl` row, the training loss and, where it was measured, the
     held-out loss are drawn.
     """
+    from matplotlib.figure import Figure  # of the extra `plot`
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     rl = [r for r in rows if r["phase"] == "rl"]
     spacing = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
     figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white", layout=spacing)
@@ -105,6 +108,8 @@ def _loss_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
 
 
 def _style(axes: Axes, title: str, *, percent: bool) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
     axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=8)
     axes.set_xlabel("step", fontsize=9, color=SOFT)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

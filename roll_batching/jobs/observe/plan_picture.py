@@ -22,8 +22,11 @@ _MARKED: Mapping[str, str] = {"png": "Software", "svg": "Creator", "pdf": "Creat
 
 
 def check_picture(path: str | Path, command: str) -> None:
-    """Raises DataError for another suffix than an image format's; ConfigError if `path` is no picture of ours."""
-    from matplotlib.backend_bases import FigureCanvasBase
+    """Raises ConfigError without matplotlib or if `path` is no picture of ours, DataError for an unknown suffix."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ConfigError(f"{path}: pictures need matplotlib: pip install 'roll-batching[plot]'") from None
 
     formats = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in formats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,14 @@ class RunRecorder:
         title = f"{config.exp_name}: {kind}"
         if config.control != "none":
             title += f", control ({config.control} advantages)"
-        plot_learning_curve(self.metrics.rows, self.folder / CURVE, title=title)
+        files = f"metrics, TensorBoard events and {CURVE}"
+        if importlib.util.find_spec("matplotlib") is not None:
+            plot_learning_curve(self.metrics.rows, self.folder / CURVE, title=title)
+        else:
+            files = f"metrics and TensorBoard events ({CURVE} needs the extra `plot`)"
         console = self.progress.console
         show_summary(summarize(self.metrics.rows), console, used=mode, title=title)
-        console.print(f"metrics, TensorBoard events and learning_curve.png are in {self.folder}", soft_wrap=True)
+        console.print(f"{files} are in {self.folder}", soft_wrap=True)
         if model is not None:
             console.print(f"the trained model is in {model}, for transformers' from_pretrained", soft_wrap=True)
 
