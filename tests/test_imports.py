@@ -213,7 +213,7 @@ LINES = {
     "tools": 50,
     "tools.conversion": 6_680,
     "tools.doctor": 890,
-    "tools.rehearsal": 3_770,
+    "tools.rehearsal": 3_815,
     "tools.report": 1_750,
     "tools.simulation": 760,
 }

@@ -363,7 +363,8 @@ def totals_of(rehearsal: Rehearsal, cp_size: int | None = None, *, critic: bool 
 
 def rehearse_timeline(rehearsal: Rehearsal) -> RankReport:
     """Rehearse the fullest rank again, with all layers and a timeline. Raises `RehearsalError`."""
-    worst, facts = rehearsal.worst, {"config": rehearsal.config, "world_size": rehearsal.dims.world_size}
+    worst = rehearsal.worst
+    facts: dict[str, Any] = {"config": rehearsal.config, "world_size": rehearsal.dims.world_size}
     return run_tasks([RankTask(**facts, rank=worst.report.rank, cp_size=worst.cp_size or 1, timeline=True)])[0]
 
 
