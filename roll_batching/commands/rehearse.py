@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +12,7 @@ import typer
 
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.config import JobConfig, load_config
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+from roll_batching.settings.fields import parse_bytes
 
 
 def rehearse(
@@ -54,7 +52,7 @@ def rehearse(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Count memory, FLOPs, collectives and host reads of a job's ranks, without a GPU and without weights."""
-    size = _bytes(gpu_memory)
+    size = bytes_of(gpu_memory)
     if plot is not None:
         from roll_batching.jobs.observe.plan_picture import check_picture
 
@@ -99,9 +97,9 @@ def rehearse(
         raise typer.Exit(1)
 
 
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = match and _UNITS.get(match[2].upper())
-    if match is None or unit is None:
-        raise ConfigError(f"--gpu-memory {text!r} is not a size: write for example 80GiB")
-    return int(float(match[1]) * unit)
+def bytes_of(gpu_memory: str) -> int:
+    """Bytes that the option --gpu-memory names. Raises ConfigError."""
+    try:
+        return int(parse_bytes(gpu_memory))
+    except ValueError as error:
+        raise ConfigError(f"--gpu-memory {error}") from None

@@ -8,15 +8,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from roll_batching.commands.options import Address, Launcher
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.config import JobConfig, Notice, load_config
+from roll_batching.jobs.config.auto_caps import auto_caps, with_open_caps
 from roll_batching.jobs.config.engine_rules import starts_servers
 from roll_batching.jobs.config.job_keys import Task
+
+if TYPE_CHECKING:
+    from roll_batching.jobs.launch.worker import Prepare
 
 ConfigOption = Annotated[Path, typer.Option(help="YAML or TOML file of the job.")]
 Overrides = Annotated[
@@ -86,16 +90,19 @@ def run_command(
     job.check_runnable()
     raise_open_files_limit()
     place = rank_info()
+    prepare: Prepare | None = None
+    if auto_caps(job.roles):
+        from roll_batching.tools.rehearsal.caps import resolve_caps as prepare
     if options.launcher is Launcher.ray:
         if place is not None:
             raise ConfigError("--launcher ray starts the ranks itself, but RANK is set in the environment. Unset it")
-        _run_on_ray(job, options)
+        _run_on_ray(job, options, prepare)
         return
     if options.max_restarts:
         raise ConfigError("--max-restarts needs --launcher ray. Under torchrun, set its own --max-restarts")
     os.environ.update(role_device_variables(job))
     if place is None:
-        _run_here(job, [command, "--config", str(config), *changes], options.nproc)
+        _run_here(with_open_caps(job), [command, "--config", str(config), *changes], options.nproc)
         return
     check_world_size(job, place)
     from roll_batching.jobs.launch.worker import run_worker
@@ -106,7 +113,7 @@ def run_command(
     os.environ.update(job.environment())
     if place.launcher is None:
         os.environ.update(devices_under_torchrun(job))
-    run_worker(job)
+    run_worker(job, prepare=prepare)
 
 
 def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> None:
@@ -123,7 +130,7 @@ def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> No
         raise RollBatchingError(failure)
 
 
-def _run_on_ray(job: JobConfig, options: _LaunchOptions) -> None:
+def _run_on_ray(job: JobConfig, options: _LaunchOptions, prepare: Prepare | None) -> None:
     from roll_batching.jobs.launch.devices import process_count
     from roll_batching.jobs.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
 
@@ -139,13 +146,13 @@ def _run_on_ray(job: JobConfig, options: _LaunchOptions) -> None:
     check_folder(job.output_dir)
     check_address(options.address)
     if options.address == LOCAL:
-        os.environ.update(_devices_here(job, count, options.nproc, of_roles=True))
-    with _prepared(job) as variables:
+        os.environ.update(_devices_here(with_open_caps(job), count, options.nproc, of_roles=True))
+    with _prepared(with_open_caps(job)) as variables:
         from roll_batching.jobs.launch.on_ray.restarts import run_on_ray
 
         processes = count + sum(len(job.own_devices(name) or ()) for name in job.roles)
         with connected(options.address, max(processes, os.cpu_count() or 1)):
-            failure = run_on_ray(job, count, variables, max_restarts=options.max_restarts)
+            failure = run_on_ray(job, count, variables, max_restarts=options.max_restarts, prepare=prepare)
     if failure is not None:
         raise RollBatchingError(failure)
 

@@ -15,6 +15,15 @@ from roll_batching.settings.fields import OR_NULL, Pass, RegisteredName, Setting
 
 LogprobPlan = Literal["train", "own", "rollout", "none"]
 SharePrefixes = bool | Literal["auto"]
+TokenCap = Annotated[int | Literal["auto"] | None, AfterValidator(require_positive)]
+"""Most tokens of a micro-batch; auto: the most that fit into the device's memory, found before a job is built."""
+CAP_KEYS: dict[tuple[Mode, Pass], str] = {
+    ("packed", "train"): "sequence_packing_args.max_packed_sequence_length_train",
+    ("packed", "infer"): "sequence_packing_args.max_packed_sequence_length_forward",
+    ("dynamic", "train"): "max_tokens_per_microbatch_in_train",
+    ("dynamic", "infer"): "max_tokens_per_microbatch_in_infer",
+}
+"""Key of the cap by mode and kind of pass."""
 
 PASSES_OF_ROLES: dict[str, tuple[Pass, ...]] = {
     "actor_train": ("train", "infer"),
@@ -91,13 +100,13 @@ class SequencePackingArgs(Settings):
     algorithm: Annotated[str, RegisteredName(ALGORITHMS["packed"])] = setting(
         "load_balance", help="How packs are formed and balanced, under the cap."
     )
-    max_packed_sequence_length_train: int | None = setting(
+    max_packed_sequence_length_train: TokenCap = setting(
         None,
-        help="Most tokens of a pack in training; a hard cap. Required with packing in a role that trains.",
-        gt=0,
+        help="Most tokens of a pack in training; a hard cap. Required with packing in a role that trains. auto: the "
+        "most that fit into the device's memory (docs/rehearsal-and-simulation.md).",
     )
-    max_packed_sequence_length_forward: int | None = setting(
-        None, help="Most tokens of a pack in passes without gradient. Default: the training cap.", gt=0
+    max_packed_sequence_length_forward: TokenCap = setting(
+        None, help="Most tokens of a pack in passes without gradient, or auto. Default: the training cap."
     )
     min_num_micro_batches_train: int = setting(
         1, help="Fewest micro-batches per rank and optimizer step.", ge=1, passes=("train",)
@@ -165,10 +174,10 @@ class RoleBatching(Settings):
         passes=("train", "infer"),
     )
     use_dynamic_batching_in_train: bool = setting(False, help="Dynamic mode for training.", passes=("train",))
-    max_tokens_per_microbatch_in_train: int | None = setting(
+    max_tokens_per_microbatch_in_train: TokenCap = setting(
         None,
-        help="Dynamic mode: most tokens (rows x length) of a micro-batch in training.",
-        gt=0,
+        help="Dynamic mode: most tokens (rows x length) of a micro-batch in training. auto: the most that fit into the "
+        "device's memory.",
         mode="dynamic",
         passes=("train",),
     )
@@ -182,10 +191,10 @@ class RoleBatching(Settings):
     use_dynamic_batching_in_infer: bool = setting(
         False, help="Dynamic mode for passes without gradient.", passes=("infer",)
     )
-    max_tokens_per_microbatch_in_infer: int | None = setting(
+    max_tokens_per_microbatch_in_infer: TokenCap = setting(
         None,
-        help="Dynamic mode: most tokens of a micro-batch in passes without gradient. Default: the training cap.",
-        gt=0,
+        help="Dynamic mode: most tokens of a micro-batch in passes without gradient, or auto. Default: the training "
+        "cap.",
         mode="dynamic",
         passes=("infer",),
     )
@@ -217,10 +226,23 @@ class RoleBatching(Settings):
         """Whether passes without gradient are batched dynamically, by either spelling."""
         return self.use_dynamic_batching_in_infer or bool(self.use_dynamic_batching)
 
-    def dynamic_cap(self, kind: Pass) -> int | None:
-        """Most tokens of a dynamic micro-batch, resolved."""
+    def dynamic_cap(self, kind: Pass) -> TokenCap:
+        """Most tokens of a dynamic micro-batch, resolved; `auto` before a job is built."""
         own = self.max_tokens_per_microbatch_in_infer if kind == "infer" else None
         return own or self.max_tokens_per_microbatch_in_train
+
+    def cap_key(self, kind: Pass) -> str | None:
+        """The key that gives the cap of passes of `kind`, its own or the other one's; None in padded mode."""
+        if (mode := self.mode_of(kind)) == "padded":
+            return None
+        key, other = (CAP_KEYS[mode, each] for each in (kind, "infer" if kind == "train" else "train"))
+        return other if self.cap_at(key) is None and self.cap_at(other) is not None else key
+
+    def cap_at(self, key: str) -> TokenCap:
+        """Value of a key of `CAP_KEYS`."""
+        section, _, name = key.rpartition(".")
+        value: TokenCap = getattr(getattr(self, section) if section else self, name)
+        return value
 
     @property
     def train_cap_key(self) -> str:
@@ -239,9 +261,15 @@ class RoleBatching(Settings):
     def batching_spec(self, kind: Pass, *, train_rows: int) -> BatchingSpec:
         """The planner's constraints for such passes; `train_rows` sequences make a padded micro-batch in training.
 
-        Raises ConfigError when the mode's cap is missing.
+        Raises ConfigError when the mode's cap is missing or not resolved yet.
         """
         planning, mode = self.planning_args, self.mode_of(kind)
+        key = self.cap_key(kind)
+        if key is not None and self.cap_at(key) == "auto":
+            raise ConfigError(
+                f"{key} is auto, which only `roll-batching train` (sft, dpo) resolves, in the free memory of its "
+                "devices. Give the number of tokens that `roll-batching fit --config FILE` prints"
+            )
         try:
             return BatchingSpec(
                 mode=mode,

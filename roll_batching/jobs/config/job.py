@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import PrivateAttr, ValidationError, model_validator
@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from roll_batching.checked_fields import unit_hint, unit_of
 from roll_batching.jobs.config.advantages import REFUSED_ESTIMATORS
+from roll_batching.jobs.config.auto_caps import with_caps, with_open_caps
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Notice, Problem, dotted, nearest
 from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, foreign_paths, given_foreign_keys, shown
 from roll_batching.jobs.config.job_keys import JobKeys
@@ -29,6 +30,7 @@ class JobConfig(JobKeys):
 
     _notices: tuple[Notice, ...] = PrivateAttr(default=())
     _source: Source | None = PrivateAttr(default=None)
+    _resolved_caps: dict[str, int] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _resolve(self) -> JobConfig:
@@ -42,9 +44,20 @@ class JobConfig(JobKeys):
         """Notices on keys without effect or with another effect, in the order of the file."""
         return self._notices
 
+    @property
+    def resolved_caps(self) -> Mapping[str, int]:
+        """Caps that are `auto` in the file, in tokens by dotted path; empty before they are resolved."""
+        return dict(self._resolved_caps)
+
+    def with_resolved_caps(self, caps: Mapping[str, int]) -> JobConfig:
+        """Copy of this job with `caps` in place of its auto caps, by dotted path."""
+        job: JobConfig = with_caps(self, caps)
+        job._resolved_caps = dict(caps)
+        return job
+
     def check_runnable(self) -> None:
         """Raises ConfigFileError with all keys that a run needs and this configuration lacks."""
-        problems = missing_for_a_run(self)
+        problems = missing_for_a_run(with_open_caps(self))
         if problems:
             raise self.error(*problems)
 
@@ -86,12 +99,14 @@ def check_source(source: Source) -> JobConfig:
     if job is not None:
         faulty = [problem.path for problem in problems]
         problems += [
-            problem for problem in broken_rules(job) if not any(_nested(problem.path, path) for path in faulty)
+            problem
+            for problem in broken_rules(with_open_caps(job))
+            if not any(_nested(problem.path, path) for path in faulty)
         ]
     if problems or job is None:
         unique = {problem.path + (problem.message,): problem for problem in problems}
         raise ConfigFileError(_placed(unique.values(), source))
-    job._notices = collect_notices(job, source)
+    job._notices = collect_notices(with_open_caps(job), source)
     job._source = source if source.places else None
     return job
 

@@ -11,6 +11,7 @@ from pydantic import field_validator, model_validator
 
 from roll_batching.errors import LayoutError
 from roll_batching.jobs.config.advantages import GAE
+from roll_batching.jobs.config.auto_caps import MemoryKeys
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
 from roll_batching.jobs.config.job_sections import TokenizerConfig, TrainSection, WarmupConfig
 from roll_batching.jobs.config.objective import ObjectiveKeys
@@ -102,6 +103,7 @@ class JobKeys(
     RolloutKeys,
     DynamicSamplingKeys,
     AsyncKeys,
+    MemoryKeys,
     read_if=_READ_IF,
 ):
     """The keys of a job."""

@@ -167,7 +167,7 @@ def _dynamic(name: str, role: WorkerConfig, kind: Pass) -> Iterator[Problem]:
     if cap is None:
         text = "is missing: dynamic batching needs the most tokens (rows x length) that one micro-batch may compute"
         yield Problem((name, cap_key), text)
-    elif cap < step:
+    elif isinstance(cap, int) and cap < step:
         yield Problem((name, cap_key), f"is {cap}, below {round_key} = {step}: not even one row would fit; raise it")
     multiple = layout.tensor_model_parallel_size * layout.cp_size
     if step % multiple:

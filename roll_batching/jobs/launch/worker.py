@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.launch.failures import describe_failure, record_completion, record_failure
@@ -17,8 +17,13 @@ from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_lo
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.lifetime import end_with_parent, forks_die_with_us
 
+Prepare = Callable[[JobConfig, RankInfo, Any], JobConfig]
+"""Completes a job's settings, given this rank and the rendezvous store, the same on all ranks; a collective call."""
 
-def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None) -> None:
+
+def run_worker(
+    config: JobConfig, job: Callable[[JobConfig], None] | None = None, prepare: Prepare | None = None
+) -> None:
     """Runs `job` (default: the RL, SFT or DPO job of `config`) as the rank that the environment names.
 
     A failure ends the process with exit code 1, without unwinding: peers may wait for this rank in a collective, and
@@ -31,7 +36,7 @@ def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None
         rank = info.rank
         if info.is_supervised:
             end_with_parent(info.launcher or os.getppid())
-        run_rank(config, info, job)
+        run_rank(config, info, job, prepare=prepare)
     except BaseException as error:
         _exit(rank, error, config)
     record_completion(rank)
@@ -42,6 +47,7 @@ def run_rank(
     info: RankInfo,
     job: Callable[[JobConfig], None] | None = None,
     start_workers: StartRoleWorkers = start_local_workers,
+    prepare: Prepare | None = None,
 ) -> None:
     """Runs one rank's part of the job; raises the error that it fails with.
 
@@ -52,6 +58,7 @@ def run_rank(
         info: this process's rank.
         job: called in place of the job that `config` describes.
         start_workers: starts the processes of roles on separate devices.
+        prepare: called for the job that `config` describes, once all ranks have joined.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -62,7 +69,9 @@ def run_rank(
         from roll_batching.jobs.job import run_job
         from roll_batching.jobs.launch.rendezvous import wait_for_ranks
 
-        _store = wait_for_ranks(info, config.actor_train.backend_timeout)
+        store = wait_for_ranks(info, config.actor_train.backend_timeout)
+        if prepare is not None:
+            config = prepare(config, info, store)
         job = partial(run_job, start_workers=start_workers)
     job(config)
     if "torch" in sys.modules:

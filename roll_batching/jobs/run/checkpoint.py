@@ -11,7 +11,7 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class SavedPoint:
     """State of the phase's data stream and objective."""
     layout: ParallelDims
     """Parallel layout of the run that wrote it."""
+    caps: Mapping[str, int] = field(default_factory=dict)
+    """Caps of micro-batches that are `auto` in the run's settings, in tokens by dotted path."""
     job: Digests | None = field(default=None, repr=False)
     """Digests of the job that wrote it; None for a checkpoint of an earlier version."""
 
@@ -87,6 +89,8 @@ class JobCheckpoints:
         self.save_steps = config.save_steps
         self.save_total_limit = config.save_total_limit
         self.async_save = config.async_save
+        self.caps = config.resolved_caps
+        """Resolved auto caps of the micro-batches that are formed now, for the checkpoints."""
         self.resumed: SavedPoint | None = None
         """The checkpoint that the run resumes from; None where it starts at the beginning."""
         self._group = strategy.layout.host_group
@@ -264,7 +268,7 @@ class JobCheckpoints:
         if dist.get_rank() == 0:
             layout = self.strategy.layout.to_dict()
             record = {"phase": phase, "step": step, "position": stream.state_dict(), "layout": layout}
-            record["job"] = self._job
+            record |= {"caps": dict(self.caps), "job": self._job}
             write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ Digests = Mapping[str, Mapping[str, str]]
 _WITHOUT_EFFECT = {
     *("exp_name", "output_dir", "resume_from_checkpoint", "verify_checkpoint", "system_envs"),
     *("save_steps", "save_total_limit", "async_save", "export_model", "rollout_samples", "logging_steps"),
-    *("track_with", "tracker_kwargs", "tokenizer"),
+    *("track_with", "tracker_kwargs", "tokenizer", "device_memory_limit"),
 }
 """Keys that do not change how a run continues, or whose files are compared instead (tokenizer)."""
 _OF_A_MACHINE = {"output_dir", "system_envs", "track_with", "tracker_kwargs"}
@@ -55,7 +55,7 @@ def digests_of(
 def settings_of(config: JobConfig) -> dict[str, Any]:
     """The settings that decide how the job continues, by path; secrets are replaced by a placeholder."""
     settings = config.model_dump(mode="json", exclude_defaults=True, exclude=_WITHOUT_EFFECT)
-    return dict(_leaves(without_secrets(settings)))
+    return dict(_leaves(without_secrets(settings))) | dict.fromkeys(config.resolved_caps, "auto")
 
 
 def shared_settings(config: JobConfig) -> dict[str, str]:

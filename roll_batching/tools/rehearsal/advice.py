@@ -8,11 +8,14 @@ from typing import Any
 
 from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.auto_caps import with_value
 from roll_batching.jobs.config.layout_rules import differing_keys, model_fits
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.planning import ParallelDims
-from roll_batching.settings.fields import Pass
+from roll_batching.planning.batching_spec import Mode
+from roll_batching.settings.batching import CAP_KEYS
+from roll_batching.settings.fields import MOST_TOKENS, Pass
 from roll_batching.tools.rehearsal.job import Rehearsal
 from roll_batching.tools.rehearsal.lengths import longest_sample
 from roll_batching.tools.rehearsal.rollout import has_local_rollouts, sizes_of
@@ -26,7 +29,6 @@ from roll_batching.tools.rehearsal.task import (
     ROLLOUT,
     TEACHER,
     VALUES,
-    with_value,
 )
 
 Rehearse = Callable[[JobConfig], Rehearsal]
@@ -59,7 +61,7 @@ class TriedChange:
 
 
 @dataclass
-class _Search:
+class Search:
     """Search for the largest cap that fits, by regula falsi: memory grows almost linearly with a cap."""
 
     cap: Cap
@@ -82,7 +84,8 @@ class _Search:
         below, above, step = self.below, self.above, self.cap.step
         if above is None:
             assert below is not None
-            return below * 2 if len(self.needs) < _PROBES - 1 else None
+            guess = min(self._guess_beyond(below), self.cap.most or MOST_TOKENS)
+            return guess if guess > below and len(self.needs) < _PROBES else None
         if below is None:
             return self.cap.least if above > self.cap.least else None
         if above - below <= max(step, below // 50):  # 2% is close enough
@@ -90,6 +93,14 @@ class _Search:
         share = (self.gpu_memory - self.needs[below]) / (self.needs[above] - self.needs[below])
         guess = int(below + share * (above - below)) // step * step
         return guess if below + step <= guess < above else below + step
+
+    def _guess_beyond(self, below: int) -> int:
+        """A value that is probably 2% too large, on the line through the two largest values so far, which fit."""
+        smaller = max((value for value in self.needs if value < below), default=None)
+        if smaller is None or self.needs[smaller] >= self.needs[below]:
+            return 2 * below
+        room, slope = self.gpu_memory - self.needs[below], (self.needs[below] - self.needs[smaller]) / (below - smaller)
+        return below + int(1.02 * room / slope) // self.cap.step * self.cap.step + self.cap.step
 
     def limit(self) -> Limit:
         """The bounds that the rehearsals so far give."""
@@ -103,13 +114,13 @@ def find_limits(rehearsal: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> 
     The memory of a phase depends on its own cap only, so one rehearsal serves the searches of all caps.
     """
     searches = [
-        _Search(cap, gpu_memory, {cap.value: need})
+        Search(cap, gpu_memory, {cap.value: need})
         for cap in caps_of(rehearsal.config, rehearsal.dims)
         if (need := rehearsal.need_in(cap.phases)) > gpu_memory
     ]
     if rehearsal.fits(gpu_memory):
         training = caps_of(rehearsal.config, rehearsal.dims)[0]
-        searches = [_Search(training, gpu_memory, {training.value: rehearsal.need_in(training.phases)})]
+        searches = [Search(training, gpu_memory, {training.value: rehearsal.need_in(training.phases)})]
     for _ in range(_PROBES):
         guesses = [(search, guess) for search in searches if (guess := search.guess()) is not None]
         if not guesses:
@@ -166,11 +177,8 @@ def try_changes(
 _LAYOUT = "actor_train.strategy_args.strategy_config."
 _ROWS = "training_args.per_device_train_batch_size"
 _STEPS = "training_args.gradient_accumulation_steps"
-_KEYS: dict[tuple[str, Pass], str] = {
-    ("packed", "train"): "sequence_packing_args.max_packed_sequence_length_train",
-    ("packed", "infer"): "sequence_packing_args.max_packed_sequence_length_forward",
-    ("dynamic", "train"): "max_tokens_per_microbatch_in_train",
-    ("dynamic", "infer"): "max_tokens_per_microbatch_in_infer",
+_KEYS: dict[tuple[Mode, Pass], str] = {
+    **CAP_KEYS,
     ("padded", "train"): _ROWS,
     ("padded", "infer"): "infer_batch_size",
 }
@@ -219,6 +227,8 @@ class Cap:
     """Granularity of the search."""
     phases: tuple[str, ...]
     """Phases whose memory the cap bounds."""
+    most: int | None = None
+    """Largest useful value: a larger one holds no more samples. None: not known."""
 
 
 def caps_of(config: JobConfig, dims: ParallelDims) -> list[Cap]:

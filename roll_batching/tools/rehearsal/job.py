@@ -75,6 +75,8 @@ class StageReport:
     """Bytes of the copies of weights in FP8."""
     sampling_copy: float = 0.0
     """Bytes of the weights of a copy of the model that samples rollouts."""
+    is_on_cpu: bool = False
+    """Whether the rank runs on a CPU: nothing but its tensors counts, without margins."""
     other_communicators: frozenset[str] = frozenset()
     """Communicators that the rank needs for packs of other context-parallel sizes."""
 
@@ -89,7 +91,7 @@ class StageReport:
         return self._margins_of(self.peak)
 
     def _margins_of(self, peak: float) -> tuple[Margin, ...]:
-        margins = margins_of(self.report, peak, self.communicators)
+        margins = () if self.is_on_cpu else margins_of(self.report, peak, self.communicators)
         sampling = "weights of the copy that samples; its key-value cache is not counted"
         copies = {"copies in FP8 of the weights of layers": self.fp8_copies, sampling: self.sampling_copy}
         return (*margins, *(Margin(bytes=size, reason=reason) for reason, size in copies.items() if size))
@@ -219,7 +221,7 @@ def rehearse_job(
         for depth in depths
     ]
     stages = _stage_reports(config, kinds, iter(run_tasks(tasks)), megatron, architecture)
-    return Rehearsal(config=config, dims=dims, stages=_with_communicators(stages))
+    return Rehearsal(config=config, dims=dims, stages=_with_communicators(stages, on_cpu=device == "cpu"))
 
 
 def _stage_reports(
@@ -268,13 +270,12 @@ def _check_roles(config: JobConfig) -> None:
             raise config.error(Problem((name, "strategy_args", "strategy_config", "max_context_parallel_size"), text))
 
 
-def _with_communicators(stages: Sequence[StageReport]) -> tuple[StageReport, ...]:
+def _with_communicators(stages: Sequence[StageReport], *, on_cpu: bool) -> tuple[StageReport, ...]:
     """Copies of `stages`, each with the communicators that its rank needs for packs of all sizes."""
-    communicators: dict[int, frozenset[str]] = {}
+    groups: dict[int, frozenset[str]] = {}
     for stage in stages:
-        rank = stage.report.rank
-        communicators[rank] = communicators.get(rank, frozenset()) | communicators_of(stage.report)
-    return tuple(replace(stage, other_communicators=communicators[stage.report.rank]) for stage in stages)
+        groups[stage.report.rank] = groups.get(stage.report.rank, frozenset()) | communicators_of(stage.report)
+    return tuple(replace(stage, other_communicators=groups[stage.report.rank], is_on_cpu=on_cpu) for stage in stages)
 
 
 def _stages_of_role(config: JobConfig, name: str, role: WorkerConfig) -> list[StageKind]:

@@ -14,13 +14,14 @@ import torch
 from torch.distributed import get_rank
 
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.auto_caps import with_value
 from roll_batching.settings.megatron_config import SPLIT_KEYS
 from roll_batching.tools.rehearsal import fake_cuda, fake_world
 from roll_batching.tools.rehearsal.fake_world import assume_balanced_routing, routing_notes
 from roll_batching.tools.rehearsal.passes import Passes, is_rl, passes_of
 from roll_batching.tools.rehearsal.recorder import Block, Recorder
 from roll_batching.tools.rehearsal.stages import layer_weights, transformer_engine_notes, with_local_layers
-from roll_batching.tools.rehearsal.task import CRITIC, ROLLOUT, TEACHER, PhasePeak, RankReport, RankTask, with_value
+from roll_batching.tools.rehearsal.task import CRITIC, ROLLOUT, TEACHER, PhasePeak, RankReport, RankTask
 
 _FIRST_STEP = "first step"
 """Phase of the step that creates the optimizer state; it is not reported."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_batching.jobs.config import JobConfig, WorkerConfig
+from roll_batching.jobs.config.auto_caps import with_value
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
@@ -16,7 +17,7 @@ from roll_batching.modeling.head import gpt_of
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.fp8 import fp8_layers
 from roll_batching.settings.pipeline_split import ChunkLayers
-from roll_batching.tools.rehearsal.task import PhasePeak, RankReport, TrainingBatch, with_value
+from roll_batching.tools.rehearsal.task import PhasePeak, RankReport, TrainingBatch
 
 FEW, MORE = 2, 3
 """Layers per chunk of the two shallow models from which a deep one is extrapolated."""

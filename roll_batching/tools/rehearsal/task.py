@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from roll_batching.jobs.config import JobConfig
 
@@ -101,9 +101,3 @@ class RankReport:
     """Assumptions, such as balanced routing."""
     timeline: tuple[tuple[str, dict[str, float]], ...] = ()
     """Phase and bytes by kind, at moments evenly spaced in operations."""
-
-
-def with_value(settings: Any, path: str, value: Any) -> Any:
-    """Copy of pydantic settings with `value` at a dotted path."""
-    first, _, rest = path.partition(".")
-    return settings.model_copy(update={first: with_value(getattr(settings, first), rest, value) if rest else value})

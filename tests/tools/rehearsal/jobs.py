@@ -169,8 +169,8 @@ def rehearsed(task: RankTask) -> RankReport:
 def measured(task: RankTask) -> RankReport:
     """Run the passes of `task` on real tensors, as the rank of the environment."""
     from roll_batching.distributed.parallel_layout import start_processes
+    from roll_batching.jobs.config.auto_caps import with_value
     from roll_batching.tools.rehearsal.rank import observe
-    from roll_batching.tools.rehearsal.task import with_value
 
     start_processes()
     if task.config.actor_train.model_args.architecture.moe is not None:

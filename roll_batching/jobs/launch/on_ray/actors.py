@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -77,15 +77,21 @@ class Rank:
         path = Path(file)
         return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(text)
 
-    def run(self, config: JobConfig, variables: Mapping[str, str], start_workers: StartRoleWorkers) -> Failure | None:
-        """Runs this rank's part of the job; returns a Failure if it failed. `start_workers` as for `run_rank`."""
+    def run(
+        self,
+        config: JobConfig,
+        variables: Mapping[str, str],
+        start_workers: StartRoleWorkers,
+        prepare: Callable[..., JobConfig] | None,
+    ) -> Failure | None:
+        """Runs this rank's part of the job; returns a Failure if it failed. Other arguments as for `run_rank`."""
         from roll_batching.jobs.launch.worker import run_rank
 
         os.environ.update(variables)
         try:
             info = rank_info()
             assert info is not None, "the variables name a rank"
-            run_rank(config, info, start_workers=start_workers)
+            run_rank(config, info, start_workers=start_workers, prepare=prepare)
         except BaseException as error:  # also SystemExit: every failure must reach the driver
             failure = describe_failure(self.number, error)
             write_to_log(failure.frames + failure.line)

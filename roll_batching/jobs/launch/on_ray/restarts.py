@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -129,19 +129,26 @@ def _exit_reason(call: Any) -> str:
 # ---- restarts
 
 
-def run_on_ray(config: JobConfig, count: int, variables: Mapping[str, str], *, max_restarts: int) -> str | None:
+def run_on_ray(
+    config: JobConfig,
+    count: int,
+    variables: Mapping[str, str],
+    *,
+    max_restarts: int,
+    prepare: Callable[..., JobConfig] | None = None,
+) -> str | None:
     """Runs `config` on `count` ranks of the joined Ray; returns the error that ended it, or None.
 
     A lost rank, with its process or its machine, ends all others; they restart up to `max_restarts` times from the last
     checkpoint of this run. An error that a rank reports would recur, and ends the job. The caller holds the lock of the
-    run's folder.
+    run's folder. `prepare` as for `run_rank`.
     """
     folder, restarts = config.run_folder, 0
     shared = read_lock(folder) if max_restarts else None
     earlier = _latest_checkpoint(folder) if max_restarts else None
     with caught_signals() as caught:
         while True:
-            failure = _attempt(config, count, {**variables, RESTARTS: str(restarts)}, caught, shared)
+            failure = _attempt(config, count, {**variables, RESTARTS: str(restarts)}, caught, shared, prepare)
             if caught:
                 return f"stopped by {caught[0].name}; all ranks were ended. {advise_resuming(folder)}"
             if failure is None:
@@ -161,6 +168,7 @@ def _attempt(
     variables: Mapping[str, str],
     caught: Sequence[object],
     shared: tuple[str, str] | None,
+    prepare: Callable[..., JobConfig] | None,
 ) -> Failure | None:
     """Runs the job once, on `count` ranks, all of which have ended when it returns.
 
@@ -172,6 +180,7 @@ def _attempt(
         variables: added to the ranks' environment, before their interpreters start.
         caught: signals caught so far.
         shared: path and text of a file that rank 0 must be able to read, if the run's folder must be shared.
+        prepare: as for `run_rank`.
     """
     minutes = config.actor_train.backend_timeout
     tp_size = {
@@ -191,7 +200,7 @@ def _attempt(
                 return _folder_not_shared(shared[0], ranks.processes[0])
             start_workers = StartRayWorkers(reservation, variables)
             if environments and ranks.failure is None and not caught:
-                ranks.call("run", [(config, devices, start_workers) for devices in environments], caught)
+                ranks.call("run", [(config, devices, start_workers, prepare) for devices in environments], caught)
             return ranks.failure
 
 
