@@ -106,7 +106,7 @@ def check_source(source: Source) -> JobConfig:
     if problems or job is None:
         unique = {problem.path + (problem.message,): problem for problem in problems}
         raise ConfigFileError(_placed(unique.values(), source))
-    job._notices = collect_notices(with_open_caps(job), source)
+    job._notices = collect_notices(job, source)
     job._source = source if source.places else None
     return job
 

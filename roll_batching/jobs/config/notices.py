@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from roll_batching.jobs.config.auto_caps import with_open_caps
 from roll_batching.jobs.config.diagnostics import KeyPath, Notice, NoticeKind, no_effect
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.foreign_keys import Verdict, given_foreign_keys
@@ -296,7 +297,7 @@ def _of_lengths(job: JobKeys) -> Iterator[Notice]:
     if model is not None and longest > model.max_position_embeddings:
         text = f"is below the job's sequence_length {longest}; longer sequences are rotated all the same"
         yield Notice(("actor_train", "model_args", "architecture", "max_position_embeddings"), text)
-    batching = job.actor_train.batching()
+    batching = with_open_caps(job).actor_train.batching()
     if job.actor_train.strategy_args.strategy_config.has_cp_per_pack:
         return  # the cap is that of one rank of a pack, and how many there may be depends on the job's processes
     for kind, passes in (("train", batching.train), ("infer", batching.infer)):

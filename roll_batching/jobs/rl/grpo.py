@@ -100,6 +100,7 @@ class Grpo:
         self.reference = None if is_remote else make_reference(config, self.strategy)
         self.critic = Critic(config, self.strategy) if uses_critic(config) else None
         self.teacher = teacher_of(config, self.strategy)
+        context.add_models(reference=self.reference, critic=self.critic, teacher=self.teacher)
         self._metrics: Metrics = {}
         """Metrics of the step in progress."""
         self._sample_log: list[dict[str, Any]] = []

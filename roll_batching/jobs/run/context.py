@@ -20,10 +20,11 @@ from roll_batching.jobs.rollouts.function_rollouts import FunctionRollouts
 from roll_batching.jobs.rollouts.rollout import start_reward
 from roll_batching.jobs.run.checkpoint import JobCheckpoints
 from roll_batching.jobs.run.folder import PreviousRun, lock_folder
+from roll_batching.jobs.run.lowered_caps import SMALLEST_SPARE, lower_caps, spare_share
 from roll_batching.jobs.run.recorder import RunRecorder
 from roll_batching.planning import Plan
 from roll_batching.settings.training import TrainingArgs
-from roll_batching.strategy import MegatronTrainStrategy
+from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 
 
 class JobContext:
@@ -65,7 +66,10 @@ class JobContext:
             inputs.reward.close()  # a sampler in its own processes scores there
         elif inputs.reward is not None:
             start_reward(layout, inputs.reward)
+        self.strategies: dict[str, MegatronInferStrategy] = {"actor_train": self.strategy}
+        """Models on these ranks by role, whose caps may be lowered."""
         self.checkpoints = JobCheckpoints(config, self.strategy, inputs)
+        self._checks_caps = False
         self.recorder = RunRecorder(config, enabled=dist.get_rank() == 0)
         self._folder_is_open = False
 
@@ -85,6 +89,8 @@ class JobContext:
                     self.recorder.open(previous, self.checkpoints.resume_after)
             self._folder_is_open = True
         self.recorder.start_phase(phase, steps, completed_steps)
+        # A phase that resumes keeps the caps of its checkpoint, and forms the micro-batches of one never stopped.
+        self._checks_caps = bool(self.config.resolved_caps) and not completed_steps and phase != "warmup"
         is_told = any(notice.key[-1] == "warmup_steps" for notice in self.config.notices)
         if not is_told and (unfinished := training.unfinished_warmup(training.max_steps)) is not None:
             self.recorder.progress.note(f"warmup_steps {unfinished}")
@@ -116,7 +122,33 @@ class JobContext:
     ) -> None:
         """Records a finished step, as `RunRecorder.step`; `plan`: of its last optimizer step. Collective.
 
+        After the first step auto caps are lowered if hardly any memory was left.
+
         Raises RankError, the same on all ranks, when the recording rank cannot write.
         """
         with consensus(self.strategy.layout.host_group, "recording the step"):
             self.recorder.step(step, metrics, shown=shown, plan=plan, sample_log=sample_log)
+        if self._checks_caps and (spare := spare_share(self.config, self.strategy.device)) is not None:
+            self.lower_caps(spare)
+        self._checks_caps = False
+
+    def add_models(self, **models: Any) -> None:
+        """Adds the models of other roles to `strategies`: strategies, or objects that hold one; None is left out."""
+        self.strategies |= {name: getattr(model, "strategy", model) for name, model in models.items() if model}
+
+    def lower_caps(self, spare: float) -> None:
+        """Lowers auto caps, those of training first, if less than 3% of a rank's memory, `spare`, was left. Collective.
+
+        Later micro-batches, and checkpoints, have the lowered caps.
+        """
+        config, before = self.config, self.checkpoints.caps
+        least = config.sequence_length or 1
+        caps = lower_caps(before, spare, least * (2 if config.task == "dpo" else 1), self.strategy.layout.host_group)
+        if caps == before:
+            return
+        lowered = config.with_resolved_caps(caps)
+        for name, strategy in self.strategies.items():
+            strategy.set_batching(lowered.roles[name].batching())
+        self.checkpoints.caps = caps
+        changes = ", ".join(f"{key} from {before[key]} to {cap}" for key, cap in caps.items())
+        self.recorder.progress.note(f"the first step left less than {SMALLEST_SPARE:.0%} of the memory: {changes}")

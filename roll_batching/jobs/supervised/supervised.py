@@ -84,6 +84,7 @@ def _train(context: JobContext, phase: _Phase) -> None:
     strategy.start_phase(phase.training)
     reference = make_reference(context.config, strategy) if phase.name != WARMUP else None
     teacher = teacher_of(context.config, strategy) if phase.name != WARMUP else None
+    context.add_models(reference=reference, teacher=teacher)
     completed_steps = context.checkpoints.restore(phase.name, last, phase.steps, reference)
     validation = None
     if context.inputs.validation is not None and phase.name != WARMUP:

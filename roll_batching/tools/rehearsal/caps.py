@@ -27,6 +27,7 @@ from roll_batching.tools.rehearsal.lengths import longest_sample
 
 STEP = 16
 """Granularity of auto caps in tokens."""
+_MIB = 1 << 20
 _PROBES = 10
 """Most rehearsals of a search."""
 _SLEEPING = 1.0 * GIB
@@ -62,9 +63,9 @@ def find_caps(config: JobConfig, limit: float, rehearse: Rehearse) -> FoundCaps:
     too_large = [(", ".join(free), best.need_in(free))] if best.need_in(free) > limit else []
     too_large += [(search.cap.key, search.needs[longest]) for search in searches if search.below is None]
     if too_large:
-        needs = "; ".join(f"{name}: {need / GIB:,.2f} GiB" for name, need in too_large)
+        needs = "; ".join(f"{name}: {need / _MIB:,.0f} MiB" for name, need in too_large)
         raise ConfigError(
-            f"no cap fits {limit / GIB:,.2f} GiB: micro-batches of one longest sample, {longest:,} tokens, need more "
+            f"no cap fits {limit / _MIB:,.0f} MiB: micro-batches of one longest sample, {longest:,} tokens, need more "
             f"({needs}). `roll-batching rehearse --config FILE --gpu-memory SIZE` lists settings that need less"
         )
     probes = 1
@@ -166,7 +167,7 @@ def _decide(config: JobConfig, limit: float, world_size: int) -> dict[str, int]:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         found = find_caps(config, limit, partial(rehearse_job, world_size=world_size, device=device))
-        caps, source = dict(found.caps), f"found in {limit / GIB:,.2f} GiB by {found.probes} rehearsals"
+        caps, source = dict(found.caps), f"found in {limit / _MIB:,.0f} MiB by {found.probes} rehearsals"
     notify(f"auto caps, {source}: " + ", ".join(f"{key}={value}" for key, value in caps.items()))
     return caps
 
