@@ -134,7 +134,9 @@ class JobContext:
 
     def add_models(self, **models: Any) -> None:
         """Adds the models of other roles to `strategies`: strategies, or objects that hold one; None is left out."""
-        self.strategies |= {name: getattr(model, "strategy", model) for name, model in models.items() if model}
+        self.strategies |= {
+            name: getattr(model, "strategy", model) for name, model in models.items() if model is not None
+        }
 
     def lower_caps(self, spare: float) -> None:
         """Lowers auto caps, those of training first, if less than 3% of a rank's memory, `spare`, was left. Collective.
