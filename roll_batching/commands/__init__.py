@@ -15,6 +15,10 @@ COMMANDS = {
         "rehearse:rehearse",
         "Count memory, FLOPs, collectives and host reads of a job's ranks, without a GPU and without weights.",
     ),
+    "fit": (
+        "fit:fit",
+        "Find the largest caps of micro-batches that fit a GPU, and rank layouts by simulated step time.",
+    ),
     "train": ("train:train", "Train: start one process per device, or run as one rank under torchrun."),
     "sft": (
         "train:sft",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from roll_batching.errors import RollBatchingError
@@ -195,7 +196,8 @@ class Change:
 
     def __str__(self) -> str:
         """The settings as overrides for the command line."""
-        texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.settings.items()}
+        words: dict[Any, str] = {True: "true", False: "false", None: "null"}
+        texts = {key: words[v] if v is None or isinstance(v, bool) else v for key, v in self.settings.items()}
         return " ".join(f"{path}={text}" for path, text in texts.items())
 
     def of(self, config: JobConfig) -> JobConfig:
@@ -317,3 +319,30 @@ def _times(factor: int, steps: Mapping[str, int]) -> dict[str, int]:
 
 def _layout(settings: Mapping[str, Any], steps: Mapping[str, int] | None = None) -> Change:
     return Change(settings={_LAYOUT + key: value for key, value in settings.items()} | dict(steps or {}))
+
+
+def layout_changes(config: JobConfig, world_size: int) -> Iterator[Change]:
+    """Other tensor, pipeline and context parallel sizes (powers of two) of the same ranks, with equal mini-batches.
+
+    Sizes that the model or the mini-batch does not allow are left out. A pipeline of another size has no model chunks.
+    """
+    train = config.actor_train
+    megatron, model, args = train.strategy_args.strategy_config, train.model_args.architecture, train.training_args
+    assert model is not None
+    own = (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.cp_size)
+    batch = config.mini_batch_size(config.dp_size(world_size)) // args.per_device_train_batch_size
+    powers = [1 << power for power in range(world_size.bit_length())]
+    for tensor, pipeline, context in product(powers, repeat=3):
+        sizes: dict[str, Any] = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+        sizes |= {"sequence_parallel": tensor > 1} if tensor != own[0] else {}
+        sizes |= {"context_parallel_size": context} if context != own[2] else {}
+        sizes |= {"virtual_pipeline_model_parallel_size": None} if pipeline != own[1] else {}
+        sizes = {key: value for key, value in sizes.items() if value != getattr(megatron, key)}
+        ranks, rest = divmod(world_size, tensor * pipeline * context)
+        fits = not rest and not batch % ranks and (pipeline == own[1] or not megatron.has_uneven_stages)
+        if not fits or (tensor, pipeline, context) == own:
+            continue
+        if not list(model_fits("actor_train", model, megatron.model_copy(update=sizes))):
+            roles = ("actor_train", *(("critic",) if uses_critic(config) else ()))
+            steps = {} if batch // ranks == args.gradient_accumulation_steps else {_STEPS: batch // ranks}
+            yield _layout(sizes, {f"{role}.{key}": count for role in roles for key, count in steps.items()})

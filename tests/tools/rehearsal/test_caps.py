@@ -1,4 +1,4 @@
-"""Auto caps: the largest that fit, against real steps on CPUs; agreed by ranks, kept by checkpoints, refused elsewhere."""
+"""Auto caps: the largest that fit, against real steps; agreed by ranks, kept by checkpoints, refused elsewhere."""
 
 from __future__ import annotations
 
