@@ -34,16 +34,17 @@ def fit(
     """
     require_torch("a rehearsal")
     from roll_batching.tools.rehearsal.advice import Change, layout_changes
-    from roll_batching.tools.rehearsal.lengths import longest_sample
+    from roll_batching.tools.rehearsal.caps import smallest_cap
 
     job = _with_auto_caps(load_config(config, list(overrides or ())))
     world = world_size or job.world_size or job.actor_train.strategy_args.strategy_config.model_size
     memory, left_out = bytes_of(gpu_memory), {}
-    least = dict.fromkeys(auto_caps(job.roles), 2 * longest_sample(job))
     own, guesses = Change(settings={}), []
     for change in layout_changes(job, world) if layouts else ():
         try:
-            guesses.append((_seconds(change.of(job).with_resolved_caps(least), world), change))
+            changed = change.of(job)
+            caps = dict.fromkeys(auto_caps(job.roles), 2 * smallest_cap(changed))
+            guesses.append((_seconds(changed.with_resolved_caps(caps), world), change))
         except RollBatchingError as error:
             left_out[str(change)] = str(error)
     guesses.sort(key=lambda pair: pair[0])

@@ -56,7 +56,7 @@ def find_caps(config: JobConfig, limit: float, rehearse: Rehearse) -> FoundCaps:
     fits. Raises ConfigError when not even one longest sample fits.
     """
     keys = auto_caps(config.roles)
-    longest = -(-(2 if config.task == "dpo" else 1) * longest_sample(config) // 64) * 64
+    longest = smallest_cap(config)
     best = rehearse(config.with_resolved_caps(dict.fromkeys(keys, longest)))
     searches = list(_searches(best, keys, longest, limit))
     free = [name for s in best.stages for name in s.report.peaks if not any(name in one.cap.phases for one in searches)]
@@ -77,6 +77,13 @@ def find_caps(config: JobConfig, limit: float, rehearse: Rehearse) -> FoundCaps:
         best = outcome if outcome.fits(limit) else best
     found = _all(keys, {search.cap.key: search.below or longest for search in searches}, longest)
     return FoundCaps(caps=found, rehearsal=best, probes=probes)
+
+
+def smallest_cap(config: JobConfig) -> int:
+    """Tokens of a micro-batch of one longest sample (of both responses, under `dpo`), rounded up as plans may do."""
+    layout = config.actor_train.strategy_args.strategy_config
+    multiple = max(64, 2 * layout.cp_size * layout.tensor_model_parallel_size)
+    return (2 if config.task == "dpo" else 1) * -(-longest_sample(config) // multiple) * multiple
 
 
 def _searches(rehearsal: Rehearsal, keys: list[str], longest: int, limit: float) -> list[Search]:
