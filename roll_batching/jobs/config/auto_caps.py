@@ -27,7 +27,10 @@ class MemoryKeys(Settings, read_if=_READ_IF):
     """Keys of a job that bound the memory of its devices."""
 
     device_memory_limit: Annotated[int | None, AlsoInFile(str, parse_bytes)] = setting(
-        None, help="Memory of a device for caps that are auto, such as 60GiB. Default: what is free on the GPU.", gt=0
+        None,
+        help="Memory of a device for caps that are auto: bytes, or a text such as 60GiB. Default: what is free on the "
+        "GPU.",
+        gt=0,
     )
 
 

@@ -15,7 +15,7 @@ from roll_batching.errors import ConfigError, RankError, RollBatchingError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.auto_caps import auto_caps
 from roll_batching.jobs.config.diagnostics import Problem
-from roll_batching.jobs.config.engine_rules import engine_sleeps, shares_devices, starts_servers
+from roll_batching.jobs.config.engine_rules import SERVED, engine_sleeps, shares_devices, starts_servers, uses_engine
 from roll_batching.jobs.launch.rendezvous import RankInfo
 from roll_batching.jobs.processes.child_process import RESTARTS, notify
 from roll_batching.jobs.run.checkpoint import FOLDER, saved_point
@@ -134,7 +134,15 @@ def usable_memory(config: JobConfig) -> float:
 
 
 def engine_memory(config: JobConfig, total: float) -> float:
-    """Bytes that servers of the job will hold of a device of `total` bytes while the model trains."""
+    """Bytes that servers of the job will hold of a device of `total` bytes while the model trains.
+
+    Raises ConfigError for servers without a given share, and for samplers whose memory is not known.
+    """
+    is_copy = uses_engine(config) and config.actor_infer.strategy_args.strategy_name not in SERVED
+    is_copy = is_copy or (config.has_sampler and not uses_engine(config))
+    if is_copy and config.own_devices("actor_infer") is None:
+        text = "samples with a copy of the model on the devices of training, which a rehearsal does not count, and caps"
+        raise config.error(Problem(("actor_infer",), f"{text} are auto. Give it a device_mapping, or give numbers"))
     if not (starts_servers(config) and shares_devices(config)):
         return 0.0  # servers that run already are not in the free memory
     if engine_sleeps(config):

@@ -13,7 +13,7 @@ from roll_batching.cli import main
 from roll_batching.errors import ConfigError, RankError
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.tools.rehearsal.advice import caps_of
-from roll_batching.tools.rehearsal.caps import find_caps
+from roll_batching.tools.rehearsal.caps import engine_memory, find_caps
 from roll_batching.tools.rehearsal.job import rehearse_job
 from roll_batching.tools.rehearsal.task import RankTask
 from tests.jobs.launch.commands import trained
@@ -132,6 +132,22 @@ def lower(spares: list[list[float]]) -> list[dict[str, int]]:
 def test_caps_are_lowered_on_all_ranks_where_one_had_little_memory_left() -> None:
     first, second = run_ranks(2, f"{__name__}:lower", [[0.2, 0.03], [0.2, 0.01]])
     assert first == second == [{TRAIN: 4096, FORWARD: 520}, {TRAIN: 3584, FORWARD: 512}]
+
+
+def test_engines_on_the_same_devices_count() -> None:
+    def held(strategy: dict[str, Any], **keys: Any) -> float:
+        engine = {"strategy_args": strategy}
+        return engine_memory(
+            config_from_dict(job_of(batching=AUTO, actor_infer=engine, pretrain="model", **keys)), 1000
+        )
+
+    half = {"strategy_name": "vllm", "strategy_config": {"gpu_memory_utilization": 0.5}}
+    assert held(half) == 500 and held(half, is_offload_states=True) == 1 << 30
+    assert held({"strategy_name": "megatron_infer"}) == 0
+    with pytest.raises(ConfigError, match="gpu_memory_utilization: is missing"):
+        held({"strategy_name": "vllm"})
+    with pytest.raises(ConfigError, match="actor_infer: samples with a copy of the model"):
+        held({"strategy_name": "hf_infer"})
 
 
 @pytest.mark.bad_input
