@@ -12,7 +12,7 @@ import typer
 
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.config import JobConfig, load_config
-from roll_batching.settings.fields import parse_bytes
+from roll_batching.jobs.config.auto_caps import parse_bytes
 
 
 def rehearse(

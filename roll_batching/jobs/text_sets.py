@@ -318,7 +318,7 @@ def _limit(config: JobConfig, length: int, key: str, answer: int = 0) -> dict[st
         return {"max_length": length, "setting": key}
     note = "" if ranks == 1 else f" (on each of {ranks} ranks of a pack)"
     note += f" ({answer} of its {cap:,} for the response)" if answer else ""
-    return {"max_length": cap - answer, "setting": f"actor_train.{role.train_cap_key}{note}"}
+    return {"max_length": cap - answer, "setting": f"actor_train.{role.cap_key('train')}{note}"}
 
 
 def _most_ranks_of_a_pack(config: JobConfig) -> int | None:

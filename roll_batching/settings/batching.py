@@ -244,14 +244,6 @@ class RoleBatching(Settings):
         value: TokenCap = getattr(getattr(self, section) if section else self, name)
         return value
 
-    @property
-    def train_cap_key(self) -> str:
-        """The key that gives the cap of a micro-batch in training, for messages."""
-        if self.mode_of("train") == "dynamic":
-            return "max_tokens_per_microbatch_in_train"
-        given = self.sequence_packing_args.max_packed_sequence_length_train is not None
-        return f"sequence_packing_args.max_packed_sequence_length_{'train' if given else 'forward'}"
-
     def mode_of(self, kind: Pass) -> Mode:
         """Batching of the passes with (`train`) or without (`infer`) gradient."""
         if self.use_sequence_packing:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -174,19 +173,6 @@ def require_positive(value: int | str | None) -> int | str | None:
     if isinstance(value, int) and value < 1:
         raise ValueError(f"is {value}; it must be at least 1")
     return value
-
-
-_BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def parse_bytes(value: Any) -> Any:
-    """Bytes of a text such as 80GiB; other values are returned unchanged. Raises ValueError."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if match is None or match[2].upper() not in _BYTES:
-        raise ValueError(f"{value!r} is not a size: write for example 80GiB")
-    return int(float(match[1]) * _BYTES[match[2].upper()])
 
 
 def section_of(kind: type[Any]) -> type[Settings]:

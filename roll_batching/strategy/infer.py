@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,10 +139,6 @@ class MegatronInferStrategy(ModelIOMixin):
     def batching(self) -> BatchingConfig:
         """Settings that form the micro-batches."""
         return self.state.batching
-
-    def set_batching(self, batching: BatchingConfig) -> None:
-        """Forms later micro-batches by `batching`, the same on every rank."""
-        self.state = replace(self.state, batching=batching)
 
     @property
     def settings(self) -> StepSettings:

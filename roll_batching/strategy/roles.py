@@ -25,7 +25,7 @@ from roll_batching.modeling.pretrained import VALUE_HEAD
 from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch, collect, distribute
 from roll_batching.samples.layout_exchange import LayoutExchange
-from roll_batching.settings import BatchingConfig, RoleSettings
+from roll_batching.settings import RoleSettings
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.offload import OffloadedStates, OffloadStats
@@ -161,14 +161,14 @@ class BaseReference(MegatronInferStrategy):
         self._batching = config.batching()
         self._batching.load_algorithms()
 
-    @property  # type: ignore[misc]  # it has no state to set
+    @property  # type: ignore[override]  # the policy's; only the reference's own settings can be set
     def state(self) -> ModelState:
         """The policy's state now, with the reference's batching."""
         return replace(self._policy.state, batching=self._batching, settings=self._settings, training=None)
 
-    def set_batching(self, batching: BatchingConfig) -> None:
-        """See `MegatronInferStrategy`; the policy's batching stays."""
-        self._batching = batching
+    @state.setter
+    def state(self, state: ModelState) -> None:
+        self._batching, self._settings = state.batching, state.settings
 
     @cached_property
     def _offload(self) -> OffloadedStates:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from roll_batching.settings.batching import PASSES_OF_ROLES, RoleBatching
-from roll_batching.settings.fields import MOST_TOKENS, AlsoInFile, Settings, Switch, parse_bytes, setting
+from roll_batching.settings.fields import MOST_TOKENS, AlsoInFile, Settings, Switch, setting
+
+_BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def parse_bytes(value: Any) -> Any:
+    """Bytes of a text such as 80GiB; other values are returned unchanged. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].upper() not in _BYTES:
+        raise ValueError(f"{value!r} is not a size: write for example 80GiB")
+    return int(float(match[1]) * _BYTES[match[2].upper()])
 
 
 def auto_caps(roles: Mapping[str, RoleBatching]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -150,7 +151,7 @@ class JobContext:
             return
         lowered = config.with_resolved_caps(caps)
         for name, strategy in self.strategies.items():
-            strategy.set_batching(lowered.roles[name].batching())
+            strategy.state = replace(strategy.state, batching=lowered.roles[name].batching())
         self.checkpoints.caps = caps
         changes = ", ".join(f"{key} from {before[key]} to {cap}" for key, cap in caps.items())
         self.recorder.progress.note(f"the first step left less than {SMALLEST_SPARE:.0%} of the memory: {changes}")

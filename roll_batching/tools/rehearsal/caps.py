@@ -168,8 +168,13 @@ def resolve_caps(config: JobConfig, info: RankInfo, store: Any) -> JobConfig:
     if info.rank == 0:
         memory = (wait(f"{prefix}/{rank}") for rank in range(info.world_size))
         store.set(prefix, _attempt(lambda: _decide(config, min(memory), info.world_size)))
-    caps = wait(prefix)
-    return config.with_resolved_caps(caps)
+    try:
+        return config.with_resolved_caps(wait(prefix))
+    finally:  # rank 0 may hold the store, and end with an error: it waits until all have read it
+        store.set(f"{prefix}/{info.rank}/done", "")
+        if info.rank == 0:
+            done = [f"{prefix}/{rank}/done" for rank in range(info.world_size)]
+            store.wait(done, datetime.timedelta(minutes=config.actor_train.backend_timeout))
 
 
 def _decide(config: JobConfig, limit: float, world_size: int) -> dict[str, int]:

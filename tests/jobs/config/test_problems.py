@@ -66,11 +66,12 @@ def problems(tmp_path):
         ),
         (
             "actor_train:\n  sequence_packing_args:\n    max_packed_sequence_length_train: 0\n",
-            "job.yaml:3: actor_train.sequence_packing_args.max_packed_sequence_length_train: is 0; it must be above 0",
+            "job.yaml:3: actor_train.sequence_packing_args.max_packed_sequence_length_train: "
+            "is 0; it must be at least 1",
         ),
         (
             "actor_train:\n  max_tokens_per_microbatch_in_train: -5\n",
-            "job.yaml:2: actor_train.max_tokens_per_microbatch_in_train: is -5; it must be above 0",
+            "job.yaml:2: actor_train.max_tokens_per_microbatch_in_train: is -5; it must be at least 1",
         ),
         ("max_steps: many\n", "job.yaml:1: max_steps: expected a whole number, got 'many'"),
         ("max_steps: true\n", "job.yaml:1: max_steps: expected a whole number, got true"),
