@@ -176,12 +176,10 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             )
 
 
-MOST_FILES, MOST_LINES = 100, 18_760
-MOST_FILES, MOST_LINES = 100, 18_665
+MOST_FILES, MOST_LINES = 100, 18_840
 LINES = {
     "": 915,
-    "commands": 1_700,
-MOST_FILES, MOST_LINES = 100, 18_630
+    "commands": 1_780,
     "distributed": 800,
     "huggingface": 2_830,
     "integrations": 3_015,
@@ -197,7 +195,7 @@ MOST_FILES, MOST_LINES = 100, 18_630
     "jobs.rl": 985,
     "jobs.roles": 1_320,
     "jobs.rollouts": 3_215,
-    "jobs.run": 1_360,
+    "jobs.run": 1_400,
     "jobs.steps": 750,
     "jobs.streams": 1_600,
     "jobs.supervised": 200,
@@ -209,12 +207,12 @@ MOST_FILES, MOST_LINES = 100, 18_630
     "packing": 1_750,
     "planning": 10_640,
     "samples": 2_320,
-    "settings": 3_945,
+    "settings": 3_960,
     "strategy": 7_725,
     "tools": 50,
     "tools.conversion": 6_680,
-    "tools.doctor": 890,
-    "tools.rehearsal": 4_020,
+    "tools.doctor": 1_180,
+    "tools.rehearsal": 4_060,
     "tools.report": 1_750,
     "tools.simulation": 760,
 }
@@ -256,5 +254,4 @@ def test_planning_is_light(report):
     lines = loaded("roll_batching.planning")
     report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
     assert {room_of(name) for name in lines} <= {"", "checked_fields", "errors", "registry", "planning"}
-    assert len(lines) <= 36 and sum(lines.values()) <= 5_610
     assert len(lines) <= 36 and sum(lines.values()) <= 5_660

@@ -26,7 +26,6 @@ from roll_batching.registry import describe_error
 from roll_batching.samples import SampleBatch, distribute, gather_lengths
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS, AUTO
 from roll_batching.strategy import MegatronTrainStrategy
-from roll_batching.tools.doctor.host_reads import count_host_reads
 from roll_batching.tools.doctor.attention import (
     LARGEST_ERROR,
     LARGEST_HALF_ERROR,
@@ -34,6 +33,7 @@ from roll_batching.tools.doctor.attention import (
     measure_attention,
     relative_error,
 )
+from roll_batching.tools.doctor.host_reads import count_host_reads
 from roll_batching.tools.doctor.session import Session, Steps
 
 _LOSS = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)

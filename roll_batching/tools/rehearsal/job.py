@@ -76,7 +76,7 @@ class StageReport:
     sampling_copy: float = 0.0
     """Bytes of the weights of a copy of the model that samples rollouts."""
     is_on_cpu: bool = False
-    """Whether the rank runs on a CPU: nothing but its tensors counts, without margins."""
+    """Whether the rank runs on a CPU, where margins are 0."""
     other_communicators: frozenset[str] = frozenset()
     """Communicators that the rank needs for packs of other context-parallel sizes."""
 
@@ -233,8 +233,7 @@ def _stage_reports(
 ) -> list[StageReport]:
     """Reports of `kinds`, each from the report of one rehearsed rank, or extrapolated from two depths of it."""
     split = megatron.chunk_layers(architecture.num_layers)
-    chunks = sum(map(len, split))
-    stages = []
+    chunks, stages = sum(map(len, split)), []
     for cp_size, kind, depths in kinds:
         report = next(reports)
         if len(depths) == 2:
@@ -245,9 +244,9 @@ def _stage_reports(
             report = replace(report, training=whole.training, critic=whole.critic)
         name = kind.name if cp_size is None else f"{kind.name}, CP {cp_size}"
         copies = copies_in_fp8(megatron, split, kind.policy.stage, report.layer_weights)
-        copy = report.kept.get("weights", 0.0) if has_sampling_copy(config) else 0.0
-        facts: dict[str, Any] = {"stages": kind.stages, "fp8_copies": copies, "sampling_copy": copy}
-        stages.append(StageReport(name=name, report=report, cp_size=cp_size, **facts))
+        facts: dict[str, Any] = {"stages": kind.stages, "fp8_copies": copies, "cp_size": cp_size}
+        copy = report.kept.get("weights", 0.0) * has_sampling_copy(config)
+        stages.append(StageReport(name=name, report=report, sampling_copy=copy, **facts))
     return stages
 
 
