@@ -18,7 +18,6 @@ LIBRARIES = {"megatron", "torch", "transformer_engine", "roll_batching"}
 LOOKED_UP = "a module that is looked up"
 REPLACING = {
     "benchmarks/bench_recurrent.py": "makes exchanges last as long as on slow links",
-    "benchmarks/gpu/step.py": "records the schedule's times",
     "benchmarks/simulation/computing.py": "times passes, and counts the keys that slices keep",
     "benchmarks/simulation/sleeping.py": "records the times of sends and receives",
     "tests/campaigns/conversion_proof/slime_figures.py": "the host's functions run uncompiled",

@@ -30,7 +30,7 @@ COMMANDS = {
     ),
     "doctor": (
         "doctor:doctor",
-        "Check machines, ranks, kernels, layouts and the folder of runs; alone, or on all ranks under torchrun.",
+        "Check machines, ranks, kernels, layouts and the folder of runs; alone, under torchrun, or on Ray.",
     ),
     "export": (
         "export:export",

@@ -66,7 +66,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     @cached_property
     def _prediction(self) -> StepPrediction:
-        return StepPrediction(self.state)
+        return StepPrediction(self.settings, self.device)
 
     @property
     def _training(self) -> TrainingState:
@@ -270,7 +270,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             unshared_flops=plan_flops(plan, self.cost, self.layout, sharing=False),
             ranks=dist.get_world_size(),
             device_rate=device_rate(self.device, self.dtype),
-            predicted_over_measured=self._prediction.compare(plan, phases),
+            predicted_over_measured=self._prediction.compare(self.state, plan, phases),
         )
 
     def forward_backward(
