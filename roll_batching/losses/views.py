@@ -116,6 +116,7 @@ class TokenView(View):
     ) -> None:
         super().__init__(pack, counts, vocabulary)
         self._candidate_log_probs = candidate_log_probs
+        self._mask_sums: dict[str, torch.Tensor] = {}
         self._log_probs, self._entropy, self._logits, self._values = log_probs, entropy, logits, values
         self.segment_ids = pack.segment_ids
         """[tokens] int64: index of each position's sample; `samples` and above are filler."""
@@ -262,7 +263,10 @@ class TokenView(View):
 
     def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:
         """The mean of x over all counted tokens, as a metric."""
-        return Mean(self.sum(x.detach(), mask), self.mask(mask).sum())
+        name = self._mask_name(mask)
+        if name not in self._mask_sums:  # a loss has half a dozen such metrics
+            self._mask_sums[name] = self.mask(name).sum()
+        return Mean(self.sum(x.detach(), name), self._mask_sums[name])
 
     def _require_samples(self, per_sample: torch.Tensor, name: str) -> None:
         if per_sample.dim() and len(per_sample) != self.samples:
