@@ -94,12 +94,14 @@ def _with_auto_caps(job: JobConfig) -> JobConfig:
 
 def _row(job: JobConfig, change: Any, world: int, memory: int) -> dict[str, Any]:
     """The layout of `change` with its largest caps: overrides, caps, bytes with margins, seconds of a step."""
+    from roll_batching.tools.rehearsal.advice import Change
     from roll_batching.tools.rehearsal.caps import engine_memory, find_caps
     from roll_batching.tools.rehearsal.job import rehearse_job
 
     changed = change.of(job)
     typer.echo(f"rehearsing {change if change.settings else 'the layout of the job'}", err=True)
     found = find_caps(changed, memory - engine_memory(job, memory), partial(rehearse_job, world_size=world))
+    typer.echo(f"fits with {Change(settings=found.caps)}", err=True)
     return {
         "dims": str(found.rehearsal.dims),
         "settings": dict(change.settings),

@@ -35,7 +35,7 @@ TABLE_ROWS = (
         "{:,}",
         "computed tokens if every sequence were padded to the longest",
     ),
-    ("removed of that", "share_removed", "{:.1%}", "share of those tokens that this plan does not compute"),
+    ("removed of that", "share_removed", "{:z.1%}", "share of those tokens that this plan does not compute"),
     ("fill of the cap", "fill", "{:.1%}", "computed tokens / (micro-batches x cap), without fillers"),
     (
         "rank imbalance",

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,6 +56,11 @@ class Completion(PromptLine):
     """Whether the response ended at a stop token; False at the length limit."""
     tokens: int
     """Length of the response in tokens, the end token included."""
+
+    if not TYPE_CHECKING:  # a type checker finds a wrong name itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"a completion has no {name!r}, but {', '.join(self.__dataclass_fields__)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from roll_batching.errors import ConfigError, PlanError
+from roll_batching.jobs.config import JobConfig, load_config
+from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.planning import ParallelDims
 from roll_batching.planning.pack_times import Cluster, PackTimes
@@ -46,14 +48,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_architecture(name: str) -> ArchitectureConfig:
-    """The shape of the model `name`: a key of `MODELS`, a Hugging Face directory, or a YAML file of the shape's keys.
+    """The shape of the model `name`: a key of `MODELS`, a Hugging Face directory, or a YAML file.
 
-    Raises `ConfigError`.
+    The file has the keys of the shape, or is that of a job, whose `actor_train` counts. Raises `ConfigError`.
     """
     if name in MODELS:
         return ArchitectureConfig.model_validate(MODELS[name])
     if Path(name).suffix.lower() in (".yaml", ".yml"):
-        return _validated(read_yaml(name).data, name)
+        data = read_yaml(name).data
+        return job_architecture(load_config(name)) if "actor_train" in data else _validated(data, name)
     described = describe_model(name)
     if described is None:
         raise ConfigError(
@@ -63,6 +66,18 @@ def read_architecture(name: str) -> ArchitectureConfig:
     if described.problems:
         raise ConfigError(f"--model {name}: {'; '.join(described.problems)}")
     return _validated(described.architecture, name)
+
+
+def job_architecture(config: JobConfig) -> ArchitectureConfig:
+    """The shape of a job's `actor_train`, heads of multi-token prediction as its layout has them.
+
+    Raises `ConfigError` where it is not known.
+    """
+    train = config.actor_train
+    if train.model_args.architecture is None:
+        text = "is missing: a simulation needs the model's shape: write it, or set model_name_or_path to a directory"
+        raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
+    return train.model_args.architecture_to_build(train.strategy_args.strategy_config.mtp_num_layers)
 
 
 def _validated(values: Any, name: str) -> ArchitectureConfig:

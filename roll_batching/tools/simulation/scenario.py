@@ -11,7 +11,6 @@ import numpy as np
 
 from roll_batching.errors import ConfigError, LayoutError, PlanError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.planning import Plan, PlanConstraints, plan_step
@@ -21,7 +20,7 @@ from roll_batching.planning.pack_times import Cluster, PackTimes, weigh_cost
 from roll_batching.planning.simulated_step import SimulatedStep, simulate_plan
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost
-from roll_batching.tools.simulation.models import architecture_times, check_layout
+from roll_batching.tools.simulation.models import architecture_times, check_layout, job_architecture
 
 DYNAMIC = "dynamic"
 """Value of `cp` that gives each pack its own context-parallel size."""
@@ -238,12 +237,9 @@ def scenario_of_job(
     Raises `ConfigError` where the model's shape is not known or a stream forms the steps.
     """
     train = config.actor_train
-    megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
+    megatron, architecture = train.strategy_args.strategy_config, job_architecture(config)
     if cluster is None:
         cluster = Cluster() if megatron.cluster is None else megatron.cluster.rates
-    if architecture is None:
-        text = "is missing: a simulation needs the model's shape: write it, or set model_name_or_path to a directory"
-        raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
     if config.stream is not None:
         raise ConfigError("a stream forms the steps of this job while it runs: simulate it without the stream's keys")
     if config.task == "dpo" and len(lengths) % 2:
@@ -263,7 +259,7 @@ def scenario_of_job(
     return Scenario(
         lengths=lengths,
         constraints=constraints,
-        architecture=train.model_args.architecture_to_build(megatron.mtp_num_layers),
+        architecture=architecture,
         cluster=cluster,
         group_ids=np.arange(len(lengths)) // 2 if config.task == "dpo" else None,
         recompute=_recomputed_layers(megatron),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -260,3 +262,10 @@ def test_random_numbers_follow_step_and_sample_alone():
         assert len({*first, *other}) == 3
     with one_reward(HERE + "draws") as reward:
         assert scored(reward, completion(), ids=[5], seed=1).rewards.tolist() == first[1:]
+
+
+def test_a_wrong_name_says_what_a_completion_has() -> None:
+    one = Completion(prompt="p", response="r", finished=True, tokens=1, record={})
+    with pytest.raises(AttributeError, match=r"no 'text', but prompt, record, answer, response, finished, tokens"):
+        one.text  # noqa: B018
+    assert pickle.loads(pickle.dumps(one)) == one == copy.copy(one)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_batching.errors import ConfigError, PlanError
+from roll_batching.jobs.config import load_config
 from roll_batching.planning import FlopsCost, ParallelDims
 from roll_batching.planning.pack_times import Cluster
 from roll_batching.settings import ArchitectureConfig
@@ -50,6 +51,8 @@ def test_shapes_from_a_name_a_directory_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "shape.yaml"
     file.write_text("vocab_size: 100\nhidden_size: 64\nnum_layers: 4\nnum_attention_heads: 4\n")
     assert read_architecture(str(file)).ffn_width == 256
+    job = Path(__file__).parents[3] / "configs" / "dpo_demo.yaml"
+    assert read_architecture(str(job)) == load_config(job).actor_train.model_args.architecture
 
 
 @pytest.mark.bad_input
