@@ -58,10 +58,10 @@ USE_OF_EXTRAS = {
 import hydra, omegaconf, roll_batching.tools.conversion
 """,
     "dev": """
-import datasets, hypothesis, jsonschema, mkdocs, mypy, pytest, torchdata, transformers, xdist
+import datasets, hypothesis, jsonschema, mypy, pytest, torchdata, transformers, xdist, zensical
 """,
     "docs": """
-import material, mkdocs, mkdocstrings_handlers.python, ruff
+import mkdocstrings_handlers.python, ruff, zensical
 """,
     "engines": """
 import asyncio

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts.site_pages import CODE, LINK, rewrite, write_pages
 from tests.scripts.test_pages import ROOT
 
 DOCS, PACKAGE = ROOT / "docs", ROOT / "roll_batching"
 GENERATED = {"index.md", "changelog.md", "contributing.md"}
-"""Pages that scripts/site_hooks.py makes of files outside docs/."""
+"""Pages that scripts/site_pages.py makes of files outside docs/."""
 FETCHED = (
     r"<(?:script|img|iframe)[^>]* src=\"?https?:|<link[^>]* rel=\"?(?:stylesheet|preconnect|icon)[^>]* href=\"?https?:"
 )
@@ -85,19 +86,35 @@ def test_an_error_that_is_gone_is_found():
     assert not occurs("no such sentence has ever been written in ... this package")
 
 
+def test_links_of_the_repository_become_links_of_the_site(tmp_path):
+    write_pages(tmp_path / "pages")
+    pages = {file: file.read_text() for file in (tmp_path / "pages").rglob("*.md")}
+    assert "](installing.md)" in pages[tmp_path / "pages" / "index.md"]
+    assert "```python" in pages[tmp_path / "pages" / "repository" / "examples" / "your_megatron_loop.py.md"]
+    for file, text in pages.items():
+        links = [match[2] for part in CODE.split(text)[::2] for match in LINK.finditer(part)]
+        names = {link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)}
+        assert [name for name in names if not (file.parent / name).exists()] == [], file
+
+
+def test_a_link_to_no_file_is_an_error():
+    with pytest.raises(FileNotFoundError, match="docs/grpo.md links to img/nothing.png"):
+        rewrite("docs/grpo.md", "![A picture](img/nothing.png)")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
+@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs the extra docs")
 def test_the_site_builds_without_warnings_and_asks_no_other_server(tmp_path):
     script = ROOT / "scripts" / "docs_site.sh"
-    environment = {**os.environ, "PYTHON": sys.executable, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "PYTHON": sys.executable, "REPOSITORY_URL": "https://git.example.org/a/b"}
     command = [script, "--no-install", "--site-dir", tmp_path / "site"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING" not in done.stderr
+    assert "No issues found" in done.stdout + done.stderr
     assert "doc-function" in (tmp_path / "site" / "api" / "index.html").read_text()
+    assert (tmp_path / "site" / "job.schema.json").read_bytes() == (DOCS / "job.schema.json").read_bytes()
+    for page, file in (("index.html", "README.md"), ("grpo/index.html", "docs/grpo.md")):
+        link = f'<a href="https://git.example.org/a/b/edit/main/{file}"'
+        assert link in (tmp_path / "site" / page).read_text()
     for page in (tmp_path / "site").rglob("*.html"):
-        fetched = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\" >]+)", page.read_text())
-        fetched += re.findall(
-            r"<link[^>]* rel=\"?(?:stylesheet|preconnect|icon)[^>]* href=\"?(https?:[^\" >]+)", page.read_text()
-        )
-        assert fetched == [], page
+        assert re.findall(FETCHED, page.read_text()) == [], page

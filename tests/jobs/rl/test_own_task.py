@@ -121,7 +121,7 @@ def test_every_extra_holds_what_is_imported_or_called():
     sources = [file.read_text() for file in files]
     tools = {"psutil", "mypy", "pytest", "pytest_xdist", "ruff", "types_pyyaml", "roll_batching"}
     tools |= {"jinja2"}  # which transformers needs for chat templates
-    tools |= {"mkdocs_material", "mkdocstrings"}  # mkdocs.yml names them
+    tools |= {"mkdocstrings"}  # mkdocs.yml names them
     for extra, packages in PROJECT["optional-dependencies"].items():
         names = {re.split(r"[\[><=]", package)[0].lower().replace("-", "_") for package in packages} - tools
         for name in names:

@@ -1,20 +1,18 @@
-"""Hooks of mkdocs for a site whose links are those of the repository.
+"""Writes the pages of the documentation site: python scripts/site_pages.py FOLDER.
 
 Pages link to each other, and to files of the repository outside docs/, by relative paths, as a browser of the
 repository needs them. Here README.md becomes the first page, CHANGELOG.md and CONTRIBUTING.md become pages, and every
 other linked file becomes a page below `repository/` that shows it. Links are rewritten accordingly.
+scripts/docs_site.sh builds the site from these pages.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
+import shutil
+import sys
 from pathlib import Path
-from typing import Any
-
-from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -27,14 +25,14 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", "
 def resolve(origin: str, link: str) -> tuple[str, str] | None:
     """A link's file, relative to the root, and its anchor; None for links to other sites and inside the page.
 
-    Raises PluginError for a file that does not exist.
+    Raises FileNotFoundError for a file that does not exist.
     """
     name, hash_mark, anchor = link.partition("#")
     if not name or re.match(r"[a-z]+:", name):
         return None
     target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), name))
     if target.startswith("..") or not (ROOT / target).is_file():
-        raise PluginError(f"{origin} links to {link}, which is no file of the repository")
+        raise FileNotFoundError(f"{origin} links to {link}, which is no file of the repository")
     return target, hash_mark + anchor
 
 
@@ -47,27 +45,21 @@ def page_of(target: str) -> str:
     return f"repository/{target}" if target.endswith(".md") else f"repository/{target}.md"
 
 
-def links_of(origin: str, text: str) -> Iterator[str]:
-    """The files of the repository that a page links to."""
-    for part in CODE.split(text)[::2]:
-        for match in LINK.finditer(part):
-            if resolved := resolve(origin, match[2]):
-                yield resolved[0]
-
-
-def rewrite(origin: str, page: str, text: str) -> str:
-    """The text of a page, with links to the site's pages."""
+def rewrite(origin: str, text: str) -> tuple[str, set[str]]:
+    """The text of a page with links to the site's pages, and the files of the repository that it links to."""
+    folder, linked = posixpath.dirname(page_of(origin)) or ".", set()
 
     def replaced(match: re.Match[str]) -> str:
         resolved = resolve(origin, match[2])
         if resolved is None:
             return match[0]
         target, anchor = resolved
-        return match[1] + posixpath.relpath(page_of(target), posixpath.dirname(page) or ".") + anchor + match[3]
+        linked.add(target)
+        return match[1] + posixpath.relpath(page_of(target), folder) + anchor + match[3]
 
     parts = CODE.split(text)
     parts[::2] = [LINK.sub(replaced, part) for part in parts[::2]]
-    return "".join(parts)
+    return "".join(parts), linked
 
 
 def shown(target: str, text: str) -> str:
@@ -76,25 +68,24 @@ def shown(target: str, text: str) -> str:
     return f"# {target}\n\n{fence}{LANGUAGES.get(Path(target).suffix, 'text')}\n{text.rstrip()}\n{fence}\n"
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages of files outside docs/, found by following links."""
-    waiting = [*PAGES, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
+def write_pages(folder: Path) -> None:
+    """Writes docs/ and the pages of files outside it, found by following links, into a new folder."""
+    shutil.copytree(ROOT / "docs", folder)
+    waiting = [*PAGES, *(file.relative_to(ROOT).as_posix() for file in (ROOT / "docs").rglob("*.md"))]
     seen = set(waiting)
     while waiting:
         target = waiting.pop()
         text = (ROOT / target).read_text()
-        if target.endswith(".md"):
-            new = sorted(set(links_of(target, text)) - seen)
-            seen.update(new)
-            waiting.extend(file for file in new if not file.startswith("docs/img/"))
+        content, linked = rewrite(target, text) if target.endswith(".md") else (shown(target, text), set())
         if not target.startswith("docs/"):
-            content = rewrite(target, page_of(target), text) if target.endswith(".md") else shown(target, text)
-            files.append(File.generated(config, page_of(target), content=content))
-    return files
+            content = f"---\nsource: {target}\n---\n{content}"  # for the link that edits the page
+        page = folder / page_of(target)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(content)
+        new = sorted(file for file in linked - seen if not file.startswith("docs/"))  # all of docs/ is there
+        seen.update(new)
+        waiting.extend(new)
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Rewrites the links of the pages of docs/; generated pages have theirs already."""
-    if page.file.generated_by:
-        return markdown
-    return rewrite(f"docs/{page.file.src_uri}", page.file.src_uri, markdown)
+if __name__ == "__main__":
+    write_pages(Path(sys.argv[1]))
