@@ -10,8 +10,8 @@ REDACTED = "<secret, not kept>"
 _NAMES = re.compile(
     r"(.*(password|passwd|passphrase|apikey)s?|(.*_)?(secrets?|credentials?|authorization|pwd)|token"
     r"|(.*_)?(api|access|secret|private|auth|account|master|encryption|signing|ssh|license)_keys?|(.*_)?access_key_id"
-    r"|(.*_)?(hf|hub|hugging_?face|api|access|auth|bearer|oauth|refresh|session|github|gh|gitlab|slack)_tokens?"
-    r"|(wandb|swanlab|mlflow|mlflow_tracking|comet|neptune|openai|anthropic|azure|aws|modelscope|dashscope|judge)"
+    r"|(.*_)?(hf|hub|hugging_?face|api|access|auth|write|bearer|oauth|refresh|session|github|gh|gitlab|slack)_tokens?"
+    r"|(wandb|swanlab|mlflow|mlflow_tracking|databricks|comet|neptune|openai|anthropic|azure|aws|modelscope|dashscope|judge)"
     r"_(key|token)s?|(gh|github|gitlab)_pat)"
 )
 """Whole names, in lower case with `_` between words. No rule for endings: reward_key and eos_token are no secrets."""
@@ -19,10 +19,10 @@ _FORMS = re.compile(
     r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9]{20,}|sk-(?=[\w-]*\d[\w-]*\d)[\w-]{16,}|gh[opsur]_\w{20,}"
     r"|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|nvapi-[\w-]{16,}"
     r"|ms-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*|[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@)"
+    r"|(?<=[?&]write_token=)[^&\s]+|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*|[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@)"
 )
 """Forms of keys of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, Slack, AWS, Google, NVIDIA and ModelScope; JWT;
-PEM; URLs with passwords."""
+PEM; URLs with passwords or Trackio's write_token."""
 _DIGESTS = re.compile(r"(.*_)?(revision|commit|sha\d*|hash|digest|checksum|md5|u?u?id)")
 """Names of values that are random, but public."""
 _RUN = re.compile(r"[A-Za-z0-9]{32,}")

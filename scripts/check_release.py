@@ -123,6 +123,14 @@ from roll_batching.planning.lengths_io import read_lengths
 pyarrow.parquet.write_table(pyarrow.table({"length": [3, 5]}), "lengths.parquet")
 assert list(read_lengths(Path("lengths.parquet"))) == [3, 5]
 """,
+    "mlflow": """
+import alembic
+import sqlalchemy
+from roll_batching.jobs.observe.trackers import tracker_of
+mlflow = tracker_of("mlflow")
+mlflow.set_tracking_uri("sqlite:///mlflow.db")
+assert mlflow.MlflowClient().search_experiments()
+""",
     "plot": """
 import subprocess
 lengths = "tokens\\n" + "90\\n40\\n" * 8
@@ -146,6 +154,10 @@ from pathlib import Path
 (folder,) = importlib.util.find_spec("transformer_engine").submodule_search_locations
 assert list(Path(folder).rglob("libtransformer_engine.so")), "its library is not in the wheels"
 assert importlib.metadata.version("transformer-engine") == importlib.metadata.version("transformer-engine-cu13")
+""",
+    "trackio": """
+from roll_batching.jobs.observe.trackers import tracker_of
+assert tracker_of("trackio").init
 """,
     "vision": """
 import PIL.Image, transformers, roll_batching.jobs.texts.image_tokenizer

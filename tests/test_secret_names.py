@@ -19,6 +19,7 @@ SECRETS = {
     "AKIAIOSFODNN7EXAMPLE",
     "http://user:pass@proxy:3128",
     "postgres://:pass@db/runs",
+    "https://trackio.example.com/?write_token=abc",
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N",
     "-----BEGIN RSA PRIVATE KEY-----\nMIIE",
     HEX,
@@ -45,7 +46,7 @@ PLAIN = {
     ["WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD", "AWS_ACCESS_KEY_ID", "api_key", "apiKey", "x-api-key", "--wandb-key",
      "OPENAI_APIKEY", "DB_PASSWD", "client_secret", "Authorization", "aws.credentials", "token", "judge keys",
      "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "private-key",
-     "MLFLOW_TRACKING_TOKEN", "DASHSCOPE_KEY", "GITLAB_PAT"],
+     "MLFLOW_TRACKING_TOKEN", "DASHSCOPE_KEY", "GITLAB_PAT", "TRACKIO_WRITE_TOKEN", "DATABRICKS_TOKEN"],
 )  # fmt: skip
 def test_names_of_secrets(name):
     assert is_secret(name)

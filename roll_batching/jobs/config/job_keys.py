@@ -27,7 +27,7 @@ from roll_batching.jobs.config.worker import Environment, ValidationConfig, Work
 from roll_batching.settings.batching import refuse_without_old_log_probs
 from roll_batching.settings.fields import MOST_TOKENS, OR_NULL, ROLLOUTS, TRAINED, Switch, setting
 
-TRACKERS = ("wandb", "swanlab")
+TRACKERS = ("wandb", "swanlab", "mlflow", "trackio")
 """Trackers that can receive the metrics."""
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
 Task = Literal["grpo", "distill", "sft", "dpo", "kto"]
@@ -70,7 +70,7 @@ def _has_default_norm(job: JobKeys) -> bool:
 
 
 _EVALUATES = Switch(lambda job: job.without_evaluation is None, f"{{0.without_evaluation}}: {NOT_EVALUATED}")
-_TRACKED = " and ".join(TRACKERS)
+_TRACKED = ", ".join(TRACKERS)
 _READ_IF = {
     "rollout_samples rollout_batch_size num_return_sequences_in_group batch_balance is_offload_states": ROLLOUTS,
     "actor_infer": ROLLOUTS,
@@ -90,7 +90,7 @@ _READ_IF = {
     "track_with": Switch(
         lambda job: job.track_with in TRACKERS, f"metrics go to metrics.jsonl and TensorBoard; {_TRACKED} add to them"
     ),
-    "tracker_kwargs": Switch(lambda job: job.track_with in TRACKERS, f"track_with is neither of {_TRACKED}"),
+    "tracker_kwargs": Switch(lambda job: job.track_with in TRACKERS, f"track_with is none of {_TRACKED}"),
     "max_grad_norm": Switch(_has_default_norm, "training_args.max_grad_norm is given"),
 }
 
@@ -182,12 +182,13 @@ class JobKeys(
     )
     track_with: str | None = setting(
         None,
-        help="wandb or swanlab: also send the metrics to Weights & Biases or SwanLab. They always go to metrics.jsonl "
-        "and TensorBoard.",
+        help="wandb, swanlab, mlflow or trackio: also send the metrics to this tracker. They always go to "
+        "metrics.jsonl and TensorBoard.",
     )
     tracker_kwargs: dict[str, Any] = setting(
         default_factory=dict,
-        help="wandb or swanlab: keyword arguments of its `init` (project, name, tags, mode, ...).",
+        help="Keyword arguments of the tracker's `init` (project, name, tags, mode, ...). mlflow: those of "
+        "`start_run`, tracking_uri and experiment_name.",
     )
 
     rollout_batch_size: int = setting(128, help="Prompts per RL step.", ge=1, le=MOST_TOKENS)

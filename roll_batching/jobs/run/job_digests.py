@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import CheckpointError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.plain_data import without_secrets
+from roll_batching.jobs.config.plain_data import iterate_leaves, without_secrets
 from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.rewards.pool import reward_of
@@ -55,13 +55,13 @@ def digests_of(
 def settings_of(config: JobConfig) -> dict[str, Any]:
     """The settings that decide how the job continues, by path; secrets are replaced by a placeholder."""
     settings = config.model_dump(mode="json", exclude_defaults=True, exclude=_WITHOUT_EFFECT)
-    return dict(_leaves(without_secrets(settings))) | dict.fromkeys(config.resolved_caps, "auto")
+    return dict(iterate_leaves(without_secrets(settings))) | dict.fromkeys(config.resolved_caps, "auto")
 
 
 def shared_settings(config: JobConfig) -> dict[str, str]:
     """The settings that all ranks must share, by path, as text; secrets are replaced by a placeholder."""
     settings = config.model_dump(mode="json", exclude_defaults=True, exclude=_OF_A_MACHINE)
-    leaves = _leaves(without_secrets(settings))
+    leaves = iterate_leaves(without_secrets(settings))
     texts = {path: repr(value) for path, value in leaves if path.rpartition(".")[2] not in _PATHS}
     return {path: text if len(text) <= _LONGEST else f"digest {_digest(text)}" for path, text in texts.items()}
 
@@ -123,14 +123,6 @@ def _code_digests(paths: Iterable[str]) -> dict[str, str]:
                 digests[path] = hashlib.sha256(file.read_bytes()).hexdigest()[:_HEX]
                 break
     return digests
-
-
-def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield above + key, value
 
 
 def _digest(value: Any) -> str:

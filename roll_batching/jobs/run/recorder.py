@@ -30,7 +30,7 @@ from roll_batching.jobs.observe.run_files import (
     write_plan,
     write_run_info,
 )
-from roll_batching.jobs.observe.trackers import TrackedRun, tracker_of
+from roll_batching.jobs.observe.trackers import MLFLOW_RUN, TrackedRun, tracker_of
 from roll_batching.jobs.run.folder import ADAPTER, CONFIG, MODEL, PreviousRun
 from roll_batching.planning import Plan
 
@@ -77,7 +77,7 @@ class RunRecorder:
         text = yaml.safe_dump(without_secrets(self._config.to_dict()), sort_keys=False, allow_unicode=True)
         if resume_after is None:
             if previous.target is not None or (metrics.exists() and metrics.stat().st_size):
-                for name in (METRICS, EVENTS, CURVE, MODEL, ADAPTER, CONFIG, RUN_INFO, PLAN):
+                for name in (METRICS, EVENTS, CURVE, MODEL, ADAPTER, CONFIG, RUN_INFO, PLAN, MLFLOW_RUN):
                     previous.move(self.folder / name)
                 previous.move(self._sample_log.path)
         else:
@@ -90,7 +90,8 @@ class RunRecorder:
         with atomic_file(config) as partial:
             partial.write_text(text, encoding="utf-8")
         write_run_info(self.folder, [str(notice) for notice in self._config.notices])
-        self.metrics = MetricsWriter(self.folder, resume_after=resume_after, tracker=self._tracker())
+        tracker = self._tracker(resumes=resume_after is not None)
+        self.metrics = MetricsWriter(self.folder, resume_after=resume_after, tracker=tracker)
         if notice := previous.notice():
             self.progress.note(notice)
 
@@ -101,13 +102,14 @@ class RunRecorder:
             previous.copy(path)
             cut_after(path, end)
 
-    def _tracker(self) -> TrackedRun | None:
-        """The run of Weights & Biases or SwanLab that `track_with` names."""
+    def _tracker(self, *, resumes: bool) -> TrackedRun | None:
+        """The run of the tracker that `track_with` names."""
         config = self._config
         if config.track_with is None or tracker_of(config.track_with) is None:
             return None
         settings = without_secrets(config.to_dict())
-        return TrackedRun(config.track_with, self.folder, config.exp_name, settings, config.tracker_kwargs)
+        name, options = config.track_with, config.tracker_kwargs
+        return TrackedRun(name, self.folder, config.exp_name, settings, options, resumes=resumes)
 
     def start_phase(self, phase: str, steps: int, completed_steps: int = 0) -> None:
         """Show the progress of a phase of `steps` steps, of which `completed_steps` are done."""

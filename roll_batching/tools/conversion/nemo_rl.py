@@ -259,13 +259,13 @@ def _checkpoints(file: ForeignFile) -> None:
 
 
 def _tracker(file: ForeignFile) -> None:
-    """Converts the tracker: Weights & Biases, else SwanLab. A job has one tracker besides its own files."""
-    enabled = [name for name in ("wandb", "swanlab") if file.take(f"logger.{name}_enabled")]
+    """Converts the tracker: the first that is enabled. A job has one tracker besides its own files."""
+    enabled = [name for name in ("wandb", "swanlab", "mlflow") if file.take(f"logger.{name}_enabled")]
     for name in enabled[:1]:
         file.draft.put(("track_with",), name, f"logger.{name}_enabled")
-        for key in ("project", "name", "entity"):
+        mlflow = ("experiment_name", "run_name", "run_id", "tracking_uri")
+        for key in mlflow if name == "mlflow" else ("project", "name", "entity"):
             file.move(f"logger.{name}.{key}", ("tracker_kwargs", key))
     for name in enabled[1:]:
         file.draft.leave_out(f"logger.{name}_enabled", "refused", f"track_with names one tracker, {enabled[0]}")
     file.take("logger.wandb")
-    file.expect_off("logger.mlflow_enabled", why="track_with knows wandb and swanlab; metrics.jsonl has all metrics")

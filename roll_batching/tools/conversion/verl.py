@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config.job_keys import TRACKERS
 from roll_batching.jobs.config.key_paths import field_at
 from roll_batching.tools.conversion.critics import Critic, share_layout
 from roll_batching.tools.conversion.draft import Draft
@@ -326,13 +327,15 @@ def _trainer(file: ForeignFile) -> None:
     project, name = file.take("trainer.project_name"), file.take("trainer.experiment_name")
     loggers = file.take("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else loggers or []
-    tracker = next((name for name in ("wandb", "swanlab") if name in loggers), None)
+    tracker = next((name for name in TRACKERS if name in loggers), None)
     if tracker is not None:
         file.put(("track_with",), tracker, "trainer.logger")
-        file.put(("tracker_kwargs", "project"), project, "trainer.project_name")
+        key = "experiment_name" if tracker == "mlflow" else "project"
+        file.put(("tracker_kwargs", key), project, "trainer.project_name")
     for logger in loggers:
         if logger not in (tracker, "console", "tensorboard", "file"):
-            file.draft.leave_out(f"trainer.logger ({logger})", "refused", "track_with knows wandb and swanlab")
+            why = f"track_with names one tracker of {', '.join(TRACKERS)}"
+            file.draft.leave_out(f"trainer.logger ({logger})", "refused", why)
     file.put(("exp_name",), name if name is None else str(name).replace("/", "_"), "trainer.experiment_name")
     folder = file.take("trainer.default_local_dir")
     if folder is None and project is not None:

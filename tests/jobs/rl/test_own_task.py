@@ -122,9 +122,10 @@ def test_every_extra_holds_what_is_imported_or_called():
     tools = {"psutil", "mypy", "pytest", "pytest_xdist", "ruff", "types_pyyaml", "roll_batching"}
     tools |= {"jinja2"}  # which transformers needs for chat templates
     tools |= {"mkdocstrings"}  # mkdocs.yml names them
+    modules = {"megatron_core": "megatron.core", "hydra_core": "hydra", "fla_core": "fla", "mlflow_skinny": "mlflow"}
     for extra, packages in PROJECT["optional-dependencies"].items():
         names = {re.split(r"[\[><=]", package)[0].lower().replace("-", "_") for package in packages} - tools
         for name in names:
-            module = {"megatron_core": "megatron.core", "hydra_core": "hydra", "fla_core": "fla"}.get(name, name)
+            module = modules.get(name, name)
             pattern = re.compile(rf"^\s*(import|from) {re.escape(module)}\b|\"{re.escape(module)}[\".]", re.MULTILINE)
             assert any(pattern.search(text) for text in sources), f"{extra}: {name} is used nowhere"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.errors import ConfigError
+from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
 from roll_batching.jobs.config.job_keys import TRACKERS
 from roll_batching.jobs.observe.run_files import read_metrics
@@ -272,9 +276,76 @@ def test_rows_go_to_a_tracker(name, kept, folder):
     assert b"sft/eval_loss" in file.read_bytes()
 
 
+def tracked_runs(name: str, folder: Path) -> list[tuple[str, list[int]]]:
+    """Names of the runs in a tracker's local store, with the steps that have a loss."""
+    if name == "mlflow":
+        client = importlib.import_module(name).MlflowClient(f"sqlite:///{folder}/mlflow.db")
+        (experiment,) = (one for one in client.search_experiments() if one.name == "roll-batching")
+        runs = client.search_runs([experiment.experiment_id])
+        assert all(run.info.status == "FINISHED" and run.data.params["max_steps"] == "2" for run in runs)
+        losses = [client.get_metric_history(run.info.run_id, "sft/loss") for run in runs]
+        return [(run.info.run_name, [one.step for one in loss]) for run, loss in zip(runs, losses, strict=True)]
+    with contextlib.closing(sqlite3.connect(folder / "trackio" / "roll-batching.db")) as store:
+        found = store.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    steps: dict[tuple[str, str], list[int]] = {}
+    for run_id, run_name, step, metrics in found:
+        steps.setdefault((run_id, run_name), []).extend([step] * ("sft/loss" in json.loads(metrics)))
+    return [(run_name, of_run) for (_, run_name), of_run in steps.items()]
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_a_resumed_job_continues_its_run_of_a_tracker(name, folder):
+    """Two ranks, in a local store; then a new run of the same name."""
+    pytest.importorskip(name, reason=f"pip install {name}")
+    stores = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TRACKIO_DIR": str(folder / "trackio")}
+    job = settings(folder, max_steps=2, save_steps=1, track_with=name)
+    resumed = job | {"max_steps": 3, "resume_from_checkpoint": True}
+    run_ranks(2, HERE + "run_many", [job, resumed], env=stores, fresh=True)
+    assert tracked_runs(name, folder) == [("tiny", [1, 2, 3])]
+    shutil.rmtree(folder / "runs")
+    run_ranks(1, RUN, job, env=stores, fresh=True)
+    assert sorted(tracked_runs(name, folder)) == [("tiny", [1, 2]), ("tiny", [1, 2, 3])]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mlflow", {"tracking_uri": "http://127.0.0.1:9"}),
+        ("trackio", {"server_url": "http://127.0.0.1:9/?write_token=a"}),
+    ],
+)
+def test_a_server_that_does_not_answer_is_an_error(name, options, folder, monkeypatch):
+    tracker = pytest.importorskip(name, reason=f"pip install {name}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    before = tracker.get_tracking_uri() if name == "mlflow" else None
+    with pytest.raises(RollBatchingError, match=rf"{name} cannot start \(.*127.0.0.1.*\): log in, set .*, or leave"):
+        TrackedRun(name, folder, "tiny", {}, options)
+    if before:
+        tracker.set_tracking_uri(before)
+
+
+def test_a_run_of_mlflow_is_begun_anew_in_another_store(folder, caplog):
+    """The cure of an unreachable server; names that MLflow does not take are changed."""
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow-skinny")
+    for store in "ab":
+        options = {"tracking_uri": f"sqlite:///{folder}/{store}.db", "experiment_name": "mine", "tags": {"of": store}}
+        run = TrackedRun("mlflow", folder, "tiny", {"rewards": {"a+b": 1}}, options, resumes=True)
+        run.add({"phase": "rl", "step": 1, "score@2": float("nan")})
+        run.close()
+    (found,) = mlflow.MlflowClient(f"sqlite:///{folder}/b.db").search_runs(["1"])
+    assert (
+        found.data.params == {"rewards.a_b": "1"}
+        and "rl/score_2" in found.data.metrics
+        and found.data.tags["of"] == "b"
+    )
+    assert (folder / "mlflow_run_id").read_text() == found.info.run_id and "has no run" in caplog.text
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize("name", TRACKERS)
-def test_what_a_tracker_does_not_take_is_an_error(name, folder):
+def test_what_a_tracker_does_not_take_is_an_error(name, folder, monkeypatch):
     pytest.importorskip(name, reason=f"pip install {name}")
-    with pytest.raises(ConfigError, match=f"tracker_kwargs: {name}.init refuses them"):
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=rf"tracker_kwargs: {name}.(init|start_run) refuses them"):
         TrackedRun(name, folder, "tiny", {}, {"mode": "nowhere"})

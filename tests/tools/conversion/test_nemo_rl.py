@@ -166,6 +166,13 @@ logger: {wandb_enabled: true, wandb: {project: mine, name: first, log_nemo_gym_f
 """
 
 
+def test_mlflow_is_converted(tmp_path):
+    mlflow = "{experiment_name: sums, run_name: first, tracking_uri: 'http://here:5000'}"
+    done = converted(tmp_path, f"defaults: base.yaml\nlogger: {{mlflow_enabled: true, mlflow: {mlflow}}}\n")
+    options = {"experiment_name": "sums", "run_name": "first", "tracking_uri": "http://here:5000"}
+    assert (done.settings["track_with"], done.settings["tracker_kwargs"]) == ("mlflow", options)
+
+
 def rl(
     folder: Path, *, backend: str = "vllm", shared: bool = True, ahead: bool = False, batch: int = 128
 ) -> Conversion:

@@ -405,6 +405,15 @@ def test_what_would_train_otherwise_is_refused_by_name(tmp_path, case):
     assert why in left_out(done, "refused")[key]
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("mlflow", {"experiment_name": "sums"}), ("trackio", {"project": "sums"})]
+)
+def test_one_tracker_is_converted(tmp_path, name, options):
+    done = converted(tmp_path, f'trainer.logger=["console","{name}","clearml"] trainer.project_name=sums')
+    assert (done.settings["track_with"], done.settings["tracker_kwargs"]) == (name, options)
+    assert "names one tracker" in left_out(done, "refused")["trainer.logger (clearml)"]
+
+
 def test_repeated_and_secret_overrides(tmp_path):
     done = converted(
         tmp_path,
