@@ -56,15 +56,6 @@ def _refuse(path: KeyPath, message: str) -> None:
     raise ConfigFileError([Problem(path, message)])
 
 
-def iterate_leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values of nested `settings` that are no sections, with their paths joined by dots, below `above`."""
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from iterate_leaves(value, f"{above}{key}.")
-        else:
-            yield above + key, value
-
-
 # ---- secrets
 
 

@@ -193,6 +193,15 @@ def _to_plain(value: Any) -> Any:
     return value
 
 
+def iterate_leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested `settings` that are no sections, with their paths joined by dots, below `above`."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from iterate_leaves(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
 # ---- rollouts file
 
 

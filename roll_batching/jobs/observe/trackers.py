@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError, RollBatchingError
-from roll_batching.jobs.config.plain_data import iterate_leaves
-from roll_batching.jobs.observe.run_files import Metrics
+from roll_batching.jobs.observe.run_files import Metrics, iterate_leaves
 
 logger = logging.getLogger(__name__)
 

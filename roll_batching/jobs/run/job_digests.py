@@ -11,9 +11,10 @@ from typing import Any
 
 from roll_batching.errors import CheckpointError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.plain_data import iterate_leaves, without_secrets
+from roll_batching.jobs.config.plain_data import without_secrets
 from roll_batching.jobs.config.task_rules import uses_teacher
 from roll_batching.jobs.inputs import JobInputs
+from roll_batching.jobs.observe.run_files import iterate_leaves
 from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.strategy.adapter_checkpoint import read_directory

@@ -319,7 +319,9 @@ def test_a_server_that_does_not_answer_is_an_error(name, options, folder, monkey
     tracker = pytest.importorskip(name, reason=f"pip install {name}")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     before = tracker.get_tracking_uri() if name == "mlflow" else None
-    with pytest.raises(RollBatchingError, match=rf"(?s){name} cannot start \(.*127.0.0.1.*\): log in, set .*, or leave"):
+    with pytest.raises(
+        RollBatchingError, match=rf"(?s){name} cannot start \(.*127.0.0.1.*\): log in, set .*, or leave"
+    ):
         TrackedRun(name, folder, "tiny", {}, options)
     if before:
         tracker.set_tracking_uri(before)
