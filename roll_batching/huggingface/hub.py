@@ -14,7 +14,7 @@ from roll_batching.huggingface.directory import TEXTS, find_directory
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def is_hub_name(name: str) -> bool:

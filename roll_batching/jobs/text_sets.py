@@ -335,7 +335,10 @@ def prompts_of(data: DataArgs, paths: Paths, fit: Fit) -> TextSet[Prompt]:
     """Makes the text set of the prompts in `paths`. Raises DataError for chats without a chat template."""
     chat_fields = _template_of(data, fit.tokenizer) if data.messages is not None or data.chat else {}
     images = image_fields(data.images, fit.tokenizer)
-    return TextSet(kind=Prompt, paths=paths, fit=fit, instruction=_instruction(data), images=images, **chat_fields)
+    prompts = TextSet(kind=Prompt, paths=paths, fit=fit, instruction=_instruction(data), images=images, **chat_fields)
+    if prompts.is_indexed:
+        raise ConfigError(f"actor_train.data_args: {paths} is a file of token ids, and prompts are texts")
+    return prompts
 
 
 def _template_of(data: DataArgs, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -377,9 +380,11 @@ def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[TextSet[
     chat_fields |= {"instruction": _instruction(data), "cache": cache, "images": image_fields(data.images, tokenizer)}
     folder = Path(data.token_cache).expanduser() if data.token_cache is not None and config.task == "sft" else None
     corpus = TextSet(kind=kind, paths=data.file_name, fit=fit, token_folder=folder, **chat_fields)
-    if corpus.is_indexed and (config.task != "sft" or chat):
-        unread = f"task: {config.task} reads texts" if config.task != "sft" else "it has no messages or chat to read"
-        raise ConfigError(f"actor_train.data_args.file_name: {data.file_name} is a file of token ids, and {unread}")
-    if data.eval_file_name is None or not config.eval_samples:
-        return corpus, None
-    return corpus, replace(corpus, paths=data.eval_file_name, fit=held_out, cache=None)
+    sets = {"file_name": corpus}
+    if data.eval_file_name is not None and config.eval_samples:
+        sets["eval_file_name"] = replace(corpus, paths=data.eval_file_name, fit=held_out, cache=None)
+    unread = f"task: {config.task} reads texts" if config.task != "sft" else "it has no messages or chat to read"
+    for key, texts in sets.items():
+        if texts.is_indexed and (config.task != "sft" or chat):
+            raise ConfigError(f"actor_train.data_args.{key}: {texts.paths} is a file of token ids, and {unread}")
+    return corpus, sets.get("eval_file_name")

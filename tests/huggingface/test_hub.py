@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from roll_batching.huggingface.hub import is_hub_name
 from tests.huggingface import tiny
 from tests.support.hub_server import hub_server
 
@@ -62,9 +63,11 @@ def test_data_sets_have_names(hub, report):
     folder, variables, requests = hub
     name = "hf://own/sums?name=main&split="
     done = run(
-        folder, "-c", LOAD, f"{name}train", f"{name}no", "hf://own/sums", "hf://own/no", f"{name}train&x=1", **variables
-    )
-    good, split, several, missing, option = done.stdout.splitlines()
+        folder, "-c", LOAD, f"{name}train", f"{name}no", "hf://own/sums", "hf://own/no", f"{name}train&x=1",
+        f"{name}train+test", f"{name}train&split=test", **variables,
+    )  # fmt: skip
+    good, split, several, missing, option, joined, twice = done.stdout.splitlines()
+    assert joined.startswith("['1+1=', '2+2=']") and "has an option twice" in twice
     assert good == f"['1+1='] {name}train:1", done.stderr
     assert "Unknown split" in split and "'train', 'test'" in split
     assert "has the splits train, test, and one is read. Add ?split=NAME" in several
@@ -75,6 +78,10 @@ def test_data_sets_have_names(hub, report):
     offline = run(folder, "-c", LOAD, f"{name}test", "hf://own/no?split=train", **variables, HF_HUB_OFFLINE="1")
     cached, missing = offline.stdout.splitlines()
     assert cached.startswith("['2+2=']") and "Couldn't reach" in missing and len(requests) == count
+
+
+def test_paths_with_dots_name_no_model():
+    assert is_hub_name("own/tiny") and not is_hub_name("./tiny") and not is_hub_name("../tiny")
 
 
 def test_without_the_package_the_extra_is_named(tmp_path):
@@ -89,7 +96,8 @@ def test_a_job_begins_and_ends_on_the_hub(hub, report):
         "task": "sft", "exp_name": "hub", "output_dir": "runs", "sequence_length": 64, "max_steps": 2, "save_steps": 2,
         "pretrain": "own/tiny", "eval_samples": 0,
         "actor_train": {
-            "data_args": {"file_name": "hf://own/sums?split=train", "prompt": "question", "response": "answer",
+            "data_args": {"file_name": ["hf://own/sums?split=train", "hf://./private?split=train"],
+                          "prompt": "question", "response": "answer",
                           "token_cache": "tokens"},
             "training_args": {"per_device_train_batch_size": 2, "learning_rate": 1e-3},
             "device_mapping": "0", "use_sequence_packing": True,
@@ -99,7 +107,9 @@ def test_a_job_begins_and_ends_on_the_hub(hub, report):
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     offline = run(folder, "-m", "roll_batching", "sft", "--config", "job.yaml", **variables, HF_HUB_OFFLINE="1")
     assert offline.returncode and "is neither a directory on this machine" in offline.stderr and not requests
-    (folder / "hub/datasets/own/sums/train.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
+    (folder / "private").mkdir()
+    for file in (folder / "hub/datasets/own/sums/train.jsonl", folder / "private/train.jsonl"):
+        file.write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
     done = run(folder, "-m", "roll_batching", "sft", "--config", "job.yaml", **variables)
     assert done.returncode == 0, done.stderr
     assert not [request for request in requests if "pytorch_model.bin" in request]
@@ -116,5 +126,5 @@ def test_a_job_begins_and_ends_on_the_hub(hub, report):
     front = yaml.safe_load(card.split("---\n")[1])
     assert front == {"library_name": "transformers", "base_model": "own/tiny", "datasets": ["own/sums"],
                      "tags": ["roll-batching", "sft"]}  # fmt: skip
-    assert "phase `sft`, step 2" in card
+    assert "phase `sft`, step 2" in card and "private" not in card, "a folder of this machine is not on the hub"
     report(card)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from roll_batching.strategy.checkpoint import RECORD
 from roll_batching.strategy.checkpoint_files import explain_read_errors
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_ON_HUB = re.compile(r"hf://\w")
+"""Beginning of a data set's name that is no path on this machine."""
 _BATCH_SIZE = 32
 """Prompts that are answered together."""
 
@@ -201,7 +204,7 @@ def write_model_card(folder: Path, point: SavedPoint, name: str) -> None:
     base = origin if is_hub_name(origin) else Path(origin).name
     fields = {"library_name": "peft" if (folder / "adapter_config.json").is_file() else "transformers"}
     fields |= {"base_model": origin} if base == origin else {}
-    sources = [str(source) for source in sources_of(data.prompts or ()) if isinstance(source, str)]
+    sources = [source for source in map(str, sources_of(data.prompts or ())) if _ON_HUB.match(source)]
     names = [source.removeprefix("hf://").partition("?")[0] for source in sources]
     front = yaml.safe_dump(fields | ({"datasets": names} if names else {}) | {"tags": ["roll-batching", config.task]})
     text = f"---\n{front}---\n\n# {name.rpartition('/')[2]}\n\n`{base}`, trained with `{config.task}`"

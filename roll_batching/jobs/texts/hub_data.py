@@ -28,7 +28,10 @@ def load_hub_data(url: str) -> Any:
     except ImportError:
         raise Fault("needs the package datasets", "pip install 'roll-batching[datasets]'.") from None
     parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    pairs = parse_qsl(parts.query.replace("+", "%2B"), keep_blank_values=True)  # split=train+test
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise Fault("has an option twice, and one value is read", "Name several files in file_name, each as hf://...")
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise Fault(f"has the option {unknown[0]!r}; there are {', '.join(_OPTIONS)}", _FORM)
     try:

@@ -236,6 +236,8 @@ def _open(path: Path) -> io.BufferedReader[io.FileIO]:
         raise Fault("cannot be read: it is a folder", "Name the file in it.")
     if not stat.S_ISREG(kind):
         raise Fault("cannot be read: it is a pipe or a device", "Every process reads it: name a regular file.")
+    if path.suffix in (".bin", ".idx") and all(path.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")):
+        raise Fault("is one of Megatron's two files of token ids", f"Name their prefix: {path.with_suffix('')}.")
     file = io.BufferedReader(io.FileIO(path), buffer_size=2**20)
     start = file.peek(4)[:4]
     compression = next((name for mark, name in _COMPRESSED.items() if start.startswith(mark)), None)

@@ -14,6 +14,8 @@ from roll_batching.planning.arrays import Ints
 
 _UNTRAINED = -100
 """Label of a token that is not trained, as in transformers."""
+_SAY_TRAINED = ("labels", "loss_mask", "completion_mask", "assistant_masks")
+"""Columns that say which tokens are trained; the last two are TRL's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,13 +56,17 @@ def out_of_vocabulary(token: int, vocab_size: int) -> str:
 
 
 def read_token_ids(line: Mapping[str, Any], key: str, source: str) -> TokenIds:
-    """Makes a sample of a record: ids under `key`, trained tokens by its `labels` or `loss_mask`, else all.
+    """Makes a sample of a record: ids under `key`, trained tokens by its `labels` and masks, else all.
 
-    Raises DataError for columns that hold no integers, differ in length, or have labels that are other tokens.
+    Raises DataError for columns that hold no integers, differ in length, have labels that are other tokens, or padding.
     """
-    ids, columns = _integers(line, key), {key, "labels", "loss_mask", "attention_mask"}
+    ids, columns = _integers(line, key), {key, "attention_mask", *_SAY_TRAINED}
     trained = np.ones(len(ids), dtype=bool)
-    for name in {"labels", "loss_mask"} & line.keys():
+    if line.get("attention_mask") is not None and not _integers(line, "attention_mask").all():
+        raise DataError(f"'attention_mask' has zeros, so {key!r} are padded: write each record without padding")
+    for name in _SAY_TRAINED:
+        if name not in line:
+            continue
         values = _integers(line, name)
         if len(values) != len(ids):
             raise DataError(f"{name!r} has {len(values):,} values for {len(ids):,} tokens of {key!r}")

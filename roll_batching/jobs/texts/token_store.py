@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.files import atomic_file
+from roll_batching.files import atomic_file, cause
 from roll_batching.jobs.texts.texts import TextDataset
 from roll_batching.jobs.texts.token_ids import TokenIds, out_of_vocabulary
 from roll_batching.planning.arrays import Ints
@@ -35,6 +35,7 @@ class StoredTokens(TextDataset[TokenIds]):
         fingerprint, record_fingerprint: as of a `TextDataset`.
         without_stop: samples that train turns without a stop token.
         first_trained: whether the mask says it for the first token; otherwise it is never trained.
+        documents: number of each sample's document in the file, int64[n]; by default 1, 2, 3, ...
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class StoredTokens(TextDataset[TokenIds]):
         record_fingerprint: str = "",
         without_stop: int = 0,
         first_trained: bool = True,
+        documents: Ints | None = None,
     ) -> None:
+        self._documents = documents
         self._ids, self._bounds, self._place, self._first_trained = ids, bounds, place, first_trained
         self.fingerprint, self.record_fingerprint = fingerprint, record_fingerprint or fingerprint
         self.without_stop = without_stop
@@ -67,7 +70,10 @@ class StoredTokens(TextDataset[TokenIds]):
         raw = self._ids[self._bounds[index] : self._bounds[index + 1]].astype(np.int64)
         trained = raw >= 0
         trained[:1] &= self._first_trained
-        return TokenIds(np.where(raw >= 0, raw, ~raw), trained, source=f"{self._place}:{index + 1}")
+        return TokenIds(np.where(raw >= 0, raw, ~raw), trained, source=self._source(index))
+
+    def _source(self, index: int) -> str:
+        return f"{self._place}:{index + 1 if self._documents is None else self._documents[index]}"
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Reads all ids. Raises DataError, naming the sample, for one outside of the vocabulary."""
@@ -75,9 +81,9 @@ class StoredTokens(TextDataset[TokenIds]):
             chunk = self._ids[start : start + _CHUNK]
             if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
                 first = start + int(np.argmax((chunk < 0) | (chunk >= vocab_size)))
-                sample = int(np.searchsorted(self._bounds, first, side="right"))
+                sample = self._source(int(np.searchsorted(self._bounds, first, side="right")) - 1)
                 text = out_of_vocabulary(int(self._ids[first]), vocab_size)
-                raise DataError(f"{self._place}:{sample}: {text}. Name the tokenizer that the file was made with")
+                raise DataError(f"{sample}: {text}. Name the tokenizer that the file was made with")
 
 
 # ---- Megatron's .bin and .idx
@@ -102,13 +108,21 @@ def open_indexed(paths: Sequence[str | Path], max_length: int) -> StoredTokens:
         dataset = IndexedDataset(prefix)
         lengths, documents = dataset.sequence_lengths.astype(np.int64), dataset.document_indices
         # Not the dataset's own map of the tokens: it is unmapped with the dataset, under arrays that still read it.
-        ids = np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r", shape=(int(lengths.sum()),))
+        ids = np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r")  # fails for a part of a token
+        if len(ids) != lengths.sum():
+            raise ValueError(f".idx describes {lengths.sum():,} tokens of {ids.dtype}, and .bin has {len(ids):,}")
     except Exception as error:  # asserts, and errors of numpy's
+        error = error if str(error) else ValueError("the documents of .idx do not hold all its sequences")  # Megatron's
         raise DataError(f"{prefix}.bin and .idx cannot be read ({error}): write them again, or copy them") from None
     if ids.dtype.kind not in "iu":
         raise DataError(f"{prefix}.bin holds {ids.dtype}, and token ids are integers: make it with preprocess_data.py")
-    bounds = np.unique(np.concatenate([[0], np.cumsum(lengths)])[documents])  # an empty document is no sample
+    bounds = np.concatenate([[0], np.cumsum(lengths)])[documents]
+    numbers = np.flatnonzero(np.diff(bounds)) + 1  # an empty document is no sample
+    bounds = np.unique(bounds)
     sizes = np.diff(bounds)
+    if (sizes < 2).any() or not len(sizes):
+        what = f"document {numbers[sizes < 2][0]:,} has a single token" if len(sizes) else "it has no document"
+        raise DataError(f"{prefix}.idx: {what}, which trains nothing: write the files without it")
     pieces = -(-sizes // max_length)
     if (pieces > 1).any() and os.environ.get("RANK", "0") == "0":
         text = "%s: %d of %d documents have more than %d tokens, and are cut into %d pieces"
@@ -116,12 +130,8 @@ def open_indexed(paths: Sequence[str | Path], max_length: int) -> StoredTokens:
     offsets = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = np.repeat(bounds[:-1], pieces) + np.repeat(sizes, pieces) * offsets // np.repeat(pieces, pieces)
     digest = hashlib.sha256(np.append(starts, bounds[-1:]).tobytes() + content_digest(Path(f"{prefix}.bin")).encode())
-    stored = StoredTokens(
-        ids, np.append(starts, bounds[-1]), prefix, fingerprint=digest.hexdigest(), first_trained=False
-    )
-    if not len(stored) or int(stored.lengths.min()) < 2:
-        raise DataError(f"{prefix}.idx has no document, or one of a single token, which trains nothing: remove it")
-    return stored
+    names: dict[str, Any] = {"fingerprint": digest.hexdigest(), "documents": np.repeat(numbers, pieces)}
+    return StoredTokens(ids, np.append(starts, bounds[-1]), prefix, first_trained=False, **names)
 
 
 # ---- tokens of an earlier start
@@ -160,14 +170,15 @@ class TokenCache:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Context in which no other process writes these files. Raises DataError where they cannot be written."""
+        folder = self._ids.parent
         try:
-            self._ids.parent.mkdir(parents=True, exist_ok=True)
-            opened = self._ids.with_suffix(".lock").open("w")
-        except OSError as error:
-            raise DataError(f"actor_train.data_args.token_cache: {error}: name a folder that can be written") from None
-        with opened as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it with the process
-            yield
+            folder.mkdir(parents=True, exist_ok=True)
+            with self._ids.with_suffix(".lock").open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it with the process
+                yield
+        except OSError as error:  # also of the block: a full disk
+            text = f"actor_train.data_args.token_cache: {folder} cannot be written ({cause(error)})"
+            raise DataError(f"{text}: name a folder with free space, in which files can be locked") from None
 
     def load(self) -> StoredTokens | None:
         """Opens the tokens; None if they are not there, with a notice if they are broken."""

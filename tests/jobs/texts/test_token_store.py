@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -17,7 +19,9 @@ from roll_batching.errors import ConfigError, DataError
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.inputs import CHECKED, check_inputs, load_inputs
 from roll_batching.jobs.steps.planned_steps import Encoder
-from roll_batching.jobs.texts.token_store import StoredTokens
+from roll_batching.jobs.text_sets import load_tokenizer, prompts_of
+from roll_batching.jobs.texts.fit import Fit
+from roll_batching.jobs.texts.token_store import StoredTokens, TokenWriter
 from roll_batching.jobs.texts.tokenizers import CharTokenizer
 from tests.huggingface.tiny import MARKED_TEMPLATE, PLAIN_TEMPLATE, write_tokenizer
 from tests.jobs.streams.jobs import settings, write_data
@@ -129,6 +133,19 @@ def test_kept_tokens_hide_no_fault(folder, caplog):
             start(cached(folder))
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize("number, words", [(errno.ENOSPC, "No space left"), (errno.ENOLCK, "No locks available")])
+def test_a_folder_that_takes_no_tokens_is_named(folder, number, words, monkeypatch):
+    def fail(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*((TokenWriter, "add") if number == errno.ENOSPC else (fcntl, "flock")), fail)
+    with pytest.raises(DataError, match=f"token_cache: .*tokens cannot be written .{words}.*name a folder"):
+        load_inputs(cached(folder))
+    monkeypatch.undo()
+    assert encoded(load_inputs(cached(folder))) == encoded(load_inputs(job(folder)))
+
+
 KILLED = """
 import json, os, signal, sys
 from roll_batching.jobs.config import config_from_dict
@@ -181,6 +198,7 @@ def test_of_several_ranks_one_writes(folder):
         ({"ids": [1, 2], "labels": [2, -100]}, "'labels' are other tokens than 'ids'"),
         ({"ids": [1, 2], "loss_mask": [1]}, "'loss_mask' has 1 values for 2 tokens"),
         ({"ids": [1, 2], "labels": [-100, -100]}, "no token of 'ids' is trained"),
+        ({"ids": [1, 2, 0], "attention_mask": [1, 1, 0]}, "'attention_mask' has zeros, so 'ids' are padded"),
         ({"ids": [1] * 65}, "the sample has 65 tokens, more than the 64 allowed"),
     ],
 )
@@ -193,8 +211,17 @@ def test_ids_that_cannot_be_used_are_named(folder, make, row, message):
     assert message in str(caught.value)
 
 
-def write_indexed(prefix, documents):
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+def test_masks_of_trl_say_what_is_trained(folder):
+    write(
+        folder / "sft.jsonl", [{"ids": [1, 2, 3], name: [0, 0, 1]} for name in ("completion_mask", "assistant_masks")]
+    )
+    write(folder / "sft_heldout.jsonl", [{"ids": [1, 2], "attention_mask": [1, 1]}])
+    corpus = load_inputs(job(folder, **{f"{DATA}input_ids": "ids"})).corpus
+    assert [item.trained.tolist() for item in corpus] == [[False, False, True]] * 2
+
+
+def write_indexed(prefix, documents, dtype=np.uint16):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in documents:
         builder.add_item(torch.tensor(document, dtype=torch.int64))
         builder.end_document()
@@ -230,6 +257,25 @@ def test_megatrons_files_that_cannot_be_used_are_named(folder):
         with pytest.raises(ConfigError, match=words):
             tokenizer = chats(folder) if key != "task" else {}
             check_inputs(job(folder, **{**tokenizer, f"{DATA}messages": None, **changes, key: value}))
+    with pytest.raises(ConfigError, match="eval_file_name: .* is a file of token ids, and task: dpo reads texts"):
+        check_inputs(job(folder, task="dpo", **{f"{DATA}eval_file_name": changes[f"{DATA}file_name"]}))
+    with pytest.raises(DataError, match="(?s)one of Megatron.s two files of token ids.*Name their prefix: .*corpus\\."):
+        check_inputs(job(folder, **{f"{DATA}file_name": str(folder / "corpus.bin")}))
+    for documents, words in (
+        ([[1] * 65, [], [1, 43]], "corpus:3: the token id 43"),
+        ([[1, 2], [3]], "document 2 has a"),
+    ):
+        with pytest.raises(DataError, match=words):
+            check_inputs(job(folder, **write_indexed(folder / "corpus", documents)))
+    config = job(folder)
+    fit = Fit(tokenizer=load_tokenizer(config), max_length=9, setting="prompt_length", keys=("prompt", "response"))
+    with pytest.raises(ConfigError, match="corpus is a file of token ids, and prompts are texts"):
+        prompts_of(config.actor_train.data_args, folder / "corpus", fit)
+    write_indexed(folder / "other", [[5, 6, 7]], np.int32)
+    write_indexed(folder / "corpus", [[5, 6, 7]])
+    (folder / "other.bin").replace(folder / "corpus.bin")
+    with pytest.raises(DataError, match=".idx describes 3 tokens of uint16, and .bin has 6"):
+        check_inputs(job(folder, **changes))
     os.truncate(folder / "corpus.bin", 4)
     with pytest.raises(DataError, match="corpus.bin and .idx cannot be read"):
         check_inputs(job(folder, **changes))
