@@ -58,12 +58,16 @@ def out_of_vocabulary(token: int, vocab_size: int) -> str:
 def read_token_ids(line: Mapping[str, Any], key: str, source: str) -> TokenIds:
     """Makes a sample of a record: ids under `key`, trained tokens by its `labels` and masks, else all.
 
-    Raises DataError for columns that hold no integers, differ in length, have labels that are other tokens, or padding.
+    Raises DataError for columns that hold no integers, differ in length, or have labels that are other tokens, padding,
+    or several documents.
     """
-    ids, columns = _integers(line, key), {key, "attention_mask", *_SAY_TRAINED}
+    ids, columns = _integers(line, key), {key, "attention_mask", "position_ids", *_SAY_TRAINED}
     trained = np.ones(len(ids), dtype=bool)
     if line.get("attention_mask") is not None and not _integers(line, "attention_mask").all():
         raise DataError(f"'attention_mask' has zeros, so {key!r} are padded: write each record without padding")
+    positions = np.arange(len(ids))
+    if line.get("position_ids") is not None and not np.array_equal(_integers(line, "position_ids"), positions):
+        raise DataError(f"'position_ids' do not count from 0 to the end of {key!r}: write each document as a record")
     for name in _SAY_TRAINED:
         if name not in line:
             continue
@@ -72,6 +76,8 @@ def read_token_ids(line: Mapping[str, Any], key: str, source: str) -> TokenIds:
             raise DataError(f"{name!r} has {len(values):,} values for {len(ids):,} tokens of {key!r}")
         if name == "labels" and (values != ids)[values != _UNTRAINED].any():
             raise DataError(f"'labels' are other tokens than {key!r}: a label is its token, or {_UNTRAINED}, unshifted")
+        if name != "labels" and ((values < 0) | (values > 1)).any():
+            raise DataError(f"{name!r} has values other than 0 (not trained) and 1")
         trained &= values != (_UNTRAINED if name == "labels" else 0)
     if not trained[1:].any():
         raise DataError(f"no token of {key!r} is trained (the first has none before it)")

@@ -199,6 +199,8 @@ def test_of_several_ranks_one_writes(folder):
         ({"ids": [1, 2], "loss_mask": [1]}, "'loss_mask' has 1 values for 2 tokens"),
         ({"ids": [1, 2], "labels": [-100, -100]}, "no token of 'ids' is trained"),
         ({"ids": [1, 2, 0], "attention_mask": [1, 1, 0]}, "'attention_mask' has zeros, so 'ids' are padded"),
+        ({"ids": [1, 2, 0], "position_ids": [0, 1, 0]}, "write each document as a record"),
+        ({"ids": [1, 2, 0], "loss_mask": [0, 1, 2]}, "'loss_mask' has values other than 0"),
         ({"ids": [1] * 65}, "the sample has 65 tokens, more than the 64 allowed"),
     ],
 )
