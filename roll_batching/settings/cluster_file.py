@@ -48,7 +48,9 @@ def read_cluster_file(path: str | Path) -> ClusterFile:
             raise ConfigError(f"{path}: no such file of rates; check its path, or measure: {cure}")
         data, _ = read_values(Path(path).read_text("utf-8-sig"))
     except YamlFaults as error:
-        raise ConfigError(f"{path}, line {error.faults[0].line}: {error.faults[0].message}") from None
+        fault = error.faults[0]
+        key = f"{'.'.join(map(str, fault.path))} " if fault.path else ""
+        raise ConfigError(f"{path}, line {fault.line}: {key}{fault.message}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); {cure}") from None
     if not isinstance(data, dict | None):

@@ -84,7 +84,10 @@ def check_rates(session: Session, shape: ArchitectureConfig) -> Steps:
         "device": ", ".join(sorted({value["device"] for value in values})),
         "hosts": {host: hosts.count(host) for host in sorted(set(hosts))},
         "slow_ranks": slow,
-        "spread": {name: _spread([x for value in values for x in value["quartiles"][name]]) for name in _FITTED},
+        "spread": {
+            name: _spread([x for value in values for x in value["quartiles"].get(name, ())])
+            for name in slowest["quartiles"]
+        },
         "measured": {
             "relative error of the fit": _rounded(slowest["residual"]),
             "seconds by pack": {pack: _rounded(statistics.median(times)) for pack, times in slowest["seconds"].items()},
@@ -137,9 +140,11 @@ def _fit(shape: ArchitectureConfig, measured: Mapping[tuple[int, ...], Sequence[
             fits.append(min(of_tiles, key=lambda fit: fit.residual))
     except PlanError as error:
         return {"unfit": str(error)}
+    # Where no pack takes the floor, the fit keeps the estimate, which is no measurement.
+    names = [name for name in _FITTED if getattr(fits[0].cluster, name) != getattr(Cluster(), name)]
     return {
-        "rates": {name: getattr(fits[0].cluster, name) for name in (*_FITTED, "attention_tile")},
-        "quartiles": {name: [getattr(fit.cluster, name) for fit in fits[1:]] for name in _FITTED},
+        "rates": {name: getattr(fits[0].cluster, name) for name in (*names, "attention_tile")},
+        "quartiles": {name: [getattr(fit.cluster, name) for fit in fits[1:]] for name in names},
         "residual": fits[0].residual,
     }
 

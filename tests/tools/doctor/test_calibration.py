@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import yaml
 
-from roll_batching.planning import PlanConstraints
+from roll_batching.planning import ParallelDims, PlanConstraints
+from roll_batching.planning.pack_times import Cluster
 from roll_batching.settings import MegatronConfig
 from roll_batching.settings.cluster_file import read_cluster_file
+from roll_batching.settings.model_cost import architecture_pack_times
 from roll_batching.tools.simulation import Scenario, read_architecture, read_cluster
 from tests.support.commands import run_command
 from tests.support.ranks import ROOT, run_ranks
@@ -90,6 +92,19 @@ def test_a_slow_rank_is_named_and_its_rates_are_those_of_the_file(tmp_path: Path
     assert content["hosts"] and content["device"] == "CPU" and content["spread"].keys() >= {"node_latency"}
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.02])
+def test_a_floor_that_no_pack_takes_is_no_measured_rate(floor: float) -> None:
+    from roll_batching.tools.doctor.calibration import SMALL_SHAPE, _fit
+
+    rates = {"matmul_rate": 5e10, "matmul_half_tokens": 40.0, "attention_rate": 3e10, "attention_tile": 1}
+    truth = Cluster(**rates, layer_floor=floor)
+    times = architecture_pack_times(SMALL_SHAPE, ParallelDims(), cluster=truth)
+    packs = [(tokens // parts,) * parts for tokens in (64, 128, 256, 512, 1024, 2048) for parts in (1, 4, 16)]
+    fitted = _fit(SMALL_SHAPE, {pack: [times.pack(np.array(pack), 1) / 1e9] * 3 for pack in packs})
+    assert fitted["rates"].keys() == fitted["quartiles"].keys() | {"attention_tile"}
+    assert fitted["rates"].get("layer_floor", 0.0) == pytest.approx(floor) and fitted["residual"] < 0.01
+
+
 @pytest.mark.slow
 def test_measured_rates_predict_steps_and_wrong_ones_are_named(tmp_path: Path, report: Any) -> None:
     for _ in range(3):  # other processes may take a core
@@ -154,6 +169,7 @@ def test_sizes_micro_batches_slices_and_balance_follow_a_file(tmp_path: Path) ->
     [
         (None, "no such file of rates; check its path, or measure: `roll-batching doctor --calibrate"),
         ("cluster: {matmul_rat: 4e14}", "did you mean 'matmul_rate'"),
+        ("cluster: {matmul_rate: 4e14, matmul_rate: 5e14}", "line 1: cluster.matmul_rate is written 2 times"),
         ("cluster: {node_latency: 25}", "did you mean 2.5e-05"),
         ("matmul_rate: 4e14\ncluster: {node_latency: 1e-5}", "'matmul_rate' stands beside `cluster`"),
     ],
