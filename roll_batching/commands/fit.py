@@ -13,7 +13,7 @@ from roll_batching.commands.options import print_table, require_torch
 from roll_batching.commands.rehearse import bytes_of
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.jobs.config import JobConfig, load_config
-from roll_batching.jobs.config.auto_caps import auto_caps, with_value
+from roll_batching.jobs.config.auto_caps import auto_caps, longest_sample, smallest_cap, with_value
 
 
 def fit(
@@ -34,7 +34,6 @@ def fit(
     """
     require_torch("a rehearsal")
     from roll_batching.tools.rehearsal.advice import Change, layout_changes
-    from roll_batching.tools.rehearsal.caps import smallest_cap
 
     job = _with_auto_caps(load_config(config, list(overrides or ())))
     world = world_size or job.world_size or job.actor_train.strategy_args.strategy_config.model_size
@@ -61,7 +60,8 @@ def fit(
     else:
         _show(rows, left_out, f"{world} ranks of {gpu_memory}, simulated and rehearsed")
     if not rows:
-        raise ConfigError(f"no layout fits {gpu_memory}: use more GPUs per replica, larger GPUs, or shorter samples")
+        cure = "if memory is the reason above, use more GPUs per replica, larger GPUs, or shorter samples"
+        raise ConfigError(f"no layout fits {gpu_memory}, or can be rehearsed: {cure}")
 
 
 def _show(rows: list[dict[str, Any]], left_out: dict[str, str], title: str) -> None:
@@ -115,7 +115,6 @@ def _seconds(job: JobConfig, world: int) -> float:
     """Simulated seconds of an optimizer step over the longest samples."""
     import numpy as np
 
-    from roll_batching.tools.rehearsal.lengths import longest_sample
     from roll_batching.tools.simulation.scenario import scenario_of_job
 
     lengths = np.full(job.mini_batch_size(job.dp_size(world)), longest_sample(job), dtype=np.int64)

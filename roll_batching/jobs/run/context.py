@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from roll_batching.distributed import consensus
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.auto_caps import smallest_cap
 from roll_batching.jobs.engines.sampler import shares_weights_folder, weights_folder
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import sampling_of, schedule_of, steps_key, supervised_schedule_of
@@ -142,16 +143,16 @@ class JobContext:
     def lower_caps(self, spare: float) -> None:
         """Lowers auto caps, those of training first, if less than 3% of a rank's memory, `spare`, was left. Collective.
 
-        Later micro-batches, and checkpoints, have the lowered caps.
+        Later micro-batches, and checkpoints, have the lowered caps. Models in processes of their own keep theirs.
         """
-        config, before = self.config, self.checkpoints.caps
-        least = config.sequence_length or 1
-        caps = lower_caps(before, spare, least * (2 if config.task == "dpo" else 1), self.strategy.layout.host_group)
+        config = self.config
+        before = {key: cap for key, cap in self.checkpoints.caps.items() if key.partition(".")[0] in self.strategies}
+        caps = lower_caps(before, spare, smallest_cap(config), self.strategy.layout.host_group)
         if caps == before:
             return
-        lowered = config.with_resolved_caps(caps)
+        lowered = config.with_resolved_caps({**self.checkpoints.caps, **caps})
         for name, strategy in self.strategies.items():
             strategy.state = replace(strategy.state, batching=lowered.roles[name].batching())
-        self.checkpoints.caps = caps
+        self.checkpoints.caps = lowered.resolved_caps
         changes = ", ".join(f"{key} from {before[key]} to {cap}" for key, cap in caps.items())
         self.recorder.progress.note(f"the first step left less than {SMALLEST_SPARE:.0%} of the memory: {changes}")

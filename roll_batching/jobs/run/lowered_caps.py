@@ -29,7 +29,7 @@ def spare_share(config: JobConfig, device: torch.device) -> float | None:
 def lower_caps(caps: Mapping[str, int], spare: float, least: int, group: dist.ProcessGroup) -> dict[str, int]:
     """`caps`, all lowered to 7/8 where the smallest `spare` of the ranks of `group` is too small. Collective.
 
-    `least`: tokens of the longest sample, which every cap still holds.
+    `least`: tokens of a micro-batch of one longest sample, rounded up as plans may do, which every cap still holds.
     """
     smallest = torch.tensor([spare], dtype=torch.float64)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)

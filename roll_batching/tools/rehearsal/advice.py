@@ -9,7 +9,7 @@ from typing import Any
 
 from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.auto_caps import with_value
+from roll_batching.jobs.config.auto_caps import longest_sample, with_value
 from roll_batching.jobs.config.layout_rules import differing_keys, model_fits
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.task_rules import uses_teacher
@@ -18,7 +18,6 @@ from roll_batching.planning.batching_spec import Mode
 from roll_batching.settings.batching import CAP_KEYS
 from roll_batching.settings.fields import MOST_TOKENS, Pass
 from roll_batching.tools.rehearsal.job import Rehearsal
-from roll_batching.tools.rehearsal.lengths import longest_sample
 from roll_batching.tools.rehearsal.rollout import has_local_rollouts, sizes_of
 from roll_batching.tools.rehearsal.task import (
     CRITIC_GRADIENTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from roll_batching.errors import ConfigError, RankError, RollBatchingError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.config.auto_caps import auto_caps
+from roll_batching.jobs.config.auto_caps import auto_caps, smallest_cap
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import SERVED, engine_sleeps, shares_devices, starts_servers, uses_engine
 from roll_batching.jobs.launch.rendezvous import RankInfo
@@ -23,7 +24,6 @@ from roll_batching.settings.batching import CAP_KEYS
 from roll_batching.settings.fields import Pass
 from roll_batching.tools.rehearsal.advice import Cap, Rehearse, Search, caps_of
 from roll_batching.tools.rehearsal.job import GIB, Rehearsal, rehearse_job
-from roll_batching.tools.rehearsal.lengths import longest_sample
 
 STEP = 16
 """Granularity of auto caps in tokens."""
@@ -59,14 +59,16 @@ def find_caps(config: JobConfig, limit: float, rehearse: Rehearse) -> FoundCaps:
     longest = smallest_cap(config)
     best = rehearse(config.with_resolved_caps(dict.fromkeys(keys, longest)))
     searches = list(_searches(best, keys, longest, limit))
-    free = [name for s in best.stages for name in s.report.peaks if not any(name in one.cap.phases for one in searches)]
+    peaks = dict.fromkeys(name for stage in best.stages for name in stage.report.peaks)
+    free = [name for name in peaks if not any(name in search.cap.phases for search in searches)]
     too_large = [(", ".join(free), best.need_in(free))] if best.need_in(free) > limit else []
     too_large += [(search.cap.key, search.needs[longest]) for search in searches if search.below is None]
     if too_large:
-        needs = "; ".join(f"{name}: {need / _MIB:,.0f} MiB" for name, need in too_large)
+        needs = "; ".join(f"{name}: {math.ceil(need / _MIB):,} MiB" for name, need in too_large)
         raise ConfigError(
-            f"no cap fits {limit / _MIB:,.0f} MiB: micro-batches of one longest sample, {longest:,} tokens, need more "
-            f"({needs}). `roll-batching rehearse --config FILE --gpu-memory SIZE` lists settings that need less"
+            f"no cap fits {math.floor(limit / _MIB):,} MiB: micro-batches of one longest sample, {longest:,} "
+            f"tokens, need more ({needs}). `roll-batching rehearse --config FILE --gpu-memory SIZE` lists settings "
+            "that need less"
         )
     probes = 1
     while probes < _PROBES and (guesses := {s.cap.key: guess for s in searches if (guess := s.guess()) is not None}):
@@ -77,13 +79,6 @@ def find_caps(config: JobConfig, limit: float, rehearse: Rehearse) -> FoundCaps:
         best = outcome if outcome.fits(limit) else best
     found = _all(keys, {search.cap.key: search.below or longest for search in searches}, longest)
     return FoundCaps(caps=found, rehearsal=best, probes=probes)
-
-
-def smallest_cap(config: JobConfig) -> int:
-    """Tokens of a micro-batch of one longest sample (of both responses, under `dpo`), rounded up as plans may do."""
-    layout = config.actor_train.strategy_args.strategy_config
-    multiple = max(64, 2 * layout.cp_size * layout.tensor_model_parallel_size)
-    return (2 if config.task == "dpo" else 1) * -(-longest_sample(config) // multiple) * multiple
 
 
 def _searches(rehearsal: Rehearsal, keys: list[str], longest: int, limit: float) -> list[Search]:

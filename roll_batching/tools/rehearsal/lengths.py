@@ -58,11 +58,6 @@ def longest_groups(constraints: PlanConstraints, longest: int, prefix: int, grou
     return Bin(lengths, prefix, group_size) if len(lengths) > 1 else Bin(longest_bin(constraints, longest))
 
 
-def longest_sample(config: JobConfig) -> int:
-    """Tokens of the longest sequence that the job accepts."""
-    return config.sequence_length or (config.prompt_length + (config.response_length or 0))
-
-
 def longest_bin(constraints: PlanConstraints, longest: int, unit: int = 1) -> list[int]:
     """Sample lengths of the fullest micro-batch, at most `longest` tokens each.
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from roll_batching.jobs.config import JobConfig, WorkerConfig
+from roll_batching.jobs.config.auto_caps import longest_sample
 from roll_batching.jobs.config.objective_rules import wants_reference
 from roll_batching.jobs.config.rl_rules import uses_critic
 from roll_batching.jobs.config.task_rules import uses_teacher
@@ -39,7 +40,6 @@ from roll_batching.tools.rehearsal.lengths import (
     fullest_bin,
     longest_bin,
     longest_groups,
-    longest_sample,
     pack_sizes,
     plan_of_equal_bins,
     plan_of_step,

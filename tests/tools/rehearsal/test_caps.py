@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from roll_batching.tools.rehearsal.caps import engine_memory, find_caps
 from roll_batching.tools.rehearsal.job import rehearse_job
 from roll_batching.tools.rehearsal.task import RankTask
 from tests.jobs.launch.commands import trained
+from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 from tests.tools.rehearsal.jobs import EXPERTS, job_of
 from tests.tools.rehearsal.test_accuracy import ADAPTERS, KL, PP2
@@ -32,6 +34,7 @@ BOTH = {"max_packed_sequence_length_train": "auto", "max_packed_sequence_length_
 CRITIC = AUTO | {"sequence_packing_args": BOTH, "training_args": {"per_device_train_batch_size": 64}}
 SFT: dict[str, Any] = {"task": "sft", "sequence_length": 200}
 ROWS = {"training_args": {"per_device_train_batch_size": 64, "learning_rate": 1e-3}}
+CP2 = {"context_parallel_size": 2}
 FEW_ROLLOUTS = {"rollout_batch_size": 4}
 
 JOBS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -85,6 +88,11 @@ def test_one_search_for_each_key_over_the_phases_that_it_bounds() -> None:
     assert len(rehearse.jobs) <= 8
     with pytest.raises(ConfigError, match=f"no cap fits 600 MiB.* 2,048 tokens, need more .*{TRAIN}: "):
         find_caps(config, 600 * MIB, rehearse)
+    need = rehearse(config.with_resolved_caps(dict.fromkeys(REFERRED, 2048))).worst.need
+    with pytest.raises(ConfigError) as error:
+        find_caps(config, need - 1, rehearse)
+    fits, needs = re.findall(r"([\d,]+) MiB", str(error.value))
+    assert fits < needs, "also where less than a MiB is missing"
 
 
 FORWARD = "sequence_packing_args.max_packed_sequence_length_forward"
@@ -132,6 +140,31 @@ def lower(spares: list[list[float]]) -> list[dict[str, int]]:
 def test_caps_are_lowered_on_all_ranks_where_one_had_little_memory_left() -> None:
     first, second = run_ranks(2, f"{__name__}:lower", [[0.2, 0.03], [0.2, 0.01]])
     assert first == second == [{TRAIN: 4096, FORWARD: 520}, {TRAIN: 3584, FORWARD: 512}]
+
+
+def run_with_little_memory(payload: dict[str, Any]) -> None:
+    """On a rank: a job with resolved caps, whose first step leaves no memory."""
+    from roll_batching.jobs.job import run_job
+    from roll_batching.jobs.run import context
+
+    context.spare_share = lambda config, device: 0.0  # a CPU's peak is not measured
+    run_job(config_from_dict(payload["job"]).with_resolved_caps(payload["caps"]))
+
+
+@pytest.mark.slow
+def test_lowered_caps_hold_the_longest_sample_and_are_those_of_models_on_these_ranks(tmp_path: Path) -> None:
+    """Samples of 63 tokens need 64 under CP 2. The reference has processes of its own, which keep their cap."""
+    write_data(tmp_path)
+    packed = {"sequence_packing_args": {"max_packed_sequence_length_forward": "auto"}, "use_sequence_packing": True}
+    keys = {"prompt_length": 39, "warmup": None, "eval_samples": 0, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    train = {"actor_train__sequence_packing_args": BOTH, "actor_train__logprob_plan": "own"}
+    train |= {"actor_train__device_mapping": [0, 1], "actor_train__strategy_args": {"strategy_config": CP2}}
+    apart = packed | {"device_mapping": "2", "strategy_args": {"strategy_config": {"context_parallel_size": 1}}}
+    job = settings(tmp_path, max_steps=2, save_steps=2, reference=apart, **keys, **train)
+    caps = dict(zip(REFERRED, (64, 128, 256), strict=True))
+    run_ranks(2, f"{__name__}:run_with_little_memory", {"job": job, "caps": caps})
+    record = json.loads((tmp_path / "runs/tiny/checkpoints/rl-000002/job.json").read_text())
+    assert list(record["caps"].values()) == [64, 112, 256]
 
 
 def test_engines_on_the_same_devices_count() -> None:
