@@ -53,7 +53,7 @@ def doctor(
         check_replaceable(json_file, "doctor", lambda content: json.dumps(_MARK)[1:-1].encode() in content[:200])
     if calibrate is None and model is not None:
         raise ConfigError("--model is read with --calibrate only: add it, or leave --model out")
-    is_complete = True
+    session: Session | None = None
     if launcher is Launcher.ray:
         if calibrate is not None:
             raise ConfigError("--calibrate measures this process's ranks: start them by torchrun, not --launcher ray")
@@ -68,16 +68,17 @@ def doctor(
             records = examine(session, checks_of(session.world_size, full=full))
         else:
             session, records = _calibrate(folder, calibrate, model, full=full)
-        is_complete = session.passed[ANSWERS]
     if is_first:
         _print(records)
         if json_file is not None:
             content = {**_MARK, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "full": full}
             with atomic_file(json_file) as partial:
                 partial.write_text(json.dumps({**content, "checks": records}, indent=1) + "\n")
-    if not is_complete:
-        sys.stdout.flush()
-        os._exit(1)  # a thread that hangs in a collective cannot be ended
+    if session is not None:
+        session.close()
+        if not session.passed[ANSWERS]:
+            sys.stdout.flush()
+            os._exit(1)  # a thread that hangs in a collective cannot be ended
     raise typer.Exit(int(any(record["status"] == "failed" for record in records)))
 
 

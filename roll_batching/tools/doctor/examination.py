@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
@@ -21,7 +20,7 @@ from roll_batching.jobs.launch.rendezvous import rank_info, wait_for_ranks
 from roll_batching.lifetime import end_with_parent
 from roll_batching.settings import ArchitectureConfig
 from roll_batching.tools.doctor import calibration, machine, training
-from roll_batching.tools.doctor.session import GRACE_SECONDS, Answer, Session, Steps
+from roll_batching.tools.doctor.session import Answer, Session, Steps
 
 _REPORT = "report it, with the file of --json"
 _SEVERAL, _START = "several ranks", "start one per GPU: torchrun --nproc-per-node 8 --no-python roll-batching doctor"
@@ -77,6 +76,7 @@ def calibration_checks(shape: ArchitectureConfig) -> list[Check]:
     """The checks that measure rates at the `shape` of a model, in order."""
     needs = ("process group", _SEVERAL, calibration.MEASURED)
     slow = "look for other jobs, heat and power limits on that machine, and measure again"
+    slow += "; late on all: give a smaller --model"
     return [
         Check("installed", machine.check_installed, 30, "install the same versions everywhere (docs/installing.md)"),
         Check("rates", partial(calibration.check_rates, shape=shape), 300, slow),
@@ -103,7 +103,8 @@ def open_session(path: Path, *, full: bool) -> Session:
 def examine(session: Session, checks: Sequence[Check]) -> list[Record]:
     """Runs `checks` on all ranks; returns the same records on each. Collective.
 
-    After a check that is late on some rank, the rest is not run. Else this ends the process group.
+    After a check that is late on some rank, the rest is not run. Else this ends the process group. Close the session
+    after the report.
     """
     records: list[Record] = []
     for check in checks:
@@ -125,9 +126,6 @@ def examine(session: Session, checks: Sequence[Check]) -> list[Record]:
     machine.remove_files(session)
     if session.passed[ANSWERS]:
         leave_processes()
-    session.store.set(f"doctor/end/{session.rank}", json.dumps(Answer("value")))
-    if session.rank == 0:  # it may hold the store, which the others still read
-        session.collect("end", GRACE_SECONDS)
     return records
 
 

@@ -31,7 +31,9 @@ class ExaminedRank(Rank):
 
         try:
             session = open_session(folder, full=full)
-            return examine(session, checks_of(session.world_size, full=full))
+            records = examine(session, checks_of(session.world_size, full=full))
+            session.close()
+            return records
         except BaseException as error:  # every failure must reach the command
             return describe_failure(self.number, error)
 

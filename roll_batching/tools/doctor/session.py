@@ -78,6 +78,16 @@ class Session:
             time.sleep(_POLL_SECONDS)
         return [Answer(*fields) for fields in json.loads(self.store.get(key))]
 
+    def close(self) -> None:
+        """Waits for all ranks; rank 0 comes when it has reported. Collective.
+
+        A rank that ends with a failure lets torchrun end the others, and rank 0 may hold the store.
+        """
+        self.exchange("report", Answer("value"), GRACE_SECONDS)
+        self.store.set(f"doctor/end/{self.rank}", json.dumps(Answer("value")))
+        if self.rank == 0:
+            self.collect("end", GRACE_SECONDS)
+
     def collect(self, topic: str, seconds: float) -> dict[int, Answer]:
         """The answers by rank that arrive within `seconds`; on rank 0."""
         answers: dict[int, Answer] = {}

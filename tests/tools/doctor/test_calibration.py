@@ -40,12 +40,14 @@ def calibrate(payload: dict[str, Any]) -> Any:
         matmul, gather = torch.matmul, dist.all_gather_into_tensor
         torch.matmul = lambda *a, **b: (time.sleep(0.004), matmul(*a, **b))[1]
         dist.all_gather_into_tensor = lambda *a, **b: (time.sleep(0.002), gather(*a, **b))[1]
-    home = Path(payload["home"])
+    home, write_rates = Path(payload["home"]), calibration.write_rates
+    calibration.write_rates = lambda *a: (time.sleep(2), write_rates(*a))
     try:
         main(["doctor", "--folder", str(home), "--model", str(home / "shape.yaml"), "--calibrate", payload["file"]])
     except SystemExit as end:
         sys.stdout.flush()
-        return end.code
+        # torchrun ends rank 0 when another one has failed
+        return end.code if Path(payload["file"]).exists() else "ended before the file was written"
 
 
 def train(payload: dict[str, Any]) -> tuple[list[float | None], list[str]]:
