@@ -211,7 +211,7 @@ LINES = {
     "strategy": 7_725,
     "tools": 50,
     "tools.conversion": 6_690,
-    "tools.doctor": 1_195,
+    "tools.doctor": 1_200,
     "tools.rehearsal": 4_060,
     "tools.report": 1_750,
     "tools.simulation": 760,

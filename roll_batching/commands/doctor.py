@@ -53,6 +53,8 @@ def doctor(
         check_replaceable(json_file, "doctor", lambda content: json.dumps(_MARK)[1:-1].encode() in content[:200])
     if calibrate is None and model is not None:
         raise ConfigError("--model is read with --calibrate only: add it, or leave --model out")
+    if calibrate is not None and full:
+        raise ConfigError("--calibrate measures the same with --full: leave --full out")
     session: Session | None = None
     if launcher is Launcher.ray:
         if calibrate is not None:
@@ -67,7 +69,7 @@ def doctor(
             session = open_session(folder, full=full)
             records = examine(session, checks_of(session.world_size, full=full))
         else:
-            session, records = _calibrate(folder, calibrate, model, full=full)
+            session, records = _calibrate(folder, calibrate, model)
     if is_first:
         _print(records)
         if json_file is not None:
@@ -82,7 +84,7 @@ def doctor(
     raise typer.Exit(int(any(record["status"] == "failed" for record in records)))
 
 
-def _calibrate(folder: Path, file: Path, model: str | None, *, full: bool) -> tuple[Session, list[dict[str, Any]]]:
+def _calibrate(folder: Path, file: Path, model: str | None) -> tuple[Session, list[dict[str, Any]]]:
     """Measures rates on all ranks; rank 0 writes them to `file`."""
     from roll_batching.tools.doctor import calibration
     from roll_batching.tools.doctor.examination import calibration_checks, examine, open_session
@@ -90,7 +92,7 @@ def _calibrate(folder: Path, file: Path, model: str | None, *, full: bool) -> tu
 
     calibration.require_own_file(file)
     shape = calibration.measured_shape(read_architecture(model) if model else calibration.SMALL_SHAPE)
-    session = open_session(folder, full=full)
+    session = open_session(folder, full=False)
     records = examine(session, calibration_checks(shape))
     if session.rank == 0 and "cluster" in session.kept:
         calibration.write_rates(session, file, model or "a small one")

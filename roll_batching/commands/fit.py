@@ -71,7 +71,8 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], title: str) -> N
         (f"{number}", row["dims"], f"{row['seconds']:,.3g}", f"{row['need'] / (1 << 30):,.2f}")
         for number, row in enumerate(rows, 1)
     ]
-    print_table(("", "layout", "seconds a step", "GiB"), table, title)
+    if rows:
+        print_table(("", "layout", "seconds a step", "GiB"), table, title)
     for number, row in enumerate(rows, 1):
         typer.echo(f"{number}: {Change(settings=row['settings'] | row['caps'])}")
     for name, reason in left_out.items():

@@ -35,13 +35,13 @@ def auto_caps(roles: Mapping[str, RoleBatching]) -> list[str]:
 
 def longest_sample(job: Any) -> int:
     """Tokens of the longest sequence that the job accepts."""
-    return job.sequence_length or (job.prompt_length + (job.response_length or 0))
+    return int(job.sequence_length or (job.prompt_length + (job.response_length or 0)))
 
 
 def smallest_cap(job: Any) -> int:
     """Tokens of a micro-batch of one longest sample (of both responses, under `dpo`), rounded up as plans may do."""
     layout = job.actor_train.strategy_args.strategy_config
-    multiple = max(64, 2 * layout.cp_size * layout.tensor_model_parallel_size)
+    multiple = max(64, 2 * int(layout.cp_size * layout.tensor_model_parallel_size))
     return (2 if job.task == "dpo" else 1) * -(-longest_sample(job) // multiple) * multiple
 
 

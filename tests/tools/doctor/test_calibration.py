@@ -192,6 +192,7 @@ def test_simulate_says_where_rates_were_measured(tmp_path: Path) -> None:
     given = ("--lengths", ROOT / "examples" / "lengths.csv", "--model", "qwen3-8b", "--cluster", file)
     shown = run_command("simulate", *given).stdout
     assert f"{file}, whose rates were measured on yesterday on X (estimates: matmul_half_tokens, " in shown
-    assert run_command("doctor", "--model", "qwen3-8b").returncode == 2
+    for wrong in (("--model", "qwen3-8b"), ("--calibrate", file, "--full")):
+        assert run_command("doctor", *wrong).returncode == 2
     kept = run_command("doctor", "--calibrate", file)
     assert kept.returncode == 2 and "was not written by" in kept.stderr + kept.stdout
