@@ -101,9 +101,9 @@ def test_a_tracker_gets_its_options_whole_and_the_settings_without_secrets(tmp_p
 
     given = []
     monkeypatch.setattr(recorder, "tracker_of", lambda name: object())
-    monkeypatch.setattr(recorder, "TrackedRun", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(recorder, "TrackedRun", lambda *arguments, resumes: given.append(arguments))
     config = config_from_dict(job_of(tmp_path))
-    recorder.RunRecorder(config, enabled=False)._tracker()
+    recorder.RunRecorder(config, enabled=False)._tracker(resumes=False)
     ((_, _, _, shown, options),) = given
     assert SECRET not in repr(shown) and BY_VALUE not in repr(shown) and options["settings"] == {"api_key": SECRET}
     assert config.environment()["WANDB_API_KEY"] == SECRET and config.to_dict()["reward_args"]["api_key"] == SECRET

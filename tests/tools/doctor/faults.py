@@ -42,6 +42,7 @@ def run_checks(payload: dict[str, Any]) -> None:
     assert len(checks) == len(payload["checks"])
     records = examine(session, [check._replace(seconds=payload["seconds"]) for check in checks])
     (home / f"records-{session.rank}").write_text(json.dumps(records))
+    session.close()
     sys.stdout.flush()
     os._exit(int(not session.passed[ANSWERS]))
 
