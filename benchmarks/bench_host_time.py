@@ -1,7 +1,7 @@
 """Host time of a micro-batch outside the model: planning, packing, the schedule's wrapper, the loss.
 
     python benchmarks/bench_host_time.py             Qwen3-1.7B's 28 layers, 16 samples of 640 tokens in a pack
-    python benchmarks/bench_host_time.py --check     exit 1 if our part exceeds its limit
+    python benchmarks/bench_host_time.py --json FILE
 
 Layers are 16 channels wide and packs of the step have 48 tokens, so that kernels take little: what remains is the time
 of Python and of launching. Our part is the difference of two slopes over the number of micro-batches: of `train_step`,
@@ -155,7 +155,6 @@ def functions(steps: Steps) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 if our part exceeds its limit")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -188,8 +187,6 @@ def main() -> None:
     table.show()
     if args.json is not None:
         args.json.write_text(json.dumps({**figures, "layers": layers, "profiled": shares}, indent=1) + "\n")
-    if args.check and table.missed:
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":
