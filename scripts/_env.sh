@@ -84,6 +84,7 @@ use_environment() {
     fi
     say "installing roll-batching[$extras] into ${folder#"$root"/} (torch is large: minutes on a first run)"
     rm -f "$stamp"
-    "$python" -m pip install --editable "$root[$extras]" --constraint "$root/constraints.txt" </dev/null
+    # Python compiles what is imported: compiling all of torch takes a third of the installation.
+    "$python" -m pip install --no-compile --editable "$root[$extras]" --constraint "$root/constraints.txt" </dev/null
     printf '%s\n%s\n' "$extras" "$wanted" >"$stamp"
 }
