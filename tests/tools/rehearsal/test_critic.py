@@ -93,7 +93,7 @@ def test_the_report_has_a_line_for_the_critic(capsys: pytest.CaptureFixture[str]
     from roll_batching.cli import main
 
     with pytest.raises(SystemExit) as end:
-        main(["rehearse", "--config", "configs/ppo_demo.yaml", "--no-advice", "--gpu-memory", "8GiB"])
+        main(["rehearse", "--config", "configs/ppo_demo.yaml", "--verbose", "--gpu-memory", "8GiB"])
     assert end.value.code == 0
     text = capsys.readouterr().out
     assert "training of the critic, per micro-batch and replica" in text and "critic weights" in text
