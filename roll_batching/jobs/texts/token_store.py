@@ -177,6 +177,8 @@ class TokenCache:
                 fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it with the process
                 yield
         except OSError as error:  # also of the block: a full disk
+            if error.filename is not None and folder not in Path(error.filename).parents:
+                raise  # of a file that the block reads
             text = f"actor_train.data_args.token_cache: {folder} cannot be written ({cause(error)})"
             raise DataError(f"{text}: name a folder with free space, in which files can be locked") from None
 

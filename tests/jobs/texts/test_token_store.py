@@ -21,7 +21,7 @@ from roll_batching.jobs.inputs import CHECKED, check_inputs, load_inputs
 from roll_batching.jobs.steps.planned_steps import Encoder
 from roll_batching.jobs.text_sets import load_tokenizer, prompts_of
 from roll_batching.jobs.texts.fit import Fit
-from roll_batching.jobs.texts.token_store import StoredTokens, TokenWriter
+from roll_batching.jobs.texts.token_store import StoredTokens, TokenCache, TokenWriter
 from roll_batching.jobs.texts.tokenizers import CharTokenizer
 from tests.huggingface.tiny import MARKED_TEMPLATE, PLAIN_TEMPLATE, write_tokenizer
 from tests.jobs.streams.jobs import settings, write_data
@@ -144,6 +144,12 @@ def test_a_folder_that_takes_no_tokens_is_named(folder, number, words, monkeypat
         load_inputs(cached(folder))
     monkeypatch.undo()
     assert encoded(load_inputs(cached(folder))) == encoded(load_inputs(job(folder)))
+
+
+@pytest.mark.bad_input
+def test_a_file_of_another_folder_is_not_the_caches_fault(tmp_path):
+    with pytest.raises(FileNotFoundError, match="vocabulary"), TokenCache(tmp_path / "kept", "key", "texts").lock():
+        (tmp_path / "vocabulary.json").open()
 
 
 KILLED = """
